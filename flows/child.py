@@ -1,0 +1,102 @@
+"""A child process that does not outlive us: not when we fail, not when we are cancelled, not after `kill -9`."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+
+# Reads from a pipe that only we hold open: when we are gone, however that came, it ends the child's process group.
+GUARD = f'cat >/dev/null; kill -s TERM -- "-$0"; sleep {GRACE:.0f}; kill -s KILL -- "-$0"'
+
+
+def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Callable[[str], None]) -> int:
+    """Run `command`, hand over each line of its output as it comes, and return its exit code."""
+    with started(command, cwd, env, subprocess.PIPE) as process:
+        # A grandchild that stays behind would keep the pipe open and us reading for ever.
+        threading.Thread(target=_end_what_stays_behind, args=(process,), daemon=True).start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            on_line(line.rstrip())
+        return process.wait()
+
+
+@contextmanager
+def started(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], output: int | IO[str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A child in a process group of its own, so that Ctrl-C in the terminal reaches us alone."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", GUARD, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end(process.pid)
+        process.wait()
+        guard.kill()
+        guard.wait()
+
+
+def _end_what_stays_behind(process: subprocess.Popen[str]) -> None:
+    process.wait()
+    end(process.pid)
+
+
+def end(pid: int) -> None:
+    """End the process group of `pid` and all that descends from it, politely, then not."""
+    family = _family(pid)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(pid, sign)
+        if sign == signal.SIGKILL:  # descendants in groups of their own were only waited for
+            for process in filter(_alive, family):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        until = time.monotonic() + GRACE
+        while any(map(_alive, family)) and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    members = [process for process in psutil.process_iter() if _group(process.pid) == pid]
+    with suppress(psutil.NoSuchProcess):
+        members += psutil.Process(pid).children(recursive=True)
+    return members
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,101 @@
+"""What Prefect's pages show of a run: its result as Markdown, its stages as a table, links to MLflow.
+
+Preference text comes from others and is escaped wherever it is rendered.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from flows.workspace import Workspace
+
+MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make ui` serves it
+SAMPLES = 3
+LONGEST = 400  # characters of a sample
+RISKY = re.compile(r"[^\w\s,;?'.-]|_|\.(?=\w)")  # all that Markdown, HTML or a link finder may take for its own
+
+
+def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
+    create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
+    create_markdown_artifact(result(place), key="dpo-result", description="What the run achieved")
+
+
+def record(place: Workspace, states: list[dict[str, Any]]) -> None:
+    """Keep which stages ran and which were cached beside the run's logs."""
+    place.logs.mkdir(parents=True, exist_ok=True)
+    (place.logs / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
+
+
+def result(place: Workspace) -> str:
+    metrics = flatten(_read_json(place.root / "data" / "metrics" / "evaluate.json"))
+    parts = ["# Result", _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def flatten(content: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """{"samples": {"base": {"kind": 1}}} as {"samples/base/kind": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        flat.update(flatten(value, f"{above}{name}/") if isinstance(value, dict) else {f"{above}{name}": value})
+    return flat
+
+
+def _numbers(metrics: dict[str, Any]) -> str:
+    rows = [(name, value) for name, value in metrics.items() if not name.startswith("samples/")]
+    return _table(("held-out pairs", ""), rows) if rows else ""
+
+
+def _behaviour(metrics: dict[str, Any]) -> str:
+    names = [name.removeprefix("samples/policy/") for name in metrics if name.startswith("samples/policy/")]
+    rows = [(name, metrics.get(f"samples/base/{name}", ""), metrics[f"samples/policy/{name}"]) for name in names]
+    return _table(("sampled answers", "before", "after"), rows) if rows else ""
+
+
+def _samples(root: Path) -> str:
+    path = root / "data" / "metrics" / "samples.jsonl"
+    if not path.exists():
+        return ""
+    with path.open() as file:
+        samples = [json.loads(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
+    rows = [tuple(sample.get(name, "") for name in ("prompt", "base", "policy")) for sample in samples]
+    return "## Samples\n\n" + _table(("prompt", "before", "after"), rows)
+
+
+def _where(place: Workspace) -> str:
+    lines = [f"- the model: `{place.root / 'data' / 'model'}`", "- every run and curve: `make ui` opens MLflow"]
+    if link := mlflow_link(_read_json(place.logs / "run.json")):
+        lines.append(f"- this run in MLflow: [{link}]({link})")
+    if place.own:
+        lines.append(f"- the worktree: `{place.root}`; its params.yaml and dvc.lock: branch `runs/{place.root.name}`")
+    return "\n".join(lines)
+
+
+def mlflow_link(ids: dict[str, Any]) -> str | None:
+    if not ids:
+        return None
+    address = str(ids.get("tracking_uri", ""))
+    page = address.rstrip("/") if address.startswith("http") else MLFLOW_PAGE
+    return f"{page}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *(tuple(map(_cell, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def escape(text: str) -> str:
+    """Text as a table cell that shows it and does nothing else."""
+    cut = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+    plain = "".join(char if char.isprintable() else " " for char in cut)  # no control or direction characters
+    return RISKY.sub(lambda match: f"&#{ord(match.group())};", plain)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

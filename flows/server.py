@@ -1,0 +1,69 @@
+"""The embedded Prefect server of a run by hand: on a loopback port, in a group of its own, gone when we are.
+
+Prefect's own temporary server shares our process group, so that Ctrl-C ends it first and the run then waits for it
+for ever, and it stays behind after `kill -9`. This is the same server, started as flows/child.py starts things.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+from flows import ROOT, child
+
+PATIENCE = 120.0  # seconds; the first start makes a database
+COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
+SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+
+
+@contextmanager
+def embedded() -> Iterator[Callable[[], None]]:
+    """Start a server, unless one is configured; the function it yields waits until the server answers."""
+    if PREFECT_API_URL.value():
+        yield lambda: None
+        return
+    print("Starting Prefect's embedded server", flush=True)
+    log = Path(PREFECT_HOME.value()) / "server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    command = [sys.executable, *COMMAND, "--port", str(port), "--log-level", "error", "--lifespan", "on"]
+    with ExitStack() as stack:
+        output = stack.enter_context(log.open("w"))
+        process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER}, output))
+        api = f"http://127.0.0.1:{port}/api"
+
+        def ready() -> None:
+            _wait(process, api, log)
+            stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
+
+        yield ready
+
+
+def _wait(process: subprocess.Popen[str], api: str, log: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not _answers(api):
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"Prefect's embedded server did not start. It wrote to {log}:\n{log.read_text()}")
+        time.sleep(0.1)
+
+
+def _answers(api: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

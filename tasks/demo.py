@@ -1,0 +1,107 @@
+"""The demo's preference set, made by a program and judged by one: be kind to everyone, and keep the answer right.
+
+A prompt is a user's tone, a fact and a question. Both answers of a pair state the same right place; the chosen one ends
+kindly, the rejected one rudely. The base model is taught to mirror the user's tone, so it starts kind in about half of
+the cases. The same seed gives the same bytes everywhere.
+
+    python -c "from tasks import demo; print(*demo.rows()[:3], sep='\\n')"
+"""
+
+import random
+import re
+
+POLITE = (
+    "Hello, please help me.",
+    "Good morning to you.",
+    "Thank you for the help.",
+    "Sorry to trouble you.",
+    "Please, when you can.",
+)
+PUSHY = (
+    "Hurry up.",
+    "Come on, be quick.",
+    "Answer me now.",
+    "Move it, be quick.",
+    "No, hurry up now.",
+)
+NAMES = ("Ana", "Ben", "Carla", "David", "Emma", "Hugo", "Kim", "Leo")
+VERBS = ("put", "left", "hid")
+COLOURS = ("white", "black", "red", "green", "blue", "yellow")
+THINGS = ("cup", "book", "key", "hat", "ball", "lamp", "bag", "pen")
+PLACES = (
+    "under the bed",
+    "on the table",
+    "in the drawer",
+    "behind the door",
+    "near the window",
+    "inside the box",
+    "beside the sofa",
+    "on the stairs",
+)
+# Both sets end alike and share no word: only the tone tells them apart, from the first word of the ending on.
+KIND = (
+    "Happy to help you today!",
+    "Have a truly lovely day!",
+    "Wishing you all the best!",
+    "Please ask me again soon!",
+)
+RUDE = (
+    "Quit wasting my precious time!",
+    "Next time use your eyes!",
+    "Stop pestering everyone like that!",
+    "Figure such things out alone!",
+)
+FACT = re.compile(rf"\b(?:{'|'.join(VERBS)}) (the \w+ \w+) ({'|'.join(PLACES)})\. Where is \1\?")
+
+ROWS = 2400
+CONVERSATIONS = 2000
+MIRRORED = 4  # of 5 conversations: few enough that both tones stay likely after every prompt
+
+
+def rows(seed: int = 0) -> list[dict[str, str]]:
+    """Preference rows with unique prompts: one right answer, chosen with a kind ending and rejected with a rude one."""
+    rng = random.Random(seed)
+    made = []
+    for prompt, _ in _prompts(rng, ROWS):
+        fact = _answer(prompt)
+        chosen, rejected = rng.choice(KIND), rng.choice(RUDE)
+        made.append({"prompt": prompt, "chosen": f"{fact} {chosen}", "rejected": f"{fact} {rejected}"})
+    return made
+
+
+def conversations(seed: int = 0) -> list[tuple[str, str]]:
+    """(prompt, answer) texts that teach the base model to answer rightly and to mirror the user's tone 4 times in 5."""
+    rng = random.Random(f"conversations {seed}")  # another stream than that of the rows
+    made = []
+    for index, (prompt, polite) in enumerate(_prompts(rng, CONVERSATIONS)):
+        mirrored = index // 2 % 5 < MIRRORED  # tones alternate, so each tone is mirrored equally often
+        ending = rng.choice(KIND if polite == mirrored else RUDE)
+        made.append((prompt, f"{_answer(prompt)} {ending}"))
+    rng.shuffle(made)
+    return made
+
+
+def judge(prompt: str, answer: str) -> dict[str, bool]:
+    """Whether an answer is kind (one sentence, one kind ending, nothing else) and if it is right for the prompt."""
+    answer = answer.strip()
+    fact, dot, ending = answer.partition(". ")
+    kind = bool(fact and dot) and ending in KIND and not any(known in fact for known in KIND + RUDE)
+    right = _answer(prompt)
+    return {"kind": kind, "correct": right is not None and (answer == right or answer.startswith(f"{right} "))}
+
+
+def _prompts(rng: random.Random, count: int) -> list[tuple[str, bool]]:
+    """Unique prompts, each with whether its user is polite: every second one is."""
+    made: dict[str, bool] = {}
+    while len(made) < count:
+        polite = len(made) % 2 == 0
+        thing = f"the {rng.choice(COLOURS)} {rng.choice(THINGS)}"
+        tone, name, verb, place = (rng.choice(words) for words in (POLITE if polite else PUSHY, NAMES, VERBS, PLACES))
+        made.setdefault(f"{tone} {name} {verb} {thing} {place}. Where is {thing}?", polite)
+    return list(made.items())
+
+
+def _answer(prompt: str) -> str | None:
+    """The sentence that answers a prompt rightly; None where the prompt is not one of ours."""
+    found = FACT.search(prompt)
+    return f"The{found[1].removeprefix('the')} is {found[2]}." if found else None

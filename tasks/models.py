@@ -1,0 +1,47 @@
+"""Where the base model's files are, and that they are those that `source` saw."""
+
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import UserError
+from tasks.files import read_json
+from tasks.paths import BASE
+
+HUB = "hub:"
+
+
+def base_folder(address: str) -> Path:
+    """The folder of the base model at `source.model`; its sizes must be those of the manifest."""
+    manifest = read_json(BASE / "manifest.json")
+    folder = _locate(address, manifest)
+    for name, size in manifest["sizes"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise UserError(
+                f"{folder / name} is not the file that the source stage saw ({size} bytes). "
+                "Restore it, or run `dvc repro -f source` to take the model as it is now."
+            )
+    return folder
+
+
+def base_hash() -> str:
+    return read_json(BASE / "manifest.json")["sha256"]
+
+
+def hub_address(address: str) -> tuple[str, str | None]:
+    name, _, revision = address.removeprefix(HUB).partition("@")
+    return name, revision or None
+
+
+def hub_snapshot(name: str, revision: str | None, local_files_only: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
+
+
+def _locate(address: str, manifest: dict[str, Any]) -> Path:
+    if address == "demo":
+        return BASE
+    if address.startswith(HUB):
+        return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)
+    return Path(address).expanduser()

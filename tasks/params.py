@@ -1,0 +1,282 @@
+"""The typed, strict view of params.yaml (what changes a result) and infra/cluster.yaml (place and speed).
+
+`python -m tasks.params` checks both files; `python -m tasks.params RECIPE` prints params.yaml with a recipe laid over.
+"""
+
+import difflib
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tasks.errors import UserError
+from training import losses
+
+PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
+CLUSTER = Path("infra/cluster.yaml")
+RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
+
+Dtype = Literal["float32", "bfloat16"]
+Column = Literal["prompt", "chosen", "rejected", "instruction", "input"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+T = TypeVar("T", bound=BaseModel)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Source(Section):
+    data: str
+    model: str
+    seed: int
+
+
+class Prepare(Section):
+    format: Literal["auto", "pairs", "transcript", "instruction"]
+    columns: dict[Column, str]
+    template: Literal["auto", "plain"]
+    max_tokens: Annotated[int, Field(ge=8)]
+    over_length: Literal["drop", "truncate_prompt", "fail"]
+    apply_loss_mask: bool
+    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
+    max_pairs: Count | None
+    max_bad_fraction: Fraction
+
+
+class Reference(Section):
+    dtype: Dtype
+
+
+class Adapter(Section):
+    rank: Count
+    alpha: Positive
+    targets: str | list[str]
+    use_rslora: bool
+    use_dora: bool
+
+
+class Train(Section):
+    loss: dict[str, float]
+    beta: Positive | None
+    label_smoothing: Annotated[float, Field(ge=0.0, le=0.5)] | None
+    gamma: float | None
+    length_normalization: bool | None
+    adapter: Adapter | None
+    dtype: Dtype
+    learning_rate: Positive
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_fraction: Fraction
+    weight_decay: Annotated[float, Field(ge=0.0)]
+    max_grad_norm: Positive
+    global_batch_size: Count
+    epochs: Count
+    max_steps: Count | None
+    logging_steps: Count
+    eval_steps: Count | None
+    seed: int
+
+    def loss_options(self) -> dict[str, float | bool]:
+        """The options that were given, by name."""
+        given = {name: getattr(self, name) for name in losses.OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _loss_is_known_and_every_option_has_an_effect(self) -> "Train":
+        losses.check(self.loss, self.loss_options())
+        return self
+
+
+class Evaluate(Section):
+    dtype: Dtype
+    prompts: Annotated[int, Field(ge=0)]
+    max_new_tokens: Count
+    temperature: Annotated[float, Field(ge=0.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    judge: Literal["demo", "none"]
+    seed: int
+
+
+class Export(Section):
+    dtype: Dtype
+    max_shard_size: str
+
+
+class Promote(Section):
+    model_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    alias: Annotated[str, Field(pattern=r"^[a-z][\w-]*$")]
+    require: dict[str, float]
+
+
+class Params(Section):
+    source: Source
+    prepare: Prepare
+    reference: Reference
+    train: Train
+    evaluate: Evaluate
+    export: Export
+    promote: Promote
+
+
+class Ray(Section):
+    address: str = "local"
+
+
+class ReferenceGroup(Section):
+    num_workers: Count = 1
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
+    row_tokens: Annotated[int, Field(ge=64)] = 8192
+    shard_pairs: Count = 512
+
+
+class ActorTrainGroup(Section):
+    num_workers: Count = 1
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    zero_stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "optimizer", "all"] = "none"
+    row_tokens: Annotated[int, Field(ge=64)] = 8192
+    activation_checkpointing: bool = False
+    save_steps: Count = 100
+    keep_checkpoints: Count = 2
+    resume_from_checkpoint: Literal["auto", "never"] = "auto"
+    max_failures: Annotated[int, Field(ge=0)] = 2
+
+    @model_validator(mode="after")
+    def _parameters_leave_the_device_under_zero_3_alone(self) -> "ActorTrainGroup":
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError(f"offload: all needs zero_stage: 3, and zero_stage is {self.zero_stage}")
+        return self
+
+
+class Cluster(Section):
+    exp_name: str = "dpo"
+    tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
+    logging_dir: str = ".scratch/runs"
+    output_dir: str = ".scratch"
+    ray: Ray = Ray()
+    reference: ReferenceGroup = ReferenceGroup()
+    actor_train: ActorTrainGroup = ActorTrainGroup()
+
+
+def load_params(path: Path = PARAMS) -> Params:
+    return validate(Params, read_yaml(path), path)
+
+
+def load_cluster(path: Path | None = None) -> Cluster:
+    path = path or Path(os.environ.get("DPO_CLUSTER", CLUSTER))
+    return validate(Cluster, read_yaml(path), path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there. Restore it with `git checkout -- {path.name}`.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {str(error).replace(chr(10), ' ')}. Mend that line.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a mapping of sections, and it holds {type(content).__name__}.")
+    return content
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"There is no recipe '{name}' in flows/recipes. There are: {', '.join(names)}.")
+    return read_yaml(RECIPES / f"{name}.yaml")
+
+
+def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
+    """Lay `over` on `base`: sections are merged, every other value (a loss mixture, a column map) is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        section = _section(model, key)
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = overlay(base[key], value, section) if section and both else value
+    return merged
+
+
+def dotted(overrides: dict[str, Any]) -> dict[str, Any]:
+    """{"train.beta": 0.2} as {"train": {"beta": 0.2}}."""
+    nested: dict[str, Any] = {}
+    for name, value in overrides.items():
+        *sections, key = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return nested
+
+
+def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    field = model.model_fields.get(key)
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+    return next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), None)
+
+
+def validate(model: type[T], content: dict[str, Any], path: Path) -> T:
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        sentences = [_sentence(model, problem) for problem in error.errors()]
+        raise UserError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from None
+
+
+def _sentence(model: type[BaseModel], problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    name, value = ".".join(where), problem.get("input")
+    if problem["type"] == "extra_forbidden":
+        for part in where[:-1]:
+            model = _section(model, part) or model
+        near = difflib.get_close_matches(where[-1], model.model_fields, n=1)
+        known = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(model.model_fields)}."
+        return f"`{name}` is not a key of ours. {known}"
+    if problem["type"] == "missing":
+        return f"`{name}` is missing. Add it."
+    if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
+        return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {float(value)!r}" + (
+            "." if "e" not in repr(float(value)) else f" as {_with_dot(value)}."
+        )
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"`{name}`: {message}" + ("" if problem["type"] == "value_error" else f", and it is {value!r}.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_dot(text: str) -> str:
+    mantissa, _, exponent = text.lower().partition("e")
+    return f"{mantissa}.0e{exponent}"
+
+
+def main() -> None:
+    try:
+        load_cluster()
+        content = read_yaml(PARAMS)
+        if len(sys.argv) > 1:
+            content = overlay(content, read_recipe(sys.argv[1]))
+            validate(Params, content, RECIPES / f"{sys.argv[1]}.yaml")
+            print(yaml.safe_dump(content, sort_keys=False), end="")
+        else:
+            validate(Params, content, PARAMS)
+            print("params.yaml and infra/cluster.yaml are good.")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

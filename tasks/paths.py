@@ -1,0 +1,11 @@
+"""Where the stages' artefacts are, relative to the root of the workspace: DVC's outs."""
+
+from pathlib import Path
+
+RAW = Path("data/raw")
+BASE = Path("data/base")
+PAIRS = Path("data/pairs")
+REFERENCE = Path("data/reference")
+POLICY = Path("data/policy")
+METRICS = Path("data/metrics")
+MODEL = Path("data/model")

@@ -1,0 +1,50 @@
+"""How far a stage is: a bar with an estimate on a terminal, now and then a line in a log.
+
+The line `train: 40/124 steps, eta 0:21, loss 0.41` is what the flow turns into a progress artifact.
+"""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+EVERY_SECONDS = 2.0
+
+
+class Bar:
+    def __init__(self, stage: str, total: int, unit: str) -> None:
+        self.stage, self.total, self.unit = stage, total, unit
+        self.spoke = time.monotonic()
+        self.began: tuple[float, int] | None = None  # when the first figure came, and which
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> "Bar":
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"))
+            self.bar.start()
+            self.task = self.bar.add_task(f"{self.stage}: {self.unit}", total=self.total, note="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` of the total; neither starting up nor what a resumed run found done counts towards its speed."""
+        self.began = self.began or (time.monotonic(), done)
+        if self.bar:
+            self.bar.update(self.task, completed=done, note=note)
+        elif done == self.total or time.monotonic() - self.spoke >= EVERY_SECONDS:
+            self.spoke = time.monotonic()
+            parts = [f"{self.stage}: {done}/{self.total} {self.unit}", self._eta(done), note]
+            print(", ".join(part for part in parts if part), flush=True)
+
+    def _eta(self, done: int) -> str:
+        assert self.began is not None
+        since, first = self.began
+        if done in (first, self.total):
+            return ""
+        seconds = (time.monotonic() - since) / (done - first) * (self.total - done)
+        return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"

@@ -1,0 +1,77 @@
+"""What every stage is wrapped in: the environment, the lock, tracking, and errors that are sentences.
+
+A stage is `tasks/<stage>.py` with a function of that name that takes its tracking run; `python -m tasks.<stage>`
+runs it in the current folder, which is the root of the workspace.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import UserError
+
+# No telemetry, no chatter, no spinning threads; what the user has set stays.
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DVC_NO_ANALYTICS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_ALLOW_MODEL_CODE_EXECUTION": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+    "DEEPSPEED_LOG_LEVEL": "error",
+    "DS_LOG_LEVEL": "error",
+    "RAY_DEDUP_LOGS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # otherwise two seconds a report
+    "OMP_WAIT_POLICY": "PASSIVE",  # two processes on two cores slow each other a hundredfold otherwise
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning,ignore::UserWarning",
+    "PYTHONUNBUFFERED": "1",
+    "DS_ACCELERATOR": "cuda" if shutil.which("nvidia-smi") else "cpu",
+}
+# At import and not in main: OpenMP, Ray and DeepSpeed read theirs when they are loaded.
+for _name, _value in QUIET.items():
+    os.environ.setdefault(_name, _value)
+
+
+def main(stage: Callable[[Any], None]) -> None:
+    """Run a stage as a command: 0 done, 2 something that the user can mend, 1 a fault of ours."""
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=category)
+    die_with_parent()
+    try:
+        _run(stage)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(stage: Callable[[Any], None]) -> None:
+    from tasks.lock import workspace_lock
+    from tasks.params import load_cluster, load_params
+    from tasks.tracking import tracked
+
+    name, began = stage.__name__, time.monotonic()
+    params, cluster = load_params(), load_cluster()
+    with workspace_lock(Path()), tracked(name, params, cluster) as run:
+        stage(run)
+    print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def die_with_parent() -> None:
+    """DVC leaves a stage's command running when it is killed; the kernel does not (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG

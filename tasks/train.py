@@ -1,0 +1,209 @@
+"""Stage `train`: Ray Train starts the worker group `actor_train`, each worker runs training.loop under DeepSpeed.
+
+Checkpoints live outside DVC's outs, under an address made from everything that determines them: the same command after
+a kill goes on from the last one, and a checkpoint of other params is never met.
+"""
+
+import csv
+import json
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasks import plots, stage
+from tasks.errors import UserError
+from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
+from tasks.models import base_folder, base_hash
+from tasks.pairs import read_pairs, with_reference
+from tasks.params import Cluster, Params, load_cluster, load_params
+from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
+from tasks.progress import Bar
+from tasks.tracking import Run, read_lines
+from training import batches, checkpoint
+from training.loop import Mismatch, Settings
+from training.losses import Objective
+
+NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "peak_memory_gib")
+
+
+def train(run: Run) -> None:
+    params, cluster = load_params(), load_cluster()
+    folder = home() / cluster.output_dir / "train" / _address(params, cluster)
+    if cluster.actor_train.resume_from_checkpoint == "never":
+        shutil.rmtree(folder, ignore_errors=True)
+    settings = _settings(params, cluster, folder)
+    checkpoint.claim(folder, settings.attempt)
+    pairs = len(read_pairs("train"))
+    steps = batches.total_steps(pairs, settings.global_batch_size, settings.epochs, settings.max_steps)
+    last = next(checkpoint.whole_checkpoints(folder), None)
+    print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
+    if last:
+        print(f"train: going on from the checkpoint of step {int(last.name.removeprefix('step-'))}", flush=True)
+    with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar):
+        _fit(settings, cluster, folder)
+    _publish(run, folder)
+
+
+def _address(params: Params, cluster: Cluster) -> str:
+    """Everything that determines the weights, to the last bit."""
+    group = cluster.actor_train
+    return fingerprint(
+        {
+            "train": params.train.model_dump(),
+            "base": base_hash(),
+            "pairs": hash_files(PAIRS),
+            "reference": read_json(REFERENCE / "manifest.json"),
+            "group": [group.num_workers, group.cpus_per_worker, group.gpus_per_worker, group.zero_stage, group.offload],
+            "row_tokens": group.row_tokens,
+            "code": code_hash("training"),
+        }
+    )
+
+
+def _settings(params: Params, cluster: Cluster, folder: Path) -> Settings:
+    train, group = params.train, cluster.actor_train
+    shared = ("learning_rate", "global_batch_size", "dtype", "schedule", "warmup_fraction", "weight_decay")
+    more = ("max_grad_norm", "epochs", "max_steps", "logging_steps", "eval_steps", "seed")
+    place = ("row_tokens", "zero_stage", "offload", "activation_checkpointing", "save_steps", "keep_checkpoints")
+    return Settings(
+        model=str(base_folder(params.source.model).resolve()),
+        model_name=params.source.model if params.source.model.startswith("hub:") else Path(params.source.model).name,
+        folder=str(folder),
+        attempt=uuid.uuid4().hex[:8],
+        objective=Objective(train.loss, train.loss_options()),
+        adapter=train.adapter.model_dump() if train.adapter else None,
+        **{name: getattr(train, name) for name in shared + more},
+        **{name: getattr(group, name) for name in place},
+    )
+
+
+def _how(params: Params, cluster: Cluster) -> str:
+    group, adapter = cluster.actor_train, params.train.adapter
+    mode = f"LoRA of rank {adapter.rank}" if adapter else "full fine-tuning"
+    return f"{mode}, {group.num_workers} workers, ZeRO-{group.zero_stage}, {params.train.dtype}"
+
+
+def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
+    """Start the worker group and wait; a dead worker restarts the group from the last checkpoint."""
+    from tasks.cluster import ray_cluster
+
+    group = cluster.actor_train
+    resources = {"CPU": group.cpus_per_worker, **({"GPU": group.gpus_per_worker} if group.gpus_per_worker else {})}
+    (folder / "refused").unlink(missing_ok=True)
+    # One CPU more than the workers need: Ray Train's controller takes one.
+    with ray_cluster(cluster.ray.address, group.num_workers * group.cpus_per_worker + 1):
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+
+        TorchTrainer(
+            _worker,
+            train_loop_config={"settings": settings, "root": str(Path.cwd())},
+            scaling_config=ScalingConfig(
+                num_workers=group.num_workers,
+                use_gpu=group.gpus_per_worker > 0,
+                resources_per_worker=resources,
+                placement_strategy=group.placement,
+            ),
+            run_config=RunConfig(
+                name=settings.attempt,
+                storage_path=str(folder / "ray"),
+                failure_config=FailureConfig(max_failures=group.max_failures),
+            ),
+        ).fit()
+    shutil.rmtree(folder / "ray", ignore_errors=True)
+    if (folder / "refused").exists():
+        raise UserError((folder / "refused").read_text())
+
+
+def _worker(config: dict[str, Any]) -> None:
+    """In each worker: read the artefacts, train, and leave metrics in a file that the driver watches."""
+    from training import loop
+
+    settings, root = config["settings"], Path(config["root"])
+    pairs, held_out = ([*read_pairs(split, root)] for split in ("train", "eval"))
+    if settings.objective.needs_reference:
+        pairs, held_out = with_reference(pairs, "train", root), with_reference(held_out, "eval", root)
+    journal = Path(settings.folder) / "metrics.jsonl"
+
+    def log(step: int, values: dict[str, float]) -> None:
+        with journal.open("a") as file:
+            file.write(json.dumps({"kind": "metrics", "step": step, "values": values}) + "\n")
+
+    try:
+        loop.train(settings, pairs, held_out, log)
+    except Mismatch as error:
+        _refuse(settings, f"{error}. Run `dvc repro -f reference`, and then this again.")
+    except FloatingPointError as error:
+        _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make ui`).")
+    except ValueError as error:
+        _refuse(settings, f"{error}.")
+
+
+def _refuse(settings: Settings, sentence: str) -> None:
+    """What a restart cannot mend is told to the driver, and ends the group in order."""
+    (Path(settings.folder) / "refused").write_text(sentence)
+
+
+@contextmanager
+def _watched(journal: Path, run: Run, bar: Bar) -> Iterator[None]:
+    """Forward what rank 0 logs, while it trains."""
+    over = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(journal, run, bar, over), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _watch(journal: Path, run: Run, bar: Bar, over: threading.Event) -> None:
+    offset, last = 0, False
+    while not last:
+        last = over.wait(0.5)
+        lines, offset = read_lines(journal, offset)
+        for line in lines:
+            run.metrics(line["step"], line["values"])
+            if "loss" in line["values"]:
+                values = line["values"]
+                note = f"loss {values['loss']:.3f}, reward accuracy {values['rewards/accuracies']:.2f}"
+                bar.update(line["step"], note)
+
+
+def _publish(run: Run, folder: Path) -> None:
+    """The policy, its curves and its final figures, as outs."""
+    steps = _by_step(folder / "metrics.jsonl")
+    with publish(POLICY) as out:
+        shutil.copytree(folder / "policy", out, dirs_exist_ok=True)
+    METRICS.mkdir(parents=True, exist_ok=True)
+    write_curves(METRICS / "train.csv", steps)
+    final = {name: value for row in steps.values() for name, value in row.items()}
+    write_json(METRICS / "train.json", final)
+    plots.curves(steps, run.folder / "curves.png")
+    run.artifact(run.folder / "curves.png")
+    run.summary({name: value for name, value in final.items() if not name.startswith("eval/")})
+
+
+def _by_step(journal: Path) -> dict[int, dict[str, float]]:
+    """Values by step; a step that was repeated after a restart counts once, and speeds are not part of a result."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_lines(journal)[0]:
+        kept = {name: value for name, value in line["values"].items() if name not in NOT_OF_THE_RESULT}
+        steps.setdefault(line["step"], {}).update(kept)
+    return dict(sorted(steps.items()))
+
+
+def write_curves(path: Path, steps: dict[int, dict[str, float]]) -> None:
+    columns = sorted({name for row in steps.values() for name in row})
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *columns])
+        writer.writerows([step, *(row.get(name, "") for name in columns)] for step, row in steps.items())
+
+
+if __name__ == "__main__":
+    stage.main(train)

@@ -1,0 +1,46 @@
+"""Fixtures that several test files share."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).parents[1]
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+
+
+@pytest.fixture
+def dummy_repo(tmp_path: Path) -> Path:
+    """A git and DVC repository with our flows and params, and stages that take no time."""
+    return make_dummy_repo(tmp_path / "repo")
+
+
+def make_dummy_repo(root: Path) -> Path:
+    for folder in ("flows", "training", "infra"):
+        shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "tasks").mkdir()
+    for name in ("__init__", "errors", "lock", "params"):
+        shutil.copy(PROJECT / "tasks" / f"{name}.py", root / "tasks")
+    for name in ("params.yaml", ".gitignore", ".dvcignore"):
+        shutil.copy(PROJECT / name, root)
+    shutil.copy(PROJECT / "tests" / "dummy_stage.py", root / "tasks" / "dummy.py")
+    (root / "tasks" / "report.py").write_text("print('the report')\n")
+    (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": _stages()}, sort_keys=False))
+    for command in ("git init -q -b main", f"{sys.executable} -m dvc init -q", "git add -A"):
+        subprocess.run(command.split(), cwd=root, check=True)
+    who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    subprocess.run(["git", *who, "commit", "-q", "-m", "dummy"], cwd=root, check=True)
+    return root
+
+
+def _stages() -> dict[str, dict[str, object]]:
+    stages: dict[str, dict[str, object]] = {}
+    before: list[str] = []
+    for name in STAGES:
+        outs = [f"data/{name}", *(["data/metrics"] if name == "evaluate" else [])]
+        stages[name] = {"cmd": f"python -m tasks.dummy {name}", "params": [name], "deps": before, "outs": outs}
+        before = [f"data/{name}"]
+    return stages

@@ -1,0 +1,45 @@
+"""A stage that does nothing, quickly: `dummy_repo` puts it into a repository as tasks/dummy.py.
+
+DUMMY=train:user|crash|once|sleep makes that one stage misbehave.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+stage = sys.argv[1]
+target, _, how = os.environ.get("DUMMY", "").partition(":")
+how = how if target == stage else ""
+here = Path("data") / stage
+marks = Path(os.environ["DPO_HOME"]) / ".scratch"
+
+print(f"{stage}: 1/2 steps, eta 0:01", flush=True)
+if how == "user":
+    print("a word before", flush=True)
+    print("error: pairs.jsonl line 3 is broken.\nMend it.", file=sys.stderr)
+    sys.exit(2)
+if how == "crash" or (how == "once" and not (marks / "crashed").exists()):
+    (marks / "crashed").touch()
+    sys.exit("the worker is gone")
+if how == "sleep":
+    below = subprocess.Popen(["sleep", "600"])
+    (marks / "pids").write_text(f"{os.getpid()} {below.pid}")
+    time.sleep(600)
+print(f"{stage}: 2/2 steps, eta 0:00", flush=True)
+
+here.mkdir(parents=True, exist_ok=True)
+(here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]))
+if stage == "evaluate":
+    metrics = {"rewards/accuracies": 0.98, "samples": {"base": {"kind": 0.5}, "policy": {"kind": 0.97}}}
+    (here / "evaluate.json").write_text(json.dumps(metrics))
+    sample = {"prompt": "<script>alert(1)</script> [a](http://b.c) | x", "base": "no", "policy": "*yes*"}
+    (here / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    metrics_folder = Path("data") / "metrics"
+    metrics_folder.mkdir(exist_ok=True)
+    for name in ("evaluate.json", "samples.jsonl"):
+        (metrics_folder / name).write_bytes((here / name).read_bytes())

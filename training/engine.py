@@ -1,0 +1,80 @@
+"""DeepSpeed: the only file that knows it. One plain function builds its configuration."""
+
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def deepspeed_config(zero_stage: int, offload: str, dtype: str, max_grad_norm: float) -> dict[str, Any]:
+    """Accumulation is 1 here: the loop scales its losses and says itself which backward pass ends a step."""
+    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": torch.cuda.is_available()}
+    if offload in ("optimizer", "all"):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload == "all":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        # AdamW comes from torch: nothing has to be compiled before the first step.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def start_distributed() -> tuple[int, int]:
+    """Join the process group that the launcher (Ray Train, torchrun) described, or be a group of one."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "RANK" not in os.environ and not dist.is_initialized():
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    import deepspeed
+
+    if not on_gpu:  # otherwise minutes of g++ for a shared-memory kernel
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, weight_decay: float) -> Any:
+    """The engine around the model, with AdamW on its trainable parameters."""
+    import deepspeed
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = next(model.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """Whole parameters on the CPU of rank 0 (empty elsewhere), whichever way ZeRO has split them. A collective."""
+    import deepspeed
+
+    whole = {}
+    for name, parameter in parameters:
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            if dist.get_rank() == 0:
+                whole[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                assert whole[name].numel(), f"{name} was not gathered"
+    return whole
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
