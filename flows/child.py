@@ -15,7 +15,10 @@ import psutil
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 # Reads from a pipe that only we hold open: when we are gone, however that came, it ends the child's process group.
-GUARD = f'cat >/dev/null; kill -s TERM -- "-$0"; sleep {GRACE:.0f}; kill -s KILL -- "-$0"'
+GUARD = (
+    'cat >/dev/null; kill -s TERM -- "-$0"; '
+    f'for second in $(seq {GRACE:.0f}); do kill -s 0 -- "-$0" || exit; sleep 1; done; kill -s KILL -- "-$0"'
+)
 
 
 def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Callable[[str], None]) -> int:

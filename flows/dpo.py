@@ -93,14 +93,13 @@ def override(text: str) -> tuple[str, Any]:
 def run_here(given: list[str]) -> None:
     asked = arguments(given)
     overrides = dict(override(text) for text in asked.set)
-    with server.embedded() as ready:
-        workspace.plan(asked.recipe, overrides)  # a mistake is told while the server is still starting
-        ready()
-        shown = terminal.attach()
-        try:
-            result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name)
-        finally:
-            shown.end_line()
+    workspace.plan(asked.recipe, overrides)  # a mistake is told before a server is started
+    server.start()
+    shown = terminal.attach()
+    try:
+        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name)
+    finally:
+        shown.end_line()
     report(result)
 
 
@@ -117,7 +116,8 @@ def main() -> None:
     except StageFailed as error:
         sys.exit(f"error: {error}\nIts output is above. The same command again continues where it stopped.")
     except KeyboardInterrupt:
-        sys.exit("Stopped. The same command again continues where it stopped.")
+        print("Stopped. The same command again continues where it stopped.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

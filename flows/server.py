@@ -4,6 +4,7 @@ Prefect's own temporary server shares our process group, so that Ctrl-C ends it 
 for ever, and it stays behind after `kill -9`. This is the same server, started as flows/child.py starts things.
 """
 
+import atexit
 import os
 import socket
 import subprocess
@@ -11,8 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
@@ -24,27 +24,22 @@ COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app",
 SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 
 
-@contextmanager
-def embedded() -> Iterator[Callable[[], None]]:
-    """Start a server, unless one is configured; the function it yields waits until the server answers."""
+def start() -> None:
+    """Start a server and wait until it answers, unless one is configured."""
     if PREFECT_API_URL.value():
-        yield lambda: None
         return
     print("Starting Prefect's embedded server", flush=True)
     log = Path(PREFECT_HOME.value()) / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     command = [sys.executable, *COMMAND, "--port", str(port), "--log-level", "error", "--lifespan", "on"]
-    with ExitStack() as stack:
-        output = stack.enter_context(log.open("w"))
-        process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER}, output))
-        api = f"http://127.0.0.1:{port}/api"
-
-        def ready() -> None:
-            _wait(process, api, log)
-            stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
-
-        yield ready
+    stack = ExitStack()
+    atexit.register(stack.close)  # and no earlier: Prefect sends the last logs and states when the interpreter ends
+    output = stack.enter_context(log.open("w"))
+    process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER}, output))
+    api = f"http://127.0.0.1:{port}/api"
+    _wait(process, api, log)
+    stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
 
 
 def _wait(process: subprocess.Popen[str], api: str, log: Path) -> None:

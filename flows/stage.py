@@ -25,8 +25,9 @@ OUTCOME = {  # what DVC says about a stage
     re.compile(r"^Stage '.*' didn't change, skipping"): "cached",
 }
 CHATTER = re.compile(
-    r"^$|^> |^(Running|Stage|Verifying|Updating lock|Generating lock|To track the changes|To enable auto staging|"
-    r"Use `dvc push`|Data and pipelines are up to date|ERROR: failed to reproduce)|^\tgit add|^\tdvc config"
+    r"^$|^> |^\t(git add|dvc config)|^(Running|Stage|Verifying|Updating lock|Generating lock|To track the changes|"
+    r"To enable auto staging|Use `dvc push`|Data and pipelines are up to date|ERROR: failed to reproduce|"
+    r"WARNING: Process .* in RWLock-file)"
 )
 USER_ERROR = 2  # a stage's exit code for what its user can mend
 EXITED = re.compile(r"^ERROR: .*exited with (?P<code>-?\d+)")

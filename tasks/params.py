@@ -188,11 +188,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_recipe(name: str) -> dict[str, Any]:
+def read_recipe(name: str, part: Literal["params", "cluster"] = "params") -> dict[str, Any]:
+    """What a recipe lays over params.yaml, or over infra/cluster.yaml."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
         raise UserError(f"There is no recipe '{name}' in flows/recipes. There are: {', '.join(names)}.")
-    return read_yaml(RECIPES / f"{name}.yaml")
+    content = read_yaml(RECIPES / f"{name}.yaml")
+    if unknown := content.keys() - {"params", "cluster"}:
+        raise UserError(f"flows/recipes/{name}.yaml: `{unknown.pop()}` is neither `params` nor `cluster`.")
+    return content.get(part, {})
 
 
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
@@ -243,9 +247,7 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"`{name}` is missing. Add it."
     if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
-        return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {float(value)!r}" + (
-            "." if "e" not in repr(float(value)) else f" as {_with_dot(value)}."
-        )
+        return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {_with_dot(value)}."
     message = problem["msg"].removeprefix("Value error, ")
     return f"`{name}`: {message}" + ("" if problem["type"] == "value_error" else f", and it is {value!r}.")
 
@@ -260,7 +262,8 @@ def _is_number(text: str) -> bool:
 
 def _with_dot(text: str) -> str:
     mantissa, _, exponent = text.lower().partition("e")
-    return f"{mantissa}.0e{exponent}"
+    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
+    return f"{mantissa}e{exponent if exponent[:1] in '+-' else '+' + exponent}" if exponent else mantissa
 
 
 def main() -> None:

@@ -44,3 +44,19 @@ def _stages() -> dict[str, dict[str, object]]:
         stages[name] = {"cmd": f"python -m tasks.dummy {name}", "params": [name], "deps": before, "outs": outs}
         before = [f"data/{name}"]
     return stages
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's base model, barely trained: the right shape in seconds."""
+    from tasks import demo
+    from training import tiny
+
+    folder = tmp_path_factory.mktemp("tiny") / "base"
+    tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=10)
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

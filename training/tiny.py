@@ -5,6 +5,7 @@ make(Path("models/tiny"), [("Where is the cup?", "On the table.")], seed=0)
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -81,7 +82,7 @@ def _model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,  # tied ones lose the right answer in preference training
+        tie_word_embeddings=False,  # tied ones did not hold up in the demo's preference training
         **special,
     )
     model = LlamaForCausalLM(config)
@@ -94,7 +95,8 @@ def _encode(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> tup
     ask = [{"role": "user", "content": prompt}]
     asked = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_dict=False)
     told = tokenizer.apply_chat_template([*ask, {"role": "assistant", "content": answer}], return_dict=False)
-    return told, len(asked)
+    assert isinstance(asked, list)
+    return cast(list[int], told), len(asked)
 
 
 def _train(
@@ -107,11 +109,13 @@ def _train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=max(steps, 2), pct_start=WARMUP, cycle_momentum=False
     )
+    pad = model.config.pad_token_id
+    assert pad is not None
     epochs = -(-steps * BATCH // len(examples))
     order = torch.cat([torch.randperm(len(examples)) for _ in range(epochs)]).split(BATCH)
     model.train()
     for step in range(1, steps + 1):
-        inputs, labels = _batch([examples[index] for index in order[step - 1]], model.config.pad_token_id)
+        inputs, labels = _batch([examples[index] for index in order[step - 1]], pad)
         # No attention mask: the padding is on the right, so no real token sees it.
         logits = model(input_ids=inputs).logits  # (batch, tokens, vocabulary)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)

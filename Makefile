@@ -1,0 +1,75 @@
+# Everything starts here. The first call makes the environment in .venv; nothing outside this folder is touched.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+READY := .venv/.ready
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PREFECT_HOME := $(CURDIR)/.prefect
+export DO_NOT_TRACK := 1
+export DVC_NO_ANALYTICS := 1
+export MLFLOW_DISABLE_TELEMETRY := true
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+
+PORT ?= 5000
+PREFECT_PORT ?= 4200
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(READY) ## watch a tiny model learn a preference, with the whole stack
+	@python -m flows.dpo --recipe demo
+
+run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values
+	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
+
+test: $(READY) ## all tests, fast ones first
+	@python -m pytest
+
+test-fast: $(READY) ## tests without servers, clusters and several processes
+	@python -m pytest -m "not slow"
+
+lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
+	@ruff check .
+	@ruff format --check .
+	@mypy
+
+ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
+	@mkdir -p .mlflow
+	@echo "MLflow: http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
+	@mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///$(CURDIR)/.mlflow/mlflow.db \
+	  --artifacts-destination $(CURDIR)/.mlflow/artifacts --workers 1
+
+server: $(READY) ## Prefect's server and pages on http://127.0.0.1:4200 (PREFECT_PORT=...)
+	@prefect server start --host 127.0.0.1 --port $(PREFECT_PORT)
+
+worker: export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
+worker: $(READY) ## deploys dpo/full and dpo/smoke to that server and works for it
+	@prefect work-pool create dpo --type process --overwrite
+	@prefect --no-prompt deploy --all --prefect-file infra/prefect.yaml
+	@prefect worker start --pool dpo
+
+lock: $(READY) ## resolve pyproject.toml anew and pin what came out
+	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev .
+	@python -m pip freeze --exclude dpo-pipeline | sed 's/+cpu$$//' > requirements.lock
+
+$(READY): requirements.lock
+	@command -v git >/dev/null || { echo "error: git is not installed; the pipeline versions its runs with it"; exit 1; }
+	@for python in $${PYTHON:-python3} python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    found=$$python; break; fi; done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "error: no Python 3.11 or newer with venv was found; install one, or name it: make PYTHON=/path/to/python"; \
+	  exit 1; fi; \
+	echo "Making the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
+	"$$found" -m venv .venv
+	@python -m pip install --disable-pip-version-check --no-input -r requirements.lock 2>&1 | tee .venv/install.log | \
+	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
+	  if (n % 20 == 0) { printf "  %d of about %d packages\n", n, total; fflush() } } \
+	  /^Installing/ { print "  installing" ; fflush() } /^ERROR/ { print }' || { \
+	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
+	@touch $(READY)
+
+.PHONY: help demo run test test-fast lint ui server worker lock

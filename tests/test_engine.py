@@ -1,0 +1,190 @@
+"""Training under DeepSpeed, one and two ranks, ZeRO 1, 2 and 3, against a plain torch loop without packing."""
+
+import json
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from training import adapters, batches
+from training.engine import deepspeed_config
+from training.logps import plain_logps
+from training.losses import Objective, Pairs
+from training.model import load_model
+from training.packing import Pair
+
+pytestmark = pytest.mark.slow
+OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
+LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
+RATE, BATCH = 1e-3, 6
+CPU = torch.device("cpu")
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(model) -> list[Pair]:
+    rng, policy = random.Random(3), load_model(model, "float32")
+
+    def tokens() -> list[int]:
+        return [rng.randrange(61) for _ in range(rng.randint(2, 9))]
+
+    made = []
+    for number in range(8 + 22):  # eight held out; 22 in batches of 6: the last is short
+        prompt, chosen, rejected = tokens(), tokens(), tokens()
+        with torch.no_grad():
+            ref_chosen, ref_rejected = (plain_logps(policy, prompt, r, CPU).tolist() for r in (chosen, rejected))
+        masks = [1] * len(chosen), [1] * len(rejected)
+        made.append(Pair(str(number), prompt, chosen, rejected, *masks, ref_chosen, ref_rejected))
+    return made
+
+
+def plain_run(model: Path, pairs: list[Pair], lora: bool) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, by two ordinary passes a pair and one backward pass a step."""
+    policy = load_model(model, "float32")
+    policy = adapters.add_adapter(policy, **LORA, seed=0) if lora else policy
+    policy.train()
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.01)
+    steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = batches.learning_rate(step, steps, RATE, 0.1, "cosine")
+        losses = [pair_loss(policy, pairs[number]) for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), norm.item()))
+    return seen
+
+
+def pair_loss(policy: torch.nn.Module, pair: Pair) -> torch.Tensor:
+    sums = [plain_logps(policy, pair.prompt, r, CPU).sum()[None] for r in (pair.chosen, pair.rejected)]
+    refs = [torch.tensor([sum(values)]) for values in (pair.ref_chosen, pair.ref_rejected)]
+    counts = [torch.tensor([float(len(r))]) for r in (pair.chosen, pair.rejected)]
+    return Objective(*OBJECTIVE).losses(Pairs(*sums, *refs, *counts))["loss"]
+
+
+def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes: object) -> dict[str, object]:
+    folder = folder / name
+    folder.mkdir()
+    (folder / "pairs.pickle").write_bytes(pickle.dumps(pairs))
+    return {
+        "name": name,
+        "model": str(model),
+        "model_name": "test",
+        "folder": str(folder),
+        "objective": OBJECTIVE,
+        "learning_rate": RATE,
+        "weight_decay": 0.01,
+        "global_batch_size": BATCH,
+        "row_tokens": 64,
+        "epochs": 2,
+        "logging_steps": 1,
+        "pairs": str(folder / "pairs.pickle"),
+        **changes,
+    }
+
+
+def run_ranks(folder: Path, world: int, runs: list[dict[str, object]]) -> dict[str, list[dict]]:
+    (folder / "settings.json").write_text(json.dumps(runs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    script = str(PROJECT / "tests" / "train_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(folder / "settings.json"), str(folder / "log.json")],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+    return json.loads((folder / "log.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("one")
+    wrong = [replace(pair, ref_chosen=[value - 0.5 for value in pair.ref_chosen or []]) for pair in pairs]
+    runs = [
+        settings(folder, model, "zero1-full", pairs, zero_stage=1),
+        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA),
+        settings(folder, model, "narrow-lora", pairs, zero_stage=2, adapter=LORA, row_tokens=8),
+        settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
+        settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
+    ]
+    return run_ranks(folder, 1, runs)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("two")
+    runs = [
+        settings(folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None)
+        for stage in (1, 2, 3)
+        for mode in ("full", "lora")
+    ]
+    logs = run_ranks(folder, 2, runs)
+    assert all((Path(str(run["folder"])) / "policy").is_dir() for run in runs)
+    return logs
+
+
+def assert_same_course(log: list[dict], expected: list[tuple[float, float]]) -> None:
+    course = [(line["loss"], line["grad_norm"]) for line in log if "loss" in line]
+    assert len(course) == len(expected)
+    for (loss, norm), (expected_loss, expected_norm) in zip(course, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=2e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def plain(model, pairs) -> dict[str, list[tuple[float, float]]]:
+    return {mode: plain_run(model, pairs[8:], lora=mode == "lora") for mode in ("full", "lora")}
+
+
+@pytest.mark.parametrize("name", ["zero1-full", "zero2-lora", "narrow-lora", "checkpointed-lora"])
+def test_one_rank_takes_the_course_of_plain_torch(one_rank, plain, name):
+    assert_same_course(one_rank[name], plain[name.split("-")[1]])
+
+
+@pytest.mark.parametrize("name", [f"zero{stage}-{mode}" for stage in (1, 2, 3) for mode in ("full", "lora")])
+def test_two_ranks_take_the_course_of_plain_torch(two_ranks, plain, name):
+    assert_same_course(two_ranks[name], plain[name.split("-")[1]])
+
+
+def test_a_reference_of_another_model_is_refused_before_the_first_step(one_rank):
+    (line,) = one_rank["wrong-reference"]
+    assert "the stored reference log-probabilities differ by up to 0.5" in line["refused"]
+
+
+def test_the_configuration_is_plain():
+    config = deepspeed_config(3, "all", "bfloat16", 1.0)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert config["bf16"]["enabled"]
+    assert "offload_optimizer" not in deepspeed_config(2, "none", "float32", 1.0)["zero_optimization"]

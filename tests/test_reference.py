@@ -1,0 +1,64 @@
+"""The reference stage on a real Ray: resumable by shard, and the same values from any number of workers."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.pairs import read_rows
+from tests.workspaces import make_workspace, run, start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, tiny_base) -> Path:
+    workspace = make_workspace(tmp_path_factory.mktemp("reference"), tiny_base)
+    run(workspace, "source", "prepare")
+    return workspace
+
+
+def shards(workspace: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in workspace.glob(".scratch/reference/*/*.parquet")}
+
+
+def values(workspace: Path) -> dict[str, list[float]]:
+    rows = [row for split in ("train", "eval") for row in read_rows(workspace / f"data/reference/{split}.parquet")]
+    return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
+
+
+def test_a_killed_run_computes_only_the_missing_shards(prepared):
+    process = start(prepared, "reference")
+    while len(shards(prepared)) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(3)  # what the dead driver's actor was writing is over
+    before = shards(prepared)
+    assert not (prepared / "data/reference").exists()
+    said = run(prepared, "reference")
+    kept = {path: when for path, when in shards(prepared).items() if path in before}
+    assert kept == before
+    assert len(shards(prepared)) == 8  # 120 pairs: 96 + 24 or so, in shards of 16
+    assert "reference: 0 of" not in said
+
+
+def test_values_do_not_depend_on_workers_and_rows(prepared, tmp_path, tiny_base):
+    run(prepared, "reference")
+    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 7}
+    other = make_workspace(tmp_path / "other", tiny_base, cluster=cluster)
+    run(other, "source", "prepare", "reference")
+    ours, theirs = values(prepared), values(other)
+    assert ours.keys() == theirs.keys()
+    for name, logps in ours.items():
+        assert logps == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_another_beta_computes_nothing(prepared):
+    run(prepared, "reference")
+    text = (prepared / "params.yaml").read_text()
+    (prepared / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    assert "reference: 120 of 120 pairs were computed before" in run(prepared, "reference")

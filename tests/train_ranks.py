@@ -1,0 +1,33 @@
+"""One rank of training runs without Ray, as torchrun would start it: python train_ranks.py SETTINGS.json LOG.json.
+
+The settings are a list of runs, done one after the other: starting a process costs more than a run.
+"""
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from training import checkpoint, loop
+from training.losses import Objective
+
+
+def run(given: dict) -> list[dict]:
+    pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
+    given["objective"] = Objective(*given["objective"])
+    settings = loop.Settings(**given, attempt="test")
+    checkpoint.claim(Path(settings.folder), "test")
+    log: list[dict] = []
+    try:
+        loop.train(settings, pairs[8:], pairs[:8], lambda step, values: log.append({"step": step, **values}))
+    except loop.Mismatch as error:
+        log.append({"refused": str(error)})
+    return log
+
+
+logs = {given.pop("name"): run(given) for given in json.loads(Path(sys.argv[1]).read_text())}
+if os.environ["RANK"] == "0":
+    Path(sys.argv[2]).write_text(json.dumps(logs))
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may outlive the interpreter

@@ -1,0 +1,73 @@
+"""Small real workspaces for tests: our params, a tiny model, a few of the demo's rows; stages run as commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks import demo
+from tasks.params import Cluster, dotted, overlay, read_yaml
+
+PROJECT = Path(__file__).resolve().parents[1]
+SMALL = {
+    "prepare.eval_fraction": 0.2,
+    "train.global_batch_size": 8,
+    "train.logging_steps": 1,
+    "train.adapter.rank": 4,
+    "evaluate.prompts": 4,
+    "evaluate.max_new_tokens": 8,
+}
+GROUPS = {"reference.shard_pairs": 16, "actor_train.save_steps": 4, "actor_train.row_tokens": 256}
+
+
+def make_workspace(root: Path, model: Path, rows: int = 120, cluster: dict[str, Any] | None = None, **params: Any) -> Path:
+    (root / "infra").mkdir(parents=True)
+    write_data(root / "pairs.jsonl", demo.rows(0)[:rows])
+    given = {"source.data": "pairs.jsonl", "source.model": str(model), **SMALL, **params}
+    content = overlay(read_yaml(PROJECT / "params.yaml"), dotted(given))
+    (root / "params.yaml").write_text(yaml.safe_dump(content))
+    place = overlay(read_yaml(PROJECT / "infra" / "cluster.yaml"), dotted({**GROUPS, **(cluster or {})}), Cluster)
+    (root / "infra" / "cluster.yaml").write_text(yaml.safe_dump(place))
+    return root
+
+
+def write_data(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def start(workspace: Path, stage: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tasks.{stage}"],
+        cwd=workspace,
+        env={**env, "PYTHONPATH": str(PROJECT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(workspace: Path, *stages: str) -> str:
+    """Run stages one after the other; each must succeed."""
+    output = ""
+    for stage in stages:
+        process = start(workspace, stage)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{stage}: {said}"
+        output += said
+    return output
+
+
+def refusal(workspace: Path, stage: str) -> str:
+    """Run a stage that must end with a sentence: exit code 2 and no traceback."""
+    process = start(workspace, stage)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, said
+    assert "Traceback" not in said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    return sentence
