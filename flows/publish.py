@@ -58,10 +58,10 @@ def _samples(root: Path) -> str:
     path = root / "data" / "metrics" / "samples.jsonl"
     if not path.exists():
         return ""
-    with path.open() as file:
-        samples = [json.loads(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
-    rows = [tuple(sample.get(name, "") for name in ("prompt", "base", "policy")) for sample in samples]
-    return "## Samples\n\n" + _table(("prompt", "before", "after"), rows)
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [(sample["prompt"], sample["base"]["text"], sample["policy"]["text"]) for sample in samples]
+    rows.sort(key=lambda row: row[1] == row[2])  # where something changed there is something to see
+    return "## Samples\n\n" + _table(("prompt", "before", "after"), rows[:SAMPLES]) if rows else ""
 
 
 def _where(place: Workspace) -> str:

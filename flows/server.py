@@ -31,18 +31,18 @@ def start() -> None:
     print("Starting Prefect's embedded server", flush=True)
     log = Path(PREFECT_HOME.value()) / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, *COMMAND, "--port", str(port), "--log-level", "error", "--lifespan", "on"]
     stack = ExitStack()
     atexit.register(stack.close)  # and no earlier: Prefect sends the last logs and states when the interpreter ends
     output = stack.enter_context(log.open("w"))
     process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER}, output))
     api = f"http://127.0.0.1:{port}/api"
-    _wait(process, api, log)
+    wait_until_it_answers(process, api, log)
     stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
 
 
-def _wait(process: subprocess.Popen[str], api: str, log: Path) -> None:
+def wait_until_it_answers(process: subprocess.Popen[str], api: str, log: Path) -> None:
     until = time.monotonic() + PATIENCE
     while not _answers(api):
         if process.poll() is not None or time.monotonic() > until:
@@ -58,7 +58,7 @@ def _answers(api: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -31,7 +31,7 @@ CHATTER = re.compile(
 )
 USER_ERROR = 2  # a stage's exit code for what its user can mend
 EXITED = re.compile(r"^ERROR: .*exited with (?P<code>-?\d+)")
-SAID = {"ran": "done in {0:.0f} s", "restored": "restored from DVC's run cache", "cached": "unchanged, not run"}
+SAID = {"restored": "restored from DVC's run cache", "cached": "unchanged, not run"}  # one that ran speaks itself
 
 
 class StageFailed(Exception):
@@ -49,26 +49,27 @@ def worth_another_try(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> 
 @task(
     task_run_name="{name}",
     retries=2,
-    retry_delay_seconds=[2, 10],
+    retry_delay_seconds=[2, 5],
     retry_condition_fn=worth_another_try,
     cache_policy=NO_CACHE,  # whether a stage must run is DVC's to say
 )
 def stage(name: str, workspace: Workspace, unchanged: bool) -> dict[str, Any]:
     start = time.monotonic()
     state = "cached" if unchanged else _reproduce(name, workspace)
-    seconds = time.monotonic() - start
-    get_run_logger().info("%s: %s", name, SAID[state].format(seconds))
-    return {"stage": name, "state": state, "seconds": round(seconds, 1)}
+    if state in SAID:
+        get_run_logger().info("%s: %s", name, SAID[state])
+    return {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
 
 
 def _reproduce(name: str, workspace: Workspace) -> str:
     watch = Watch(name)
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", name]
     code = child.run(command, workspace.root, workspace.environment(), watch)
-    if code == 0:
+    if code != 0:
+        raise watch.error(code)
+    if watch.state == "ran":
         watch.progress(1, 1)
-        return watch.state
-    raise watch.error(code)
+    return watch.state
 
 
 class Watch:

@@ -20,15 +20,7 @@ import yaml
 from flows import ROOT
 from tasks.errors import UserError
 from tasks.lock import workspace_lock
-
-QUIET = {
-    "DO_NOT_TRACK": "1",
-    "DVC_NO_ANALYTICS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+from tasks.stage import QUIET
 
 
 @dataclass(frozen=True)
@@ -42,12 +34,14 @@ class Workspace:
 
     @property
     def logs(self) -> Path:
-        return ROOT / ".scratch" / "runs" / self.key
+        from tasks.params import load_cluster
+
+        return ROOT / load_cluster().logging_dir / self.key
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        env = {**os.environ, **QUIET, "PATH": path, "PYTHONUNBUFFERED": "1", "DPO_RUN": self.key}
-        return {**env, "DPO_ROOT": str(self.root), "DPO_HOME": str(ROOT)}
+        own = {"PATH": path, "DPO_RUN": self.key, "DPO_ROOT": str(self.root), "DPO_HOME": str(ROOT)}
+        return {**QUIET, **os.environ, **own}
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""

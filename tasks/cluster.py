@@ -19,7 +19,7 @@ from tasks.stage import QUIET
 @contextmanager
 def ray_cluster(address: str, cpus: float) -> Iterator[None]:
     """Connect, and leave nothing behind. `cpus` is what an embedded cluster is made with."""
-    environment = {**QUIET, "PYTHONPATH": str(Path.cwd())}
+    environment = {**QUIET, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     if address != "local":
         with _connected(address, environment):
             yield

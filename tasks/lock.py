@@ -74,7 +74,7 @@ def _pass_or_refuse(file: TextIO, root: Path) -> None:
     if holder:
         who = f"Process {holder['pid']} on {holder['host']} (`{holder['command']}`, since {holder['since']})"
         what = f"Wait until it ends, or stop it with `kill {holder['pid']}` on {holder['host']}."
-    raise UserError(f"{who} is at work in {root}, and two runs would overwrite each other. {what}")
+    raise UserError(f"{who} is at work in {root.resolve()}, and two runs would overwrite each other. {what}")
 
 
 def _read(file: TextIO) -> dict[str, str] | None:

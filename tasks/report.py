@@ -1,6 +1,6 @@
 """The result of the last run on the terminal: what changed, three answers side by side, and where things are.
 
-    python -m tasks.report
+python -m tasks.report
 """
 
 import json
@@ -73,7 +73,9 @@ def _where(console: Console) -> None:
     console.print(f"model      {MODEL} (merged safetensors, adapter, model card, manifest)")
     if (METRICS / "promote.json").exists():
         decision = read_json(METRICS / "promote.json")
-        verdict = f"is {decision['alias']}" if decision["promoted"] else f"not promoted: {'; '.join(decision['reasons'])}"
+        verdict = (
+            f"is {decision['alias']}" if decision["promoted"] else f"not promoted: {'; '.join(decision['reasons'])}"
+        )
         console.print(f"registry   {decision['model']} {verdict}", soft_wrap=True)
     console.print("metrics    dvc metrics show, dvc plots show")
     console.print("pages      make ui (MLflow: runs, curves, models)")

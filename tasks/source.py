@@ -19,7 +19,7 @@ from tasks.paths import BASE, RAW
 from tasks.progress import Bar
 from tasks.tracking import Run
 
-BASE_STEPS = 250  # of the demo's supervised base model
+BASE_STEPS = 125  # of the demo's supervised base model
 
 
 def source(run: Run) -> None:

@@ -1,8 +1,10 @@
 """Fixtures that several test files share."""
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,27 @@ def dummy_repo(tmp_path: Path) -> Path:
     return make_dummy_repo(tmp_path / "repo")
 
 
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A real Prefect server on a free loopback port, as the environment that leads to it."""
+    from flows import child
+    from flows.server import free_port, wait_until_it_answers
+
+    home = tmp_path_factory.mktemp("prefect")
+    api = f"http://127.0.0.1:{(port := free_port())}/api"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with (home / "server.log").open("w") as log, child.started(command, home, env, log) as process:
+        wait_until_it_answers(process, api, home / "server.log")
+        yield {**env, "PREFECT_API_URL": api}
+
+
 def make_dummy_repo(root: Path) -> Path:
     for folder in ("flows", "training", "infra"):
         shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "tasks").mkdir()
-    for name in ("__init__", "errors", "lock", "params"):
+    for name in ("__init__", "errors", "lock", "params", "stage"):
         shutil.copy(PROJECT / "tasks" / f"{name}.py", root / "tasks")
     for name in ("params.yaml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
@@ -53,7 +71,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from training import tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "base"
-    tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=10)
+    tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20)
     return folder
 
 

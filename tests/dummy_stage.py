@@ -37,7 +37,11 @@ here.mkdir(parents=True, exist_ok=True)
 if stage == "evaluate":
     metrics = {"rewards/accuracies": 0.98, "samples": {"base": {"kind": 0.5}, "policy": {"kind": 0.97}}}
     (here / "evaluate.json").write_text(json.dumps(metrics))
-    sample = {"prompt": "<script>alert(1)</script> [a](http://b.c) | x", "base": "no", "policy": "*yes*"}
+    sample = {
+        "prompt": "<script>alert(1)</script> [a](http://b.c) | x",
+        "base": {"text": "no"},
+        "policy": {"text": "*yes*"},
+    }
     (here / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     metrics_folder = Path("data") / "metrics"
     metrics_folder.mkdir(exist_ok=True)

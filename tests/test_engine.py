@@ -145,7 +145,9 @@ def one_rank(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
 def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("two")
     runs = [
-        settings(folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None)
+        settings(
+            folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None
+        )
         for stage in (1, 2, 3)
         for mode in ("full", "lora")
     ]

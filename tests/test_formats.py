@@ -46,7 +46,9 @@ def test_instructions_count_their_input():
 
 
 def test_columns_are_renamed_to_ours():
-    row = rename({"question": "Q?", "yes": "good", "no": "bad"}, {"prompt": "question", "chosen": "yes", "rejected": "no"})
+    row = rename(
+        {"question": "Q?", "yes": "good", "no": "bad"}, {"prompt": "question", "chosen": "yes", "rejected": "no"}
+    )
     assert row == PAIR
 
 

@@ -90,7 +90,9 @@ def test_gradients_are_those_of_finite_differences(name):
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
         fixed = pairs()
-        given = Pairs(chosen, rejected, fixed.ref_chosen, fixed.ref_rejected, fixed.chosen_tokens, fixed.rejected_tokens)
+        given = Pairs(
+            chosen, rejected, fixed.ref_chosen, fixed.ref_rejected, fixed.chosen_tokens, fixed.rejected_tokens
+        )
         return objective.losses(given)["loss"].double()
 
     inputs = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (C, R)]

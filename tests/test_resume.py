@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.tracking import read_lines
 from tests.workspaces import make_workspace, run, start
 
 pytestmark = pytest.mark.slow
@@ -55,6 +56,9 @@ def test_after_a_killed_driver_the_same_command_ends_with_the_same_weights(ready
     said = run(workspace, "train")
     assert "going on from the checkpoint of step" in said
     same_result(workspace, undisturbed)
+    (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
+    steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {}) and "step" in line]
+    assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
 
 
 def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_weights(ready, undisturbed, tmp_path):
@@ -68,19 +72,3 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_weights(read
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     same_result(workspace, undisturbed)
-
-
-def test_a_repeated_step_is_tracked_once(undisturbed, ready, tmp_path):
-    """The journal of a run that was killed and continued holds each step of a metric once."""
-    from tasks.tracking import read_lines
-
-    workspace = copy(ready, tmp_path / "tracked")
-    process = start(workspace, "train")
-    wait_for_checkpoint(process, workspace)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    run(workspace, "train")
-    (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
-    steps = [line["step"] for line in read_lines(journal)[0] if line["kind"] == "metrics" and "loss" in line["values"]]
-    assert steps == sorted(set(steps))
-    assert steps == list(range(1, len(steps) + 1))

@@ -24,7 +24,9 @@ SMALL = {
 GROUPS = {"reference.shard_pairs": 16, "actor_train.save_steps": 4, "actor_train.row_tokens": 256}
 
 
-def make_workspace(root: Path, model: Path, rows: int = 120, cluster: dict[str, Any] | None = None, **params: Any) -> Path:
+def make_workspace(
+    root: Path, model: Path, rows: int = 120, cluster: dict[str, Any] | None = None, **params: Any
+) -> Path:
     (root / "infra").mkdir(parents=True)
     write_data(root / "pairs.jsonl", demo.rows(0)[:rows])
     given = {"source.data": "pairs.jsonl", "source.model": str(model), **SMALL, **params}

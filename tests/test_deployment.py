@@ -1,0 +1,120 @@
+"""infra/prefect.yaml on a real Prefect server with a real worker: deployed values, two runs, a cancelled one.
+
+Prefect drops a key that it does not know without a word, so what was deployed is read back.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import child
+
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+pytestmark = pytest.mark.slow
+Env = dict[str, str]
+
+
+def prefect(root: Path, env: Env, *arguments: str) -> str:
+    command = [sys.executable, "-m", "prefect", *arguments]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{env['PREFECT_API_URL']}/{path}", data, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env) -> Iterator[Path]:
+    """A checkout whose deployments are on the server, with a worker at work in it."""
+    from tests.conftest import make_dummy_repo
+
+    root = make_dummy_repo(tmp_path_factory.mktemp("deployed") / "repo")
+    prefect(root, prefect_api, "work-pool", "create", "--type", "process", "dpo")
+    prefect(root, prefect_api, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
+    with (root.parent / "worker.log").open("w") as log, child.started(command, root, prefect_api, log):
+        yield root
+
+
+def newest_table(env: Env) -> dict[str, str]:
+    found = ask(env, "artifacts/filter", {"sort": "CREATED_DESC", "artifacts": {"key": {"any_": ["dpo-stages"]}}})
+    return {row["stage"]: row["state"] for row in json.loads(found[0]["data"])}
+
+
+@pytest.mark.parametrize("name", ["full", "smoke"])
+def test_what_is_deployed_is_what_the_file_says(deployed: Path, prefect_api: Env, name: str) -> None:
+    deployment = ask(prefect_api, f"deployments/name/dpo/{name}")
+    assert deployment["entrypoint"] == "flows.dpo.dpo"
+    assert deployment["work_pool_name"] == "dpo"
+    assert deployment["global_concurrency_limit"]["limit"] == 1
+    assert deployment["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert deployment["job_variables"] == {"working_dir": ".", "stream_output": True}
+    assert "dpo" in deployment["tags"]
+    assert deployment["description"]
+    assert str(deployed) not in json.dumps(deployment)  # no path of the machine that deployed it
+    assert (deployment["parameters"] == {}) == (name == "full")
+    assert set(deployment["parameter_openapi_schema"]["properties"]) == {"recipe", "overrides", "name"}
+
+
+def test_the_overrides_of_smoke_are_good(prefect_api: Env, deployed: Path) -> None:
+    from flows.workspace import plan
+
+    parameters = ask(prefect_api, "deployments/name/dpo/smoke")["parameters"]
+    assert plan(None, parameters["overrides"]) is not None
+
+
+def test_a_deployment_runs_to_completed_and_a_second_run_finds_everything_cached(
+    deployed: Path, prefect_api: Env
+) -> None:
+    assert "Completed" in prefect(deployed, prefect_api, "deployment", "run", "dpo/full", "--watch")
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "ran")
+    keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
+    assert keys >= {"dpo-result", "dpo-stages", *(f"{stage}-progress" for stage in STAGES)}
+    names = {run["name"] for run in ask(prefect_api, "task_runs/filter", {})}
+    assert names >= set(STAGES)
+
+    assert "Completed" in prefect(deployed, prefect_api, "deployment", "run", "dpo/full", "--watch")
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached")
+
+
+def test_a_cancelled_run_ends_its_stage(deployed: Path, prefect_api: Env) -> None:
+    (deployed / "params.yaml").write_text((deployed / "params.yaml").read_text().replace("beta: 0.1", "beta: 0.4"))
+    run = ask(
+        prefect_api,
+        f"deployments/{ask(prefect_api, 'deployments/name/dpo/full')['id']}/create_flow_run",
+        {"job_variables": {"env": {"DUMMY": "train:sleep"}}},
+    )
+    pids = deployed / ".scratch" / "pids"
+    wait_for(pids.exists, 90)
+    time.sleep(1)  # until both numbers are written
+    stage, below = map(int, pids.read_text().split())
+    prefect(deployed, prefect_api, "flow-run", "cancel", run["id"])
+    wait_for(lambda: not runs(stage) and not runs(below), 60)
+    wait_for(lambda: ask(prefect_api, f"flow_runs/{run['id']}")["state_type"] == "CANCELLED", 60)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition: Any, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.2)

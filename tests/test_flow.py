@@ -1,0 +1,249 @@
+"""The flow as a command, on real Prefect servers, in a repository whose stages take no time (tests/dummy_stage.py)."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flows import publish, workspace
+from flows.dpo import override, run_here
+from tasks.errors import UserError
+from tasks.lock import workspace_lock
+
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+Env = dict[str, str]
+
+
+def flow(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.dpo", *arguments]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
+
+
+def states(root: Path) -> dict[str, str]:
+    """Of the newest run, by stage."""
+    newest = max((root / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
+    return {entry["stage"]: entry["state"] for entry in json.loads(newest.read_text())}
+
+
+def set_beta(root: Path, beta: float) -> None:
+    path = root / "params.yaml"
+    path.write_text(re.sub(r"(?m)^  beta: \S+", f"  beta: {beta}", path.read_text()))
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def artifacts(env: Env) -> dict[str, Any]:
+    """The newest artifact of each key."""
+    body = json.dumps({"sort": "CREATED_DESC"}).encode()
+    request = urllib.request.Request(
+        f"{env['PREFECT_API_URL']}/artifacts/filter", body, {"Content-Type": "application/json"}
+    )
+    found: dict[str, Any] = {}
+    for artifact in json.load(urllib.request.urlopen(request)):
+        found.setdefault(artifact["key"], artifact["data"])
+    return found
+
+
+@pytest.fixture(scope="session")
+def done_once(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env) -> Path:
+    """A repository in which the whole pipeline has run, committed."""
+    from tests.conftest import make_dummy_repo
+
+    root = make_dummy_repo(tmp_path_factory.mktemp("done") / "repo")
+    done = flow(root, prefect_api)
+    assert done.returncode == 0, done.stderr
+    git(root, "add", "-A")
+    git(root, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", "ran")
+    return root
+
+
+@pytest.fixture(scope="session")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Env:
+    """An environment without a Prefect server: a run brings its own. Its database is made once for all tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    return {**clean, "PREFECT_HOME": str(tmp_path_factory.mktemp("by_hand"))}
+
+
+@pytest.fixture
+def repo(done_once: Path, tmp_path: Path) -> Path:
+    """A copy in which train, evaluate and what follows must run again."""
+    root = shutil.copytree(done_once, tmp_path / "repo", symlinks=True)
+    set_beta(root, 0.3)
+    return root
+
+
+@pytest.mark.slow
+def test_by_hand_it_brings_its_own_server_and_a_second_run_finds_everything_cached(
+    dummy_repo: Path, by_hand: Env
+) -> None:
+    first = flow(dummy_repo, by_hand)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.endswith("the report\n")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "ran")
+    status = subprocess.run([sys.executable, "-m", "dvc", "status"], cwd=dummy_repo, capture_output=True, text=True)
+    assert "up to date" in status.stdout
+
+    second = flow(dummy_repo, by_hand)
+    assert (second.returncode, second.stderr) == (0, "")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "cached")
+    assert [line for line in second.stdout.splitlines() if "not run" in line] == [
+        f"{stage}: unchanged, not run" for stage in STAGES
+    ]
+    assert git(dummy_repo, "branch", "--list").split() == ["*", "main"]  # in place: git is not touched
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_the_last_thing_said_and_is_not_tried_again(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:user"})
+    assert done.returncode == 1
+    assert done.stderr == "error: pairs.jsonl line 3 is broken.\nMend it.\n"
+    assert done.stdout.count("train: 1/2") == 1
+    assert "Mend it" not in done.stdout  # said once
+
+
+@pytest.mark.slow
+def test_a_crash_is_tried_again(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:once"})
+    assert done.returncode == 0, done.stderr
+    assert "train: failed, trying again. The stage train failed with exit code 1." in done.stdout
+    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran"}
+
+
+@pytest.mark.slow
+def test_a_stage_that_keeps_crashing_ends_the_run_with_a_sentence(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:crash"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The stage train failed with exit code 1. It last said: the worker is gone\n")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.count("train: 1/2") == 3
+
+
+@pytest.mark.slow
+def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, prefect_api: Env) -> None:
+    set_beta(repo, 0.1)  # as committed
+    before = git(repo, "status", "--porcelain"), (repo / "dvc.lock").read_text()
+    done = flow(repo, prefect_api, "--set", "train.beta=0.7", "--name", "high-beta")
+    assert done.returncode == 0, done.stderr
+    assert (git(repo, "status", "--porcelain"), (repo / "dvc.lock").read_text()) == before
+    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran", "evaluate": "ran"}
+    committed = yaml.safe_load(git(repo, "show", "runs/high-beta:params.yaml"))
+    assert committed["train"]["beta"] == 0.7
+    assert "beta: 0.7" in git(repo, "show", "runs/high-beta:dvc.lock")
+    assert str(repo / ".scratch" / "worktrees" / "high-beta") in artifacts(prefect_api)["dpo-result"]
+
+    again = flow(repo, prefect_api, "--set", "train.beta=0.8", "--name", "high-beta")
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: There is a run named 'high-beta' already.")
+
+
+@pytest.mark.slow
+def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
+    found = artifacts(prefect_api)
+    assert [row["stage"] for row in json.loads(found["dpo-stages"])] == STAGES
+    assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
+    assert "<script>" not in found["dpo-result"]
+    assert "](http" not in found["dpo-result"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
+def test_nothing_outlives_a_stopped_run(repo: Path, by_hand: Env, sign: signal.Signals) -> None:
+    env = {**by_hand, "DUMMY": "train:sleep"}
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-m", "flows.dpo"]
+    run = subprocess.Popen(command, cwd=repo, env=env, stdout=quiet, stderr=quiet, start_new_session=True)
+    try:
+        wait_for(lambda: (repo / ".scratch" / "pids").exists(), 120)
+        below = psutil.Process(run.pid).children(recursive=True)
+        assert len(below) >= 5  # the server, dvc, the stage, its child, and what guards them
+        os.killpg(run.pid, sign)  # as Ctrl-C does
+        run.wait(timeout=30)
+        wait_for(lambda: not any(map(alive, below)), 15)
+    finally:
+        run.kill()
+        run.wait()
+    with workspace_lock(repo):
+        pass  # and the workspace is free
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Any, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_second_run_of_one_workspace_is_refused(repo: Path, prefect_api: Env) -> None:
+    with workspace_lock(repo):
+        done = flow(repo, prefect_api)  # not a child that inherits the token: prefect_api's environment is older
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: Process {os.getpid()} on ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--set", "train.bta=1"], "`train.bta` is not a key of ours. Did you mean `beta`?"),
+        (["--set", "train.learning_rate=5e-7"], "Write 5.0e-7."),
+        (["--set", "train.beta"], "--set takes KEY=VALUE"),
+        (["--recipe", "nope"], "There is no recipe 'nope'"),
+    ],
+)
+def test_a_mistake_in_the_command_is_a_sentence(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        run_here(arguments)
+    assert sentence in str(refusal.value)
+
+
+def test_a_mistake_is_told_before_anything_starts(dummy_repo: Path, by_hand: Env) -> None:
+    done = flow(dummy_repo, by_hand, "--set", "train.bta=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: params.yaml with overrides: `train.bta` is not a key of ours.")
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_that_change_nothing_need_no_worktree() -> None:
+    given = workspace.plan(None, None)
+    assert given is None
+    beta = yaml.safe_load((workspace.ROOT / "params.yaml").read_text())["train"]["beta"]
+    assert workspace.plan(None, {"train.beta": beta}) is None
+    other = workspace.plan(None, {"train.beta": beta + 1})
+    assert other is not None
+    assert other["train"]["beta"] == beta + 1
+
+
+def test_override_values_are_yaml() -> None:
+    assert override("train.loss={ipo: 1.0}") == ("train.loss", {"ipo": 1.0})
+    assert override("train.max_steps=null") == ("train.max_steps", None)
+    with pytest.raises(UserError, match="not valid YAML"):
+        override("train.loss={")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<b>x</b>", "[a](javascript:b)", "![i](http://x.y)", "a | b", "*a* _b_ `c`", "www.x.org", "\u202eevil\n# h"],
+)
+def test_escaped_text_has_nothing_that_markdown_reads(text: str) -> None:
+    assert not re.search(r"[<>\[\]()|*_`!\u202e\n]|:|\.\w", publish.escape(text))
