@@ -61,7 +61,7 @@ def test_a_number_that_yaml_reads_as_text_is_told_how_to_be_written():
 def test_a_missing_key_is_named():
     content = read_yaml(ROOT / "params.yaml")
     del content["train"]["beta"]
-    with pytest.raises(UserError, match="`train.beta` is missing"):
+    with pytest.raises(UserError, match=r"`train\.beta` is missing"):
         validate(Params, content, Path("params.yaml"))
 
 
@@ -97,7 +97,7 @@ def test_broken_yaml_and_a_missing_file_are_sentences(tmp_path):
 
 
 def test_an_unknown_recipe_lists_those_there_are():
-    with pytest.raises(UserError, match="There is no recipe 'qwen'.*demo"):
+    with pytest.raises(UserError, match=r"There is no recipe 'qwen'.*demo"):
         read_recipe("qwen")
 
 
