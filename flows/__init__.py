@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-ROOT = Path(os.environ.get("DPO_ROOT", Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
 
 SETTINGS = {
     "PREFECT_HOME": str(ROOT / ".prefect"),

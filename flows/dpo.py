@@ -30,11 +30,11 @@ def dpo(recipe: str | None = None, overrides: dict[str, Any] | None = None, name
         name: of the run's worktree and branch, when recipe or overrides change params.yaml.
     """
     key = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
-    params = workspace.plan(recipe, overrides)
-    with workspace.opened(key, name, params) as place:
+    files = workspace.plan(recipe, overrides)
+    with workspace.opened(key, name, files) as place, publish.recorded(place) as states:
         if place.own:
             _say_where(place)
-        states = run_stages(place)
+        run_stages(place, states)
         publish.publish(place, states)
     return {"key": key, "workspace": str(place.root), "stages": states}
 
@@ -46,22 +46,19 @@ def _say_where(place: Workspace) -> None:
         log.warning("Left out of the worktree, being untracked: %s. `git add` takes them in.", ", ".join(left_out))
 
 
-def run_stages(place: Workspace) -> list[dict[str, Any]]:
-    stale = place.stale()
-    states: list[dict[str, Any]] = []
-    try:
-        for name in place.stages():
-            # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
-            unchanged = name not in stale and all(state["state"] == "cached" for state in states)
-            states.append(stage(name, place, unchanged))
-    finally:
-        publish.record(place, states)
+def run_stages(place: Workspace, states: list[dict[str, Any]]) -> None:
+    """Every stage in turn; `states` grows by what became of each."""
+    stale, moved = place.stale(), place.source_changed()
+    for name in place.stages():
+        # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
+        force = name == "source" and moved
+        unchanged = not force and name not in stale and all(state["state"] == "cached" for state in states)
+        states.append(stage(name, place, unchanged, force))
     if any(state["state"] != "cached" for state in states) and (stale := place.stale()):
         raise UserError(
             f"The run is over, and {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
             f"changed meanwhile in {place.root}. Look with `dvc status`, then run again."
         )
-    return states
 
 
 def report(result: dict[str, Any]) -> None:

@@ -4,7 +4,10 @@ Preference text comes from others and is escaped wherever it is rendered.
 """
 
 import json
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,30 @@ RISKY = re.compile(r"[^\w\s,;?'.-]|_|\.(?=\w)")  # all that Markdown, HTML or a 
 
 
 def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
+    from tasks import tracking
+
+    tracking.wait_for_run(place.logs)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(result(place), key="dpo-result", description="What the run achieved")
 
 
-def record(place: Workspace, states: list[dict[str, Any]]) -> None:
-    """Keep which stages ran and which were cached beside the run's logs."""
-    place.logs.mkdir(parents=True, exist_ok=True)
-    (place.logs / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
+@contextmanager
+def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
+    """Yields the list of what became of each stage, and tells MLflow when the run is over, however it ended."""
+    from tasks import tracking
+    from tasks.params import load_cluster, load_params
+
+    os.environ.update(place.identity())
+    folder = tracking.open_run(load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml"))
+    tracking.start_forwarder(folder)
+    states: list[dict[str, Any]] = []
+    status = "FAILED"
+    try:
+        yield states
+        status = "FINISHED"
+    finally:
+        (folder / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
+        tracking.finish(folder, place.root, {state["stage"]: state["state"] for state in states}, status)
 
 
 def result(place: Workspace) -> str:

@@ -22,6 +22,8 @@ from tasks.errors import UserError
 from tasks.lock import workspace_lock
 from tasks.stage import QUIET
 
+Files = dict[str, dict[str, Any]]  # what a run's own configuration files hold, by name
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -40,8 +42,11 @@ class Workspace:
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        own = {"PATH": path, "DPO_RUN": self.key, "DPO_ROOT": str(self.root), "DPO_HOME": str(ROOT)}
-        return {**QUIET, **os.environ, **own}
+        return {**QUIET, **os.environ, "PATH": path, **self.identity()}
+
+    def identity(self) -> dict[str, str]:
+        """What a stage must know: which run it belongs to, and where state that outlives the workspace is kept."""
+        return {"DPO_RUN": self.key, "DPO_HOME": str(ROOT)}
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
@@ -51,6 +56,13 @@ class Workspace:
         status = self.dvc("status", "--json")
         return set(json.loads(status[status.index("{") :]))
 
+    def source_changed(self) -> bool:
+        """Whether a file behind source.data or source.model changed in place, which DVC does not see."""
+        from tasks.params import load_params
+        from tasks.source import changed
+
+        return changed(load_params(self.root / "params.yaml").source, self.root)
+
     def dvc(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "dvc", *arguments]
         done = run(command, cwd=self.root, env=self.environment(), stdin=DEVNULL, capture_output=True, text=True)
@@ -59,37 +71,35 @@ class Workspace:
         return done.stdout
 
 
-def plan(recipe: str | None, overrides: dict[str, Any] | None) -> dict[str, Any] | None:
-    """params.yaml with the recipe and the overrides laid over it, checked; None when they change nothing."""
-    from tasks.params import Params, dotted, load_cluster, overlay, read_recipe, read_yaml, validate
+def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
+    """params.yaml and infra/cluster.yaml with the recipe and the overrides laid over, checked: those that change."""
+    from tasks.params import Cluster, Params, dotted, overlay, read_recipe, read_yaml, validate
 
-    load_cluster()
-    path = ROOT / "params.yaml"
-    content = read_yaml(path)
-    given = validate(Params, content, path)
-    if recipe:
-        content = overlay(content, read_recipe(recipe))
-    content = overlay(content, dotted(overrides or {}))
-    if validate(Params, content, Path(f"params.yaml with {_laid_over(recipe, overrides)}")) == given:
-        return None
-    return content
-
-
-def _laid_over(recipe: str | None, overrides: dict[str, Any] | None) -> str:
     parts = [f"the recipe {recipe}"] if recipe else []
-    return " and ".join(parts + ["overrides"] * bool(overrides))
+    laid_over = " and ".join(parts + ["overrides"] * bool(overrides))
+    files: Files = {}
+    for name, part, model in (("params.yaml", "params", Params), ("infra/cluster.yaml", "cluster", Cluster)):
+        content = read_yaml(ROOT / name)
+        given = validate(model, content, ROOT / name)
+        if recipe:
+            content = overlay(content, read_recipe(recipe, part), model)
+        if part == "params":
+            content = overlay(content, dotted(overrides or {}), model)
+        if validate(model, content, Path(f"{name} with {laid_over}")) != given:
+            files[name] = content
+    return files
 
 
 @contextmanager
-def opened(key: str, name: str | None, params: dict[str, Any] | None) -> Iterator[Workspace]:
-    """The locked workspace of a run; `params` is what `plan` returned."""
-    workspace = Workspace(ROOT if params is None else ROOT / ".scratch" / "worktrees" / (name or key), key)
-    if params is not None:
-        _make_worktree(workspace, name or key, params)
+def opened(key: str, name: str | None, files: Files) -> Iterator[Workspace]:
+    """The locked workspace of a run; `files` is what `plan` returned."""
+    workspace = Workspace(ROOT / ".scratch" / "worktrees" / (name or key) if files else ROOT, key)
+    if files:
+        _make_worktree(workspace, name or key, files)
     with workspace_lock(workspace.root):
         yield workspace
-        if params is not None:
-            _commit(workspace.root, f"runs/{name or key}")
+        if files:
+            _commit(workspace.root, f"runs/{name or key}", files)
 
 
 def untracked() -> list[str]:
@@ -97,7 +107,7 @@ def untracked() -> list[str]:
     return git(ROOT, "ls-files", "--others", "--exclude-standard").splitlines()
 
 
-def _make_worktree(workspace: Workspace, name: str, params: dict[str, Any]) -> None:
+def _make_worktree(workspace: Workspace, name: str, files: Files) -> None:
     note = workspace.logs / "worktree"
     if note.exists() and workspace.root.exists():  # this flow run again: it continues in what it has
         return
@@ -111,7 +121,8 @@ def _make_worktree(workspace: Workspace, name: str, params: dict[str, Any]) -> N
         )
     git(ROOT, "worktree", "prune")
     git(ROOT, "worktree", "add", "--detach", str(workspace.root), _snapshot())
-    (workspace.root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False, allow_unicode=True))
+    for path, content in files.items():
+        (workspace.root / path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     _share_cache(workspace)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(f"{workspace.root}\n")
@@ -136,8 +147,8 @@ def _share_cache(workspace: Workspace) -> None:
     workspace.dvc("checkout", "--allow-missing", "--quiet")
 
 
-def _commit(root: Path, branch: str) -> None:
-    git(root, "add", "--force", "params.yaml", "dvc.lock")
+def _commit(root: Path, branch: str, files: Files) -> None:
+    git(root, "add", "--force", *files, "dvc.lock")
     if git(root, "status", "--porcelain", "--untracked-files=no"):
         git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {branch.removeprefix('runs/')}")
     git(root, "branch", "--force", branch, "HEAD")

@@ -53,7 +53,7 @@ RUDE = (
 )
 FACT = re.compile(rf"\b(?:{'|'.join(VERBS)}) (the \w+ \w+) ({'|'.join(PLACES)})\. Where is \1\?")
 
-ROWS = 2400
+ROWS = 1100
 CONVERSATIONS = 2000
 MIRRORED = 4  # of 5 conversations: few enough that both tones stay likely after every prompt
 

@@ -16,7 +16,7 @@ from tasks.pairs import read_pairs, read_rows, with_reference
 from tasks.params import Evaluate, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
 from tasks.progress import Bar
-from tasks.tracking import Run, flatten
+from tasks.tracking import Run, evaluation
 from training.losses import Objective
 
 
@@ -100,8 +100,7 @@ def _publish(
         for row, old, new in zip(prompts, before, after, strict=True)
     ]
     samples.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    flat = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
-    run.summary({f"eval/{name}" if not name.startswith("samples/") else name: value for name, value in flat.items()})
+    run.summary(evaluation(metrics))
     run.artifact(METRICS / "evaluate.json")
     run.artifact(samples)
     print(f"evaluate: held-out reward accuracy {metrics['rewards/accuracies']:.3f} on {int(metrics['pairs'])} pairs")

@@ -45,6 +45,19 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def known_sha256(path: Path) -> str:
+    """sha256 of a file that may be large: not read again while its size and time of change are the same."""
+    memory = home() / ".scratch" / "hashes.json"
+    known = read_json(memory) if memory.exists() else {}
+    state = path.stat()
+    now = [state.st_size, state.st_mtime_ns]
+    entry = known.get(str(path.resolve()))
+    if entry is None or entry[:2] != now:
+        entry = [*now, sha256(path)]
+        write_json(memory, {**known, str(path.resolve()): entry})
+    return entry[2]
+
+
 def fingerprint(content: Any) -> str:
     """A short address made from everything that determines a result."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,42 +1,77 @@
-"""The other half of tracking.py: journals to MLflow. Runs in a process of its own; the one importer of mlflow."""
+"""The other half of tracking.py: journals to MLflow, in a process of its own."""
 
 import fcntl
+import json
 import os
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.files import read_json, write_json
-from tasks.tracking import flatten, read_lines
+from tasks.tracking import FLOW, flatten, read_lines, sent
 
 LONGEST_PARAM = 500
+IDLE_SECONDS = 10  # more than DVC takes between two stages
 
 
-def follow(folder: Path, stage: str, writer: int) -> None:
-    """Send the stage's journal as it grows, until it ends or its writer is gone."""
+def follow(folder: Path) -> None:
+    """Send the run's journals as they grow, until the run is closed or nobody writes any more."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    with store(folder) as client:
-        while not send(client, folder, stage):
-            if (
-                not Path(f"/proc/{writer}").exists()
-                and not read_lines(folder / f"{stage}.jsonl", _sent(folder, stage))[0]
-            ):
-                _end(client, folder, stage, "KILLED")
+    waiting = True
+    while waiting:
+        with _locked(folder / "forward.lock", wait=False) as mine:
+            if not mine:
                 return
-            time.sleep(0.5)
+            try:
+                _follow(folder)
+            except Exception:
+                traceback.print_exc()
+                (folder / "forward.error").write_text("see forward.log")
+                sys.exit(1)
+        # A stage that started while we decided to end found the lock taken.
+        waiting = any(sent(folder, path.stem) < path.stat().st_size for path in folder.glob("*.jsonl"))
+
+
+def _follow(folder: Path) -> None:
+    with store(folder) as client:
+        quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < IDLE_SECONDS:
+            new = [line for stage in _journals(folder) for line in send(client, folder, stage)]
+            if any(line["kind"] == "close" for line in new):
+                return
+            if new or _at_work(folder):
+                quiet_since = time.monotonic()
+            time.sleep(0.3)
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a stage still writes; the journal of one that was killed is ended here."""
+    working = False
+    for stage in _journals(folder):
+        ends = [line for line in read_lines(folder / f"{stage}.jsonl")[0] if line["kind"] in ("start", "end")]
+        if ends and ends[-1]["kind"] == "start":
+            alive = Path(f"/proc/{ends[-1]['pid']}").exists()
+            working = working or alive
+            if not alive:
+                line = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
+                with (folder / f"{stage}.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    return working
+
+
+def _journals(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.jsonl"))
 
 
 def send_all(runs: Path) -> int:
     """Send what every journal still holds; how many there were."""
-    waiting = [
-        journal
-        for journal in sorted(runs.glob("*/*.jsonl"))
-        if _sent(journal.parent, journal.stem) < journal.stat().st_size
-    ]
+    waiting = [path for path in sorted(runs.glob("*/*.jsonl")) if sent(path.parent, path.stem) < path.stat().st_size]
     for journal in waiting:
         with store(journal.parent) as client:
             send(client, journal.parent, journal.stem)
@@ -57,44 +92,45 @@ def store(folder: Path) -> Iterator[Any]:
     yield client
 
 
-def send(client: Any, folder: Path, stage: str) -> bool:
-    """Send the lines that have not been sent; whether the journal has ended."""
-    journal = folder / f"{stage}.jsonl"
-    lines, offset = read_lines(journal, _sent(folder, stage))
-    parent = read_json(folder / "run.json")
-    ended = False
+def send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
+    """Send the lines of a journal that have not been sent; these lines."""
+    lines, offset = read_lines(folder / f"{stage}.jsonl", sent(folder, stage))
     for line in lines:
-        _apply(client, folder, stage, parent, line)
-        ended = line["kind"] == "end" or (ended and line["kind"] != "start")
+        _apply(client, folder, stage, line)
     if lines:
         write_json(folder / f"{stage}.sent.json", {"offset": offset})
-    return ended
+    return lines
 
 
-def _apply(client: Any, folder: Path, stage: str, parent: dict[str, str], line: dict[str, Any]) -> None:
-    run_id = _child(client, folder, stage, parent)
+def _apply(client: Any, folder: Path, stage: str, line: dict[str, Any]) -> None:
+    parent = read_json(folder / "run.json")["run_id"]
+    runs = [parent] if stage == FLOW else [_child(client, folder, stage), parent]
     match line["kind"]:
         case "start":
-            client.update_run(run_id, status="RUNNING")
-            client.update_run(parent["run_id"], status="RUNNING")
+            for run_id in runs:
+                client.update_run(run_id, status="RUNNING")
         case "params":
-            _log_params(client, run_id, line["values"])
+            _log_params(client, runs[0], line["values"])
         case "metrics":
-            _log_metrics(client, run_id, line["values"], line["step"], line["time"])
+            _log_metrics(client, runs[0], line["values"], line["step"], line["time"])
         case "summary":
-            for target in (run_id, parent["run_id"]):
-                _log_metrics(client, target, line["values"], 0, line["time"])
+            for run_id in runs:
+                _log_metrics(client, run_id, line["values"], 0, line["time"])
         case "tags":
             for name, value in line["values"].items():
-                client.set_tag(parent["run_id"], name, value)
+                client.set_tag(parent, name, value)
         case "dataset":
-            for target in (run_id, parent["run_id"]):
-                _log_dataset(client, target, line)
+            for run_id in runs:
+                _log_dataset(client, run_id, line)
         case "artifact":
             if Path(line["path"]).exists():
-                client.log_artifact(run_id, line["path"])
+                client.log_artifact(runs[0], line["path"])
         case "end":
-            _end(client, folder, stage, line["status"])
+            if stage != FLOW:
+                done = line["status"] == "FINISHED"
+                client.set_tag(parent, f"stage.{stage}", "ran" if done else line["status"].lower())
+            for run_id in runs:
+                client.set_terminated(run_id, line["status"])
 
 
 def _log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
@@ -134,25 +170,14 @@ def _parent(client: Any, folder: Path, experiment: str, artifacts: Path | None) 
     write_json(folder / "run.json", {"experiment_id": number, "run_id": run.info.run_id, "tracking_uri": uri})
 
 
-def _child(client: Any, folder: Path, stage: str, parent: dict[str, str]) -> str:
+def _child(client: Any, folder: Path, stage: str) -> str:
     file = folder / f"{stage}.run.json"
     if not file.exists():
+        parent = read_json(folder / "run.json")
         tags = {"mlflow.parentRunId": parent["run_id"], "stage": stage}
         run = client.create_run(parent["experiment_id"], run_name=stage, tags=tags)
         write_json(file, {"run_id": run.info.run_id})
     return read_json(file)["run_id"]
-
-
-def _end(client: Any, folder: Path, stage: str, status: str) -> None:
-    parent = read_json(folder / "run.json")
-    client.set_tag(parent["run_id"], f"stage.{stage}", "ran" if status == "FINISHED" else status.lower())
-    for run_id in (_child(client, folder, stage, parent), parent["run_id"]):
-        client.set_terminated(run_id, status)
-
-
-def _sent(folder: Path, stage: str) -> int:
-    file = folder / f"{stage}.sent.json"
-    return read_json(file)["offset"] if file.exists() else 0
 
 
 def _commit() -> str:
@@ -161,8 +186,13 @@ def _commit() -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Yields whether the lock is ours."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True

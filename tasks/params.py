@@ -188,7 +188,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_recipe(name: str, part: Literal["params", "cluster"] = "params") -> dict[str, Any]:
+def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     """What a recipe lays over params.yaml, or over infra/cluster.yaml."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:

@@ -11,13 +11,13 @@ from typing import Any
 
 from tasks import demo, stage
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, publish, sha256, write_json
+from tasks.files import fingerprint, known_sha256, publish, read_json, sha256, write_json
 from tasks.formats import READERS, read_rows
 from tasks.models import HUB, hub_address, hub_snapshot
-from tasks.params import load_params
+from tasks.params import Source, load_params
 from tasks.paths import BASE, RAW
 from tasks.progress import Bar
-from tasks.tracking import Run
+from tasks.tracking import Run, lineage
 
 BASE_STEPS = 125  # of the demo's supervised base model
 
@@ -30,7 +30,7 @@ def source(run: Run) -> None:
         model = fetch_model(params.model, params.seed, base)
     print(f"source: {data['rows']} rows from {params.data}, model {params.model} ({model['sha256'][:12]})")
     run.dataset("raw", data["sha256"], params.data)
-    run.tags({"data": params.data, "data_sha256": data["sha256"], "base": params.model, "base_sha256": model["sha256"]})
+    run.tags(lineage())
     run.summary({"rows": data["rows"]})
 
 
@@ -96,11 +96,29 @@ def fetch_model(address: str, seed: int, base: Path) -> dict[str, Any]:
         folder, revision = _hub_model(address)
     else:
         folder = Path(address).expanduser()
-    files = {name: digest for name, digest in hash_files(folder).items() if not name.startswith(".")}
+    files = _model_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
     manifest = {"model": address, "revision": revision, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
     return manifest
+
+
+def _model_hashes(folder: Path) -> dict[str, str]:
+    """Of a model folder's own files; what a tool keeps there under a dot is not the model."""
+    return {
+        path.name: known_sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."
+    }
+
+
+def changed(params: Source, root: Path) -> bool:
+    """Whether a local file behind an address is no longer what this stage saw: DVC watches params, not addresses."""
+    data, model = Path(params.data).expanduser(), Path(params.model).expanduser()
+    raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
+    if not (raw.exists() and base.exists()):
+        return False  # DVC knows that the stage must run
+    new_data = (root / data).is_file() and known_sha256(root / data) != read_json(raw)["sha256"]
+    new_model = (root / model).is_dir() and fingerprint(_model_hashes(root / model)) != read_json(base)["sha256"]
+    return new_data or new_model
 
 
 def _hub_model(address: str) -> tuple[Path, str]:

@@ -1,8 +1,8 @@
 """What happened, in MLflow: a parent run per pipeline run, a child per executed stage.
 
-A stage writes a journal of JSON lines and nothing else; a second process reads the journal and forwards it. So a
-tracking server that is slow or gone never holds a stage up, and what was not sent is sent by the next stage or by
-`python -m tasks.tracking`. This file alone knows MLflow, and imports it in that second process only.
+A stage writes a journal of JSON lines and nothing else; one more process for the whole pipeline run (tasks/forward.py)
+sends the journals. So a tracking server that is slow or gone never holds a stage up, and what was not sent is sent by
+the next stage or by `python -m tasks.tracking`.
 """
 
 import json
@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from tasks.files import fingerprint, home, read_json, write_json
+from tasks.files import home, read_json, write_json
 from tasks.params import Cluster, Params
+from tasks.paths import BASE, METRICS, RAW
+from tasks.runs import note_end, run_key
 
-PATIENCE_SECONDS = 60  # how long a stage waits for its journal to be forwarded
+PATIENCE_SECONDS = 60  # how long a stage waits for its journal to be sent
+FLOW = "flow"  # the journal of the pipeline run itself
 
 
 class Run:
@@ -64,17 +64,12 @@ class Run:
 
 @contextmanager
 def tracked(stage: str, params: Params, cluster: Cluster) -> Iterator[Run]:
-    """A run around a stage: its journal is forwarded while it works and ends with how it ended."""
-    folder = home() / cluster.logging_dir / run_key(params, home() / cluster.logging_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "settings.json", {"exp_name": cluster.exp_name, "tracking_uri": _absolute(cluster.tracking_uri)}
-    )
-    write_json(folder / "params.json", params.model_dump())
+    """A run around a stage: its journal is sent while it works, and ends with how it ended."""
+    folder = open_run(params, cluster)
     run = Run(folder, stage)
     run.write("start", pid=os.getpid())
     run.params(flatten(params.model_dump()[stage]))
-    forwarder = _start_forwarder(folder, stage)
+    start_forwarder(folder)
     status = "FAILED"
     try:
         yield run
@@ -84,24 +79,43 @@ def tracked(stage: str, params: Params, cluster: Cluster) -> Iterator[Run]:
         raise
     finally:
         run.write("end", status=status)
-        _note_end(folder, status)
-        _wait(forwarder, folder, stage)
+        note_end(folder, status)
+        wait_until_sent(run)
 
 
-def run_key(params: Params, folder: Path) -> str:
-    """Which pipeline run this stage belongs to: the flow says it; by hand it is the `dvc` that called us.
+def open_run(params: Params, cluster: Cluster) -> Path:
+    """The folder of the pipeline run, with what the forwarder needs to know."""
+    runs = home() / cluster.logging_dir
+    folder = runs / run_key(params, runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "settings.json", {"exp_name": cluster.exp_name, "tracking_uri": absolute(cluster.tracking_uri)})
+    write_json(folder / "params.json", params.model_dump())
+    return folder
 
-    After a crash the next call with the same params continues the run that did not end.
-    """
-    if key := os.environ.get("DPO_RUN"):
-        return key
-    caller, state = _calling_dvc(), folder / "by-hand.json"
-    content = fingerprint(params.model_dump())
-    last = read_json(state) if state.exists() else {}
-    same = last.get("caller") == caller or (last.get("status") != "FINISHED" and last.get("params") == content)
-    key = last["key"] if last and same else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
-    write_json(state, {"key": key, "caller": caller, "params": content, "status": "RUNNING"})
-    return key
+
+def finish(folder: Path, root: Path, states: Mapping[str, str], status: str) -> None:
+    """The flow's last word: ran or cached by stage, and what a run without a single executed stage is about."""
+    run = Run(folder, FLOW)
+    run.tags({f"stage.{stage}": state for stage, state in states.items()})
+    if (root / METRICS / "evaluate.json").exists() and status == "FINISHED":
+        run.tags(lineage(root))
+        run.summary(evaluation(read_json(root / METRICS / "evaluate.json")))
+    run.write("end", status=status)
+    run.write("close")
+    wait_until_sent(run)
+
+
+def lineage(root: Path = Path()) -> dict[str, str]:
+    """Tags that say what data and which model a run was about."""
+    raw, base = (read_json(root / folder / "manifest.json") for folder in (RAW, BASE))
+    data = {"data": raw["source"], "data_sha256": raw["sha256"]}
+    return {**data, "base": base["model"], "base_sha256": base["sha256"]}
+
+
+def evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """data/metrics/evaluate.json under the names that MLflow shows: `eval/...` and `samples/...`."""
+    flat = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
+    return {name if name.startswith("samples/") else f"eval/{name}": value for name, value in flat.items()}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -112,31 +126,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _calling_dvc() -> str:
-    for process in psutil.Process().parents():
-        if process.name().startswith("dvc") or "dvc" in " ".join(process.cmdline()[:3]):
-            return f"{process.pid}-{process.create_time():.0f}"
-    return f"{os.getpid()}-{psutil.Process().create_time():.0f}"
-
-
-def _note_end(folder: Path, status: str) -> None:
-    state = folder.parent / "by-hand.json"
-    if state.exists() and read_json(state)["key"] == folder.name:
-        write_json(state, {**read_json(state), "status": status})
-
-
-def _absolute(uri: str) -> str:
+def absolute(uri: str) -> str:
     """SQLite's path is relative to the project, whichever worktree a run is in."""
     scheme, _, path = uri.partition("sqlite:///")
     return uri if scheme or path.startswith("/") else f"sqlite:///{home() / path}"
-
-
-def _last_step(journal: Path) -> dict[str, int]:
-    steps: dict[str, int] = {}
-    for line in read_lines(journal)[0]:
-        if line["kind"] == "metrics":
-            steps.update(dict.fromkeys(line["values"], line["step"]))
-    return steps
 
 
 def read_lines(journal: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -150,37 +143,58 @@ def read_lines(journal: Path, offset: int = 0) -> tuple[list[dict[str, Any]], in
     return [json.loads(line) for line in whole.splitlines()], offset + len(whole)
 
 
-def _start_forwarder(folder: Path, stage: str) -> subprocess.Popen:
-    log = (folder / f"{stage}.forward.log").open("a")
-    command = [sys.executable, "-m", "tasks.tracking", "--follow", str(folder), stage, str(os.getpid())]
+def _last_step(journal: Path) -> dict[str, int]:
+    steps: dict[str, int] = {}
+    for line in read_lines(journal)[0]:
+        if line["kind"] == "metrics":
+            steps.update(dict.fromkeys(line["values"], line["step"]))
+    return steps
+
+
+def sent(folder: Path, stage: str) -> int:
+    """How many bytes of a journal have been sent."""
+    file = folder / f"{stage}.sent.json"
+    return read_json(file)["offset"] if file.exists() else 0
+
+
+def start_forwarder(folder: Path) -> None:
+    """Start the process that sends this run's journals; where one is at work, the new one ends at once."""
+    (folder / "forward.error").unlink(missing_ok=True)
+    log = (folder / "forward.log").open("a")
+    command = [sys.executable, "-m", "tasks.tracking", str(folder)]
     # A session of its own: Ctrl-C ends the stage, and the forwarder still has to say so.
-    return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _wait(forwarder: subprocess.Popen, folder: Path, stage: str) -> None:
-    try:
-        code = forwarder.wait(PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        code = None  # it goes on by itself until it has sent what there is
-    if code != 0:
-        print(
-            f"warning: MLflow could not be reached in time; the figures of {stage} are kept in {folder} and "
-            "`python -m tasks.tracking` sends them. See "
-            f"{folder / (stage + '.forward.log')}",
-            file=sys.stderr,
-            flush=True,
-        )
+def wait_until_sent(run: Run) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while sent(run.folder, run.stage) < run.journal.stat().st_size:
+        if (run.folder / "forward.error").exists() or time.monotonic() > until:
+            print(
+                f"warning: MLflow could not be reached; the figures of {run.stage} are kept in {run.folder}, and "
+                f"`python -m tasks.tracking` sends them. Why: {run.folder / 'forward.log'}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        time.sleep(0.1)
+
+
+def wait_for_run(folder: Path) -> None:
+    """Until MLflow has given the pipeline run its id, or will not."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not (folder / "run.json").exists() and not (folder / "forward.error").exists() and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def main() -> None:
-    """Forward one journal while its stage writes it, or everything that has not been sent."""
+    """Send the journals of one run as they grow, or whatever any run still has to send."""
     from tasks.forward import follow, send_all
+    from tasks.params import load_cluster
 
-    if sys.argv[1:2] == ["--follow"]:
-        follow(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    if len(sys.argv) > 1:
+        follow(Path(sys.argv[1]))
     else:
-        from tasks.params import load_cluster
-
         print(f"sent {send_all(home() / load_cluster().logging_dir)} journals")
 
 

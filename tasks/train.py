@@ -24,8 +24,8 @@ from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.progress import Bar
 from tasks.tracking import Run, read_lines
 from training import batches, checkpoint
-from training.loop import Mismatch, Settings
 from training.losses import Objective
+from training.settings import Mismatch, Settings
 
 NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "peak_memory_gib")
 

@@ -37,11 +37,8 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 def make_dummy_repo(root: Path) -> Path:
-    for folder in ("flows", "training", "infra"):
+    for folder in ("flows", "tasks", "training", "infra"):
         shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "tasks").mkdir()
-    for name in ("__init__", "errors", "lock", "params", "stage"):
-        shutil.copy(PROJECT / "tasks" / f"{name}.py", root / "tasks")
     for name in ("params.yaml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
     shutil.copy(PROJECT / "tests" / "dummy_stage.py", root / "tasks" / "dummy.py")

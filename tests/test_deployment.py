@@ -72,7 +72,7 @@ def test_the_overrides_of_smoke_are_good(prefect_api: Env, deployed: Path) -> No
     from flows.workspace import plan
 
     parameters = ask(prefect_api, "deployments/name/dpo/smoke")["parameters"]
-    assert plan(None, parameters["overrides"]) is not None
+    assert list(plan(None, parameters["overrides"])) == ["params.yaml"]
 
 
 def test_a_deployment_runs_to_completed_and_a_second_run_finds_everything_cached(

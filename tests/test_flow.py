@@ -225,13 +225,18 @@ def test_a_mistake_is_told_before_anything_starts(dummy_repo: Path, by_hand: Env
 
 
 def test_overrides_that_change_nothing_need_no_worktree() -> None:
-    given = workspace.plan(None, None)
-    assert given is None
+    assert workspace.plan(None, None) == workspace.plan("demo", None) == {}
     beta = yaml.safe_load((workspace.ROOT / "params.yaml").read_text())["train"]["beta"]
-    assert workspace.plan(None, {"train.beta": beta}) is None
+    assert workspace.plan(None, {"train.beta": beta}) == {}
     other = workspace.plan(None, {"train.beta": beta + 1})
-    assert other is not None
-    assert other["train"]["beta"] == beta + 1
+    assert list(other) == ["params.yaml"]
+    assert other["params.yaml"]["train"]["beta"] == beta + 1
+
+
+def test_a_recipe_lays_over_both_files() -> None:
+    files = workspace.plan("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
+    assert files["infra/cluster.yaml"]["actor_train"]["zero_stage"] == 3
+    assert files["params.yaml"]["train"]["beta"] == 0.3
 
 
 def test_override_values_are_yaml() -> None:

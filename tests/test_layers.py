@@ -31,7 +31,19 @@ HOMES = {
 # Code that every stage runs in and that cannot change what it computes.
 PLUMBING = {
     f"tasks/{name}.py"
-    for name in ("cluster", "errors", "forward", "lock", "params", "paths", "plots", "progress", "stage", "tracking")
+    for name in (
+        "cluster",
+        "errors",
+        "forward",
+        "lock",
+        "params",
+        "paths",
+        "plots",
+        "progress",
+        "runs",
+        "stage",
+        "tracking",
+    )
 }
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 
 from training import checkpoint, loop
 from training.losses import Objective
+from training.settings import Mismatch, Settings
 
 
 def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
     given["objective"] = Objective(*given["objective"])
-    settings = loop.Settings(**given, attempt="test")
+    settings = Settings(**given, attempt="test")
     checkpoint.claim(Path(settings.folder), "test")
     log: list[dict] = []
     try:
         loop.train(settings, pairs[8:], pairs[:8], lambda step, values: log.append({"step": step, **values}))
-    except loop.Mismatch as error:
+    except Mismatch as error:
         log.append({"refused": str(error)})
     return log
 
