@@ -181,7 +181,7 @@ def _publish(run: Run, folder: Path) -> None:
         shutil.copytree(folder / "policy", out, dirs_exist_ok=True)
     METRICS.mkdir(parents=True, exist_ok=True)
     write_curves(METRICS / "train.csv", steps)
-    final = {name: value for row in steps.values() for name, value in row.items()}
+    final = {name: value for row in steps.values() for name, value in row.items() if name not in ("pairs", "tokens")}
     write_json(METRICS / "train.json", final)
     plots.curves(steps, run.folder / "curves.png")
     run.artifact(run.folder / "curves.png")

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.slow
 Env = dict[str, str]
 
 
-def prefect(root: Path, env: Env, *arguments: str) -> str:
+def prefect(root: Path, env: Env, *arguments: str, timeout: float = 300) -> str:
     command = [sys.executable, "-m", "prefect", *arguments]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,11 +42,18 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env) -> Iter
     from tests.conftest import make_dummy_repo
 
     root = make_dummy_repo(tmp_path_factory.mktemp("deployed") / "repo")
-    prefect(root, prefect_api, "work-pool", "create", "--type", "process", "dpo")
-    prefect(root, prefect_api, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
-    with (root.parent / "worker.log").open("w") as log, child.started(command, root, prefect_api, log):
+    with worker(root, prefect_api):
         yield root
+
+
+@contextmanager
+def worker(root: Path, env: Env) -> Iterator[None]:
+    """Deploy what infra/prefect.yaml holds, and work for it in that checkout."""
+    prefect(root, env, "work-pool", "create", "--type", "process", "--overwrite", "dpo")
+    prefect(root, env, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
+    with (root.parent / "worker.log").open("w") as log, child.started(command, root, env, log):
+        yield
 
 
 def newest_table(env: Env) -> dict[str, str]:

@@ -1,0 +1,167 @@
+"""The demo, whole and real: `prefect deployment run dpo/full` on a server and a worker, then what it left behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.files import hash_files, read_json
+from tests.test_deployment import newest_table, prefect, worker
+
+PROJECT = Path(__file__).resolve().parents[1]
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+Env = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a newcomer has it, uncommitted changes included."""
+    root = tmp_path_factory.mktemp("newcomer") / "dpo"
+    listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (PROJECT / name).exists():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, root / name)
+    who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "-q", "-b", "main"], ["add", "-A"], [*who, "commit", "-q", "-m", "as it comes"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
+    with worker(checkout, prefect_api):
+        said = prefect(checkout, prefect_api, "deployment", "run", "dpo/full", "--watch", timeout=800)
+        assert "Completed" in said
+        yield checkout
+
+
+def dvc(root: Path, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def client(root: Path) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
+
+
+def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "ran")
+
+
+def test_the_model_learnt_the_preference_and_kept_its_answers(ran: Path) -> None:
+    metrics = read_json(ran / "data/metrics/evaluate.json")
+    base, policy = metrics["samples"]["base"], metrics["samples"]["policy"]
+    assert 0.35 <= base["kind"] <= 0.65
+    assert policy["kind"] >= 0.95
+    assert policy["correct"] >= base["correct"] - 0.02 >= 0.9
+    assert metrics["rewards/accuracies"] >= 0.98
+    assert metrics["rewards/chosen"] > 0  # reward accuracy alone proves nothing
+
+
+def test_the_export_stands_alone_and_its_manifest_holds(ran: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = ran / "data/model"
+    manifest = read_json(model / "manifest.json")
+    assert {name: digest for name, digest in hash_files(model).items() if name != "manifest.json"} == manifest["files"]
+    assert manifest["merge"]["largest_logit_difference"] < 1e-3
+    assert manifest["merge"]["same_greedy_text"]
+    assert str(ran) not in json.dumps(manifest)
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in model.rglob("*"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = [{"role": "user", "content": "Hurry up. Ana put the red cup under the bed. Where is the red cup?"}]
+    given = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = AutoModelForCausalLM.from_pretrained(model).generate(**given, max_new_tokens=32, do_sample=False)
+    text = tokenizer.decode(answer[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    from tasks import demo
+
+    assert demo.judge(prompt[0]["content"], text) == {"kind": True, "correct": True}, text
+
+
+def test_mlflow_has_a_parent_a_child_per_stage_curves_and_a_champion(ran: Path) -> None:
+    store = client(ran)
+    experiment = store.get_experiment_by_name("dpo").experiment_id
+    runs = store.search_runs([experiment])
+    (parent,) = [run for run in runs if "stage" not in run.data.tags]
+    children = {run.data.tags["stage"]: run for run in runs if "stage" in run.data.tags}
+    assert set(children) == set(STAGES)
+    assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in children.values())
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {parent.data.tags[f"stage.{stage}"] for stage in STAGES} == {"ran"}
+    assert parent.data.params["train.beta"] == "0.1"
+    assert parent.data.metrics["samples/policy/kind"] >= 0.95
+    assert len(store.get_metric_history(children["train"].info.run_id, "loss")) > 5
+    assert "curves.png" in [file.path for file in store.list_artifacts(children["train"].info.run_id)]
+    assert {data.dataset.name for data in children["prepare"].inputs.dataset_inputs} == {"train", "eval"}
+    version = store.get_model_version_by_alias("dpo-demo", "champion")
+    assert version.run_id == parent.info.run_id
+    assert "model/model.safetensors" in [file.path for file in store.list_artifacts(parent.info.run_id, "model")]
+
+
+def test_by_hand_dvc_finds_everything_up_to_date(ran: Path) -> None:
+    assert "Data and pipelines are up to date." in dvc(ran, "repro")
+    assert "train.json" in dvc(ran, "metrics", "show")
+    assert "reference" in dvc(ran, "dag")
+    assert "index.html" in dvc(ran, "plots", "show", "-o", str(ran / ".scratch" / "plots"))
+
+
+def test_another_beta_would_run_train_evaluate_export_and_not_reference(ran: Path) -> None:
+    params = ran / "params.yaml"
+    before = params.read_text()
+    try:
+        params.write_text(before.replace("  beta: 0.1", "  beta: 0.2"))
+        planned = [line for line in dvc(ran, "repro", "--dry").splitlines() if line.startswith("Running stage")]
+    finally:
+        params.write_text(before)
+    assert [line.split("'")[1] for line in planned] == ["train", "evaluate", "export", "promote"]
+
+
+def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Path, prefect_api: Env) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.dpo", "--recipe", "demo"],
+        cwd=ran,
+        env=prefect_api,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("unchanged, not run") == len(STAGES)
+    for part in ("answers kindly", "answers correctly", "data/model", "make ui", "dpo-demo is champion"):
+        assert part in done.stdout
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached")
+
+
+def test_a_changed_model_folder_or_file_would_be_noticed(ran: Path, tmp_path: Path, monkeypatch) -> None:
+    """The flow asks `source` whether its addresses still hold what it saw."""
+    from tasks.params import Source
+    from tasks.source import changed, fetch_data, fetch_model
+
+    monkeypatch.chdir(tmp_path)
+    data, model = tmp_path / "pairs.jsonl", tmp_path / "model"
+    shutil.copy(ran / "data/raw/pairs.jsonl", data)
+    shutil.copytree(ran / "data/base", model, ignore=shutil.ignore_patterns("manifest.json"))
+    for folder in ("data/raw", "data/base"):
+        (tmp_path / folder).mkdir(parents=True)
+    source = Source(data=str(data), model=str(model), seed=0)
+    fetch_data(source.data, 0, tmp_path / "data/raw")
+    fetch_model(source.model, 0, tmp_path / "data/base")
+    assert not changed(source, tmp_path)
+    data.write_text(data.read_text().replace("Ana", "Eva", 1))
+    assert changed(source, tmp_path)
+    fetch_data(source.data, 0, tmp_path / "data/raw")
+    assert not changed(source, tmp_path)
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    assert changed(source, tmp_path)
