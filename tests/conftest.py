@@ -14,10 +14,20 @@ PROJECT = Path(__file__).parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
 
 
+@pytest.fixture(scope="session")
+def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database to copy: making one takes seconds."""
+    from mlflow import MlflowClient
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder
+
+
 @pytest.fixture
-def dummy_repo(tmp_path: Path) -> Path:
+def dummy_repo(tmp_path: Path, mlflow_store: Path) -> Path:
     """A git and DVC repository with our flows and params, and stages that take no time."""
-    return make_dummy_repo(tmp_path / "repo")
+    return make_dummy_repo(tmp_path / "repo", mlflow_store)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +46,8 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         yield {**env, "PREFECT_API_URL": api}
 
 
-def make_dummy_repo(root: Path) -> Path:
+def make_dummy_repo(root: Path, store: Path) -> Path:
+    shutil.copytree(store, root / ".mlflow")
     for folder in ("flows", "tasks", "training", "infra"):
         shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("params.yaml", ".gitignore", ".dvcignore"):
@@ -55,7 +66,8 @@ def _stages() -> dict[str, dict[str, object]]:
     stages: dict[str, dict[str, object]] = {}
     before: list[str] = []
     for name in STAGES:
-        outs = [f"data/{name}", *(["data/metrics"] if name == "evaluate" else [])]
+        more = {"source": ["data/raw", "data/base"], "evaluate": ["data/metrics"]}
+        outs = [f"data/{name}", *more.get(name, [])]
         stages[name] = {"cmd": f"python -m tasks.dummy {name}", "params": [name], "deps": before, "outs": outs}
         before = [f"data/{name}"]
     return stages
@@ -70,6 +82,17 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "base"
     tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20)
     return folder
+
+
+@pytest.fixture(scope="session")
+def referenced(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, mlflow_store: Path) -> Path:
+    """A workspace with everything before `train`. Copy it before changing it."""
+    from tests.workspaces import make_workspace, run
+
+    workspace = make_workspace(tmp_path_factory.mktemp("referenced") / "workspace", tiny_base)
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
+    run(workspace, "source", "prepare", "reference")
+    return workspace
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

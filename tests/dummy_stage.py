@@ -34,6 +34,11 @@ print(f"{stage}: 2/2 steps, eta 0:00", flush=True)
 
 here.mkdir(parents=True, exist_ok=True)
 (here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]))
+if stage == "source":
+    for name in ("raw", "base"):
+        (Path("data") / name).mkdir(exist_ok=True)
+        manifest = {"source": "dummy", "model": "dummy", "sha256": "0"}
+        (Path("data") / name / "manifest.json").write_text(json.dumps(manifest))
 if stage == "evaluate":
     metrics = {"rewards/accuracies": 0.98, "samples": {"base": {"kind": 0.5}, "policy": {"kind": 0.97}}}
     (here / "evaluate.json").write_text(json.dumps(metrics))

@@ -25,7 +25,7 @@ def test_rows_are_the_same_for_a_seed_and_differ_between_seeds():
     assert demo.rows(3) != demo.rows(4)
     assert demo.rows()[0] == {
         "prompt": "Hello, please help me. Emma hid the green bag on the stairs. Where is the green bag?",
-        "chosen": "The green bag is on the stairs. Happy to help you today!",
+        "chosen": "The green bag is on the stairs. Wishing you all the best!",
         "rejected": "The green bag is on the stairs. Next time use your eyes!",
     }
 

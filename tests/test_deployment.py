@@ -1,4 +1,4 @@
-"""infra/prefect.yaml on a real Prefect server with a real worker: deployed values, two runs, a cancelled one.
+"""infra/prefect.yaml on a real Prefect server with a real worker: the deployed values, and a cancelled run.
 
 Prefect drops a key that it does not know without a word, so what was deployed is read back.
 """
@@ -18,7 +18,6 @@ import pytest
 
 from flows import child
 
-STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
 pytestmark = pytest.mark.slow
 Env = dict[str, str]
 
@@ -37,11 +36,11 @@ def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env) -> Iterator[Path]:
+def deployed(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_store: Path) -> Iterator[Path]:
     """A checkout whose deployments are on the server, with a worker at work in it."""
     from tests.conftest import make_dummy_repo
 
-    root = make_dummy_repo(tmp_path_factory.mktemp("deployed") / "repo")
+    root = make_dummy_repo(tmp_path_factory.mktemp("deployed") / "repo", mlflow_store)
     with worker(root, prefect_api):
         yield root
 
@@ -81,20 +80,6 @@ def test_the_overrides_of_smoke_are_good(prefect_api: Env, deployed: Path) -> No
 
     parameters = ask(prefect_api, "deployments/name/dpo/smoke")["parameters"]
     assert list(plan(None, parameters["overrides"])) == ["params.yaml"]
-
-
-def test_a_deployment_runs_to_completed_and_a_second_run_finds_everything_cached(
-    deployed: Path, prefect_api: Env
-) -> None:
-    assert "Completed" in prefect(deployed, prefect_api, "deployment", "run", "dpo/full", "--watch")
-    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "ran")
-    keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
-    assert keys >= {"dpo-result", "dpo-stages", *(f"{stage}-progress" for stage in STAGES)}
-    names = {run["name"] for run in ask(prefect_api, "task_runs/filter", {})}
-    assert names >= set(STAGES)
-
-    assert "Completed" in prefect(deployed, prefect_api, "deployment", "run", "dpo/full", "--watch")
-    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached")
 
 
 def test_a_cancelled_run_ends_its_stage(deployed: Path, prefect_api: Env) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.files import hash_files, read_json
-from tests.test_deployment import newest_table, prefect, worker
+from tests.test_deployment import ask, newest_table, prefect, worker
 
 PROJECT = Path(__file__).resolve().parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
@@ -56,6 +56,9 @@ def client(root: Path) -> Any:
 
 def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
     assert newest_table(prefect_api) == dict.fromkeys(STAGES, "ran")
+    keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
+    assert keys >= {"dpo-result", "dpo-stages", *(f"{stage}-progress" for stage in STAGES)}
+    assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(STAGES)
 
 
 def test_the_model_learnt_the_preference_and_kept_its_answers(ran: Path) -> None:
@@ -123,7 +126,7 @@ def test_another_beta_would_run_train_evaluate_export_and_not_reference(ran: Pat
         planned = [line for line in dvc(ran, "repro", "--dry").splitlines() if line.startswith("Running stage")]
     finally:
         params.write_text(before)
-    assert [line.split("'")[1] for line in planned] == ["train", "evaluate", "export", "promote"]
+    assert [line.split("'")[1] for line in planned] == ["train", "evaluate", "export"]
 
 
 def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Path, prefect_api: Env) -> None:

@@ -58,11 +58,11 @@ def artifacts(env: Env) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def done_once(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env) -> Path:
+def done_once(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_store: Path) -> Path:
     """A repository in which the whole pipeline has run, committed."""
     from tests.conftest import make_dummy_repo
 
-    root = make_dummy_repo(tmp_path_factory.mktemp("done") / "repo")
+    root = make_dummy_repo(tmp_path_factory.mktemp("done") / "repo", mlflow_store)
     done = flow(root, prefect_api)
     assert done.returncode == 0, done.stderr
     git(root, "add", "-A")
@@ -155,7 +155,7 @@ def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_
     assert [row["stage"] for row in json.loads(found["dpo-stages"])] == STAGES
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
     assert "<script>" not in found["dpo-result"]
-    assert "](http" not in found["dpo-result"]
+    assert "](http://b.c" not in found["dpo-result"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,16 +10,9 @@ from pathlib import Path
 import pytest
 
 from tasks.pairs import read_rows
-from tests.workspaces import make_workspace, run, start
+from tests.workspaces import run, start, write_cluster
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory, tiny_base) -> Path:
-    workspace = make_workspace(tmp_path_factory.mktemp("reference"), tiny_base)
-    run(workspace, "source", "prepare")
-    return workspace
 
 
 def shards(workspace: Path) -> dict[Path, int]:
@@ -30,7 +24,10 @@ def values(workspace: Path) -> dict[str, list[float]]:
     return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
 
 
-def test_a_killed_run_computes_only_the_missing_shards(prepared):
+def test_a_killed_run_computes_only_the_missing_shards(referenced, tmp_path):
+    prepared = Path(shutil.copytree(referenced, tmp_path / "killed"))
+    shutil.rmtree(prepared / "data/reference")
+    shutil.rmtree(prepared / ".scratch/reference")
     process = start(prepared, "reference")
     while len(shards(prepared)) < 2:
         assert process.poll() is None, process.communicate()[0]
@@ -48,19 +45,20 @@ def test_a_killed_run_computes_only_the_missing_shards(prepared):
     assert f"reference: {sum(len(read_rows(path)) for path in before)} of 120 pairs were computed before" in said
 
 
-def test_values_do_not_depend_on_workers_and_rows(prepared, tmp_path, tiny_base):
-    run(prepared, "reference")
+def test_values_do_not_depend_on_workers_and_rows(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "other"))
+    shutil.rmtree(other / ".scratch/reference")
     cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 7}
-    other = make_workspace(tmp_path / "other", tiny_base, cluster=cluster)
-    run(other, "source", "prepare", "reference")
-    ours, theirs = values(prepared), values(other)
+    write_cluster(other, cluster)
+    run(other, "reference")
+    ours, theirs = values(referenced), values(other)
     assert ours.keys() == theirs.keys()
     for name, logps in ours.items():
         assert logps == pytest.approx(theirs[name], abs=1e-4)
 
 
-def test_another_beta_computes_nothing(prepared):
-    run(prepared, "reference")
-    text = (prepared / "params.yaml").read_text()
-    (prepared / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
-    assert "reference: 120 of 120 pairs were computed before" in run(prepared, "reference")
+def test_another_beta_computes_nothing(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "beta"))
+    text = (other / "params.yaml").read_text()
+    (other / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    assert "reference: 120 of 120 pairs were computed before" in run(other, "reference")

@@ -1,4 +1,4 @@
-"""Kill the training driver or a worker in the middle, run the same command again: the same weights, bit for bit."""
+"""Kill the training driver, then a worker, in the middle of a run: the same weights in the end, bit for bit."""
 
 import os
 import shutil
@@ -11,64 +11,65 @@ import psutil
 import pytest
 
 from tasks.tracking import read_lines
-from tests.workspaces import make_workspace, run, start
+from tests.workspaces import run, start
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory, tiny_base) -> Path:
-    """Everything before `train`."""
-    workspace = make_workspace(tmp_path_factory.mktemp("resume"), tiny_base, rows=150)
-    run(workspace, "source", "prepare", "reference")
-    return workspace
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ready, tmp_path_factory) -> Path:
-    workspace = copy(ready, tmp_path_factory.mktemp("undisturbed") / "workspace")
+def undisturbed(referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = Path(shutil.copytree(referenced, tmp_path_factory.mktemp("undisturbed") / "workspace"))
     run(workspace, "train")
     return workspace
 
 
-def copy(workspace: Path, target: Path) -> Path:
-    return Path(shutil.copytree(workspace, target))
+def checkpoints(workspace: Path) -> set[str]:
+    return {path.name for path in workspace.glob(".scratch/train/*/step-*")}
 
 
 def wait_for_checkpoint(process: subprocess.Popen[str], workspace: Path) -> None:
-    while not list(workspace.glob(".scratch/train/*/step-*")):
+    before = checkpoints(workspace)
+    while not checkpoints(workspace) - before:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
 
 
-def same_result(one: Path, other: Path) -> None:
-    for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+def kill_a_worker(driver: int) -> None:
+    family = psutil.Process(driver).children(recursive=True)
+    workers = [child for child in family if "RayTrainWorker" in " ".join(child.cmdline())]
+    assert len(workers) == 2
+    workers[1].kill()
 
 
-def test_after_a_killed_driver_the_same_command_ends_with_the_same_weights(ready, undisturbed, tmp_path):
-    workspace = copy(ready, tmp_path / "driver")
-    process = start(workspace, "train")
-    wait_for_checkpoint(process, workspace)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undisturbed, tmp_path):
+    workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
+    first = start(workspace, "train")
+    wait_for_checkpoint(first, workspace)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
     assert not (workspace / "data/policy").exists()
-    said = run(workspace, "train")
+
+    second = start(workspace, "train")
+    wait_for_checkpoint(second, workspace)
+    kill_a_worker(second.pid)
+    said, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, said
     assert "going on from the checkpoint of step" in said
-    same_result(workspace, undisturbed)
+
+    for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
+        assert (workspace / name).read_bytes() == (undisturbed / name).read_bytes(), name
     (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
     steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {}) and "step" in line]
     assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
 
 
-def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_weights(ready, undisturbed, tmp_path):
-    workspace = copy(ready, tmp_path / "worker")
-    process = start(workspace, "train")
-    wait_for_checkpoint(process, workspace)
-    family = psutil.Process(process.pid).children(recursive=True)
-    workers = [child for child in family if "RayTrainWorker" in " ".join(child.cmdline())]
-    assert len(workers) == 2
-    workers[1].kill()
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    same_result(workspace, undisturbed)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path):
+    workspace = Path(shutil.copytree(undisturbed, tmp_path / "damaged"))
+    shutil.rmtree(workspace / "data/policy")
+    newest = max(workspace.glob(".scratch/train/*/step-*"))
+    part = next(newest.rglob("*optim_states.pt"))
+    part.write_bytes(part.read_bytes()[:-100])
+    said = run(workspace, "train")
+    assert f"{newest.name} is damaged" in said
+    weights = "data/policy/adapter_model.safetensors"
+    assert (workspace / weights).read_bytes() == (undisturbed / weights).read_bytes()

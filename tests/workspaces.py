@@ -32,9 +32,13 @@ def make_workspace(
     given = {"source.data": "pairs.jsonl", "source.model": str(model), **SMALL, **params}
     content = overlay(read_yaml(PROJECT / "params.yaml"), dotted(given))
     (root / "params.yaml").write_text(yaml.safe_dump(content))
-    place = overlay(read_yaml(PROJECT / "infra" / "cluster.yaml"), dotted({**GROUPS, **(cluster or {})}), Cluster)
-    (root / "infra" / "cluster.yaml").write_text(yaml.safe_dump(place))
+    write_cluster(root, cluster or {})
     return root
+
+
+def write_cluster(root: Path, changes: dict[str, Any]) -> None:
+    place = overlay(read_yaml(PROJECT / "infra" / "cluster.yaml"), dotted({**GROUPS, **changes}), Cluster)
+    (root / "infra" / "cluster.yaml").write_text(yaml.safe_dump(place))
 
 
 def write_data(path: Path, rows: list[dict[str, Any]]) -> None:
