@@ -1,4 +1,7 @@
-"""The other half of tracking.py: journals to MLflow, in a process of its own."""
+"""The other half of tracking.py: journals to MLflow, in a process of its own.
+
+`python -m tasks.forward` sends whatever any run still has to send.
+"""
 
 import fcntl
 import json
@@ -12,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.files import read_json, write_json
+from tasks.files import home, read_json, write_json
+from tasks.params import load_cluster
 from tasks.tracking import FLOW, flatten, read_lines, sent
 
 LONGEST_PARAM = 500
@@ -196,3 +200,14 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        follow(Path(sys.argv[1]))
+    else:
+        print(f"sent {send_all(home() / load_cluster().logging_dir)} journals")
+
+
+if __name__ == "__main__":
+    main()

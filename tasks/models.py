@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.files import read_json
+from tasks.files import home, read_json
 from tasks.paths import BASE
 
 HUB = "hub:"
@@ -27,6 +27,12 @@ def base_hash() -> str:
     return read_json(BASE / "manifest.json")["sha256"]
 
 
+def local_path(address: str) -> Path:
+    """A file or folder as the user means it: a run in its own worktree finds what lies in the checkout."""
+    path = Path(address).expanduser()
+    return path if path.exists() else home() / path
+
+
 def hub_address(address: str) -> tuple[str, str | None]:
     name, _, revision = address.removeprefix(HUB).partition("@")
     return name, revision or None
@@ -44,4 +50,4 @@ def _locate(address: str, manifest: dict[str, Any]) -> Path:
         return BASE
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)
-    return Path(address).expanduser()
+    return local_path(address)

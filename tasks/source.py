@@ -13,7 +13,7 @@ from tasks import demo, stage
 from tasks.errors import UserError
 from tasks.files import fingerprint, known_sha256, publish, read_json, sha256, write_json
 from tasks.formats import READERS, read_rows
-from tasks.models import HUB, hub_address, hub_snapshot
+from tasks.models import HUB, hub_address, hub_snapshot, local_path
 from tasks.params import Source, load_params
 from tasks.paths import BASE, RAW
 from tasks.progress import Bar
@@ -37,7 +37,7 @@ def source(run: Run) -> None:
 def _check_address(data: str, model: str) -> None:
     """What can be wrong with the addresses is said before anything is fetched."""
     if not data.startswith(HUB) and data != "demo":
-        path = Path(data).expanduser()
+        path = local_path(data)
         if not path.is_file():
             raise UserError(
                 f"source.data: there is no file {data}. Give a file, `demo`, or a data set as "
@@ -46,7 +46,7 @@ def _check_address(data: str, model: str) -> None:
         if path.suffix not in READERS:
             raise UserError(f"source.data: {data} must end in one of {', '.join(READERS)}.")
     if not model.startswith(HUB) and model != "demo":
-        folder = Path(model).expanduser()
+        folder = local_path(model)
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"source.model: there is no model in {model} (no config.json). Give the folder of a model as "
@@ -65,7 +65,7 @@ def fetch_data(address: str, seed: int, raw: Path) -> dict[str, Any]:
         _hub_rows(address, target)
     else:
         target = raw / ("pairs" + Path(address).suffix)
-        shutil.copyfile(Path(address).expanduser(), target)
+        shutil.copyfile(local_path(address), target)
     rows = sum(1 for _ in read_rows(target, address))  # a broken line is found here
     if not rows:
         raise UserError(f"source.data: {address} has no rows.")
@@ -95,7 +95,7 @@ def fetch_model(address: str, seed: int, base: Path) -> dict[str, Any]:
     elif address.startswith(HUB):
         folder, revision = _hub_model(address)
     else:
-        folder = Path(address).expanduser()
+        folder = local_path(address)
     files = _model_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
     manifest = {"model": address, "revision": revision, "sha256": fingerprint(files), "files": files, "sizes": sizes}
@@ -112,12 +112,12 @@ def _model_hashes(folder: Path) -> dict[str, str]:
 
 def changed(params: Source, root: Path) -> bool:
     """Whether a local file behind an address is no longer what this stage saw: DVC watches params, not addresses."""
-    data, model = Path(params.data).expanduser(), Path(params.model).expanduser()
+    data, model = local_path(params.data), local_path(params.model)
     raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
     if not (raw.exists() and base.exists()):
         return False  # DVC knows that the stage must run
-    new_data = (root / data).is_file() and known_sha256(root / data) != read_json(raw)["sha256"]
-    new_model = (root / model).is_dir() and fingerprint(_model_hashes(root / model)) != read_json(base)["sha256"]
+    new_data = data.is_file() and known_sha256(data) != read_json(raw)["sha256"]
+    new_model = model.is_dir() and fingerprint(_model_hashes(model)) != read_json(base)["sha256"]
     return new_data or new_model
 
 

@@ -5,6 +5,7 @@ runs it in the current folder, which is the root of the workspace.
 """
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import signal
@@ -16,6 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
+
+if importlib.util.find_spec("pydantic") is None:
+    sys.exit(
+        f"error: this Python ({sys.executable}) has none of the project's packages. "
+        "Run `source .venv/bin/activate` and this again; the first `make demo` makes .venv."
+    )
 
 # No telemetry, no chatter, no spinning threads; what the user has set stays.
 QUIET = {

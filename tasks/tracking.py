@@ -2,7 +2,7 @@
 
 A stage writes a journal of JSON lines and nothing else; one more process for the whole pipeline run (tasks/forward.py)
 sends the journals. So a tracking server that is slow or gone never holds a stage up, and what was not sent is sent by
-the next stage or by `python -m tasks.tracking`.
+the next stage or by `python -m tasks.forward`.
 """
 
 import json
@@ -161,7 +161,7 @@ def start_forwarder(folder: Path) -> None:
     """Start the process that sends this run's journals; where one is at work, the new one ends at once."""
     (folder / "forward.error").unlink(missing_ok=True)
     log = (folder / "forward.log").open("a")
-    command = [sys.executable, "-m", "tasks.tracking", str(folder)]
+    command = [sys.executable, "-m", "tasks.forward", str(folder)]
     # A session of its own: Ctrl-C ends the stage, and the forwarder still has to say so.
     subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
 
@@ -172,7 +172,7 @@ def wait_until_sent(run: Run) -> None:
         if (run.folder / "forward.error").exists() or time.monotonic() > until:
             print(
                 f"warning: MLflow could not be reached; the figures of {run.stage} are kept in {run.folder}, and "
-                f"`python -m tasks.tracking` sends them. Why: {run.folder / 'forward.log'}",
+                f"`python -m tasks.forward` sends them. Why: {run.folder / 'forward.log'}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -185,18 +185,3 @@ def wait_for_run(folder: Path) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while not (folder / "run.json").exists() and not (folder / "forward.error").exists() and time.monotonic() < until:
         time.sleep(0.1)
-
-
-def main() -> None:
-    """Send the journals of one run as they grow, or whatever any run still has to send."""
-    from tasks.forward import follow, send_all
-    from tasks.params import load_cluster
-
-    if len(sys.argv) > 1:
-        follow(Path(sys.argv[1]))
-    else:
-        print(f"sent {send_all(home() / load_cluster().logging_dir)} journals")
-
-
-if __name__ == "__main__":
-    main()
