@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tasks.errors import UserError
 from tasks.stage import QUIET
+from training.dtypes import slow_here
 
 
 @contextmanager
@@ -67,3 +68,8 @@ def _connected(address: str, environment: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def warn_of_slow_dtype(stage: str, dtype: str, gpus: float) -> None:
+    if not gpus and slow_here(dtype):
+        print(f"warning: this CPU has no {dtype} and is very slow with it. Set {stage}.dtype to float32.", flush=True)

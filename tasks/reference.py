@@ -54,10 +54,11 @@ def _shards(pairs: list[Pair], size: int, folder: Path) -> Iterator[tuple[list[P
 def _compute(
     missing: list[tuple[list[Pair], Path]], found: int, total: int, model: Path, dtype: str, cluster: Cluster
 ) -> None:
-    from tasks.cluster import ray_cluster
+    from tasks.cluster import ray_cluster, warn_of_slow_dtype
 
     group = cluster.reference
     workers = min(group.num_workers, len(missing))
+    warn_of_slow_dtype("reference", dtype, group.gpus_per_worker)
     with ray_cluster(cluster.ray.address, workers * group.cpus_per_worker), Bar("reference", total, "pairs") as bar:
         import ray
         from ray.util import ActorPool
@@ -90,8 +91,8 @@ class Scorer:
         """Compute a shard and publish it; how many pairs it has."""
         import os
 
+        from training.dtypes import DTYPES
         from training.logps import check_packing, score_pairs
-        from training.model import DTYPES
 
         if not self.checked:
             check_packing(self.model, sorted(pairs, key=len)[:2], DTYPES[self.dtype], self.device)

@@ -89,10 +89,11 @@ def _how(params: Params, cluster: Cluster) -> str:
 
 def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
     """Start the worker group and wait; a dead worker restarts the group from the last checkpoint."""
-    from tasks.cluster import ray_cluster
+    from tasks.cluster import ray_cluster, warn_of_slow_dtype
 
     group = cluster.actor_train
     resources = {"CPU": group.cpus_per_worker, **({"GPU": group.gpus_per_worker} if group.gpus_per_worker else {})}
+    warn_of_slow_dtype("train", settings.dtype, group.gpus_per_worker)
     (folder / "refused").unlink(missing_ok=True)
     # One CPU more than the workers need: Ray Train's controller takes one.
     with ray_cluster(cluster.ray.address, group.num_workers * group.cpus_per_worker + 1):

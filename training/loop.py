@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training import adapters, batches, checkpoint, engine
+from training.dtypes import DTYPES
 from training.logps import TOLERANCE, check_packing, row_logps
 from training.losses import Objective
 from training.metrics import Window, row_metrics, row_pairs
-from training.model import DTYPES, load_model
+from training.model import load_model
 from training.packing import Pair, Row, build_row
 from training.settings import Mismatch, Settings
 

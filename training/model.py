@@ -7,9 +7,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-logging.disable_progress_bar()  # of loading and saving weights; ours show the work
+from training.dtypes import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+logging.disable_progress_bar()  # of loading and saving weights; ours show the work
 
 
 def load_model(folder: Path, dtype: str, device: torch.device | None = None) -> PreTrainedModel:
