@@ -6,8 +6,11 @@ a kill goes on from the last one, and a checkpoint of other params is never met.
 
 import csv
 import json
+import os
 import shutil
+import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +105,11 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
 
         TorchTrainer(
             _worker,
-            train_loop_config={"settings": settings, "root": str(Path.cwd())},
+            train_loop_config={
+                "settings": settings,
+                "root": str(Path.cwd()),
+                "driver": (socket.gethostname(), os.getpid()),
+            },
             scaling_config=ScalingConfig(
                 num_workers=group.num_workers,
                 use_gpu=group.gpus_per_worker > 0,
@@ -122,6 +129,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
 
 def _worker(config: dict[str, Any]) -> None:
     """In each worker: read the artefacts, train, and leave metrics in a file that the driver watches."""
+    threading.Thread(target=_die_with_driver, args=config["driver"], daemon=True).start()
     from training import loop
 
     settings, root = config["settings"], Path(config["root"])
@@ -142,6 +150,14 @@ def _worker(config: dict[str, Any]) -> None:
         _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make ui`).")
     except ValueError as error:
         _refuse(settings, f"{error}.")
+
+
+def _die_with_driver(host: str, pid: int) -> None:
+    """A busy worker outlives a killed driver for up to a minute, and would go on training for nobody."""
+    while socket.gethostname() == host and Path(f"/proc/{pid}").exists():
+        time.sleep(0.5)
+    if socket.gethostname() == host:
+        os._exit(1)
 
 
 def _refuse(settings: Settings, sentence: str) -> None:

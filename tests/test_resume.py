@@ -34,24 +34,32 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workspace: Path) -> None
         time.sleep(0.02)
 
 
-def kill_a_worker(driver: int) -> None:
-    family = psutil.Process(driver).children(recursive=True)
-    workers = [child for child in family if "RayTrainWorker" in " ".join(child.cmdline())]
-    assert len(workers) == 2
-    workers[1].kill()
+def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The two of the training group, once they are there."""
+    found: list[psutil.Process] = []
+    while len(found) < 2:
+        assert driver.poll() is None, driver.communicate()[0]
+        family = psutil.Process(driver.pid).children(recursive=True)
+        found = [child for child in family if "RayTrainWorker" in " ".join(child.cmdline())]
+        time.sleep(0.1)
+    return found
 
 
 def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undisturbed, tmp_path):
     workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
     first = start(workspace, "train")
+    orphans = workers(first)
     wait_for_checkpoint(first, workspace)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not (workspace / "data/policy").exists()
+    psutil.wait_procs(orphans, timeout=10)
+    assert not any(orphan.is_running() for orphan in orphans)  # nobody trains for a dead driver
 
     second = start(workspace, "train")
+    group = workers(second)
     wait_for_checkpoint(second, workspace)
-    kill_a_worker(second.pid)
+    group[1].kill()
     said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
     assert "going on from the checkpoint of step" in said

@@ -17,7 +17,7 @@ SMALL = {
     "prepare.eval_fraction": 0.2,
     "train.global_batch_size": 8,
     "train.logging_steps": 1,
-    "train.epochs": 2,
+    "train.epochs": 4,
     "train.adapter.rank": 4,
     "evaluate.prompts": 4,
     "evaluate.max_new_tokens": 8,
