@@ -34,13 +34,20 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workspace: Path) -> None
         time.sleep(0.02)
 
 
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended while we looked
+        return ""
+
+
 def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
     """The two of the training group, once they are there."""
     found: list[psutil.Process] = []
     while len(found) < 2:
         assert driver.poll() is None, driver.communicate()[0]
         family = psutil.Process(driver.pid).children(recursive=True)
-        found = [child for child in family if "RayTrainWorker" in " ".join(child.cmdline())]
+        found = [child for child in family if "RayTrainWorker" in title(child)]
         time.sleep(0.1)
     return found
 
@@ -53,8 +60,8 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undi
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not (workspace / "data/policy").exists()
-    psutil.wait_procs(orphans, timeout=10)
-    assert not any(orphan.is_running() for orphan in orphans)  # nobody trains for a dead driver
+    _, alive = psutil.wait_procs(orphans, timeout=10)
+    assert not alive  # nobody trains for a dead driver
 
     second = start(workspace, "train")
     group = workers(second)
