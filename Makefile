@@ -38,7 +38,7 @@ lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 
 ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
 	@mkdir -p .mlflow
-	@echo "MLflow: http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
+	@echo "MLflow: http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning  (Ctrl-C ends it)"
 	@mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///$(CURDIR)/.mlflow/mlflow.db \
 	  --artifacts-destination $(CURDIR)/.mlflow/artifacts --workers 1
 
