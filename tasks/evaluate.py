@@ -17,13 +17,14 @@ from tasks.params import Evaluate, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
 from tasks.progress import Bar
 from tasks.tracking import Run, evaluation
-from training.losses import Objective
+from training.objective import Objective
 
 
 def evaluate(run: Run) -> None:
     params = load_params()
     from training import adapters, loop
     from training.model import best_device, load_model, load_tokenizer
+    from training.proof import make_scorer
 
     device, folder = best_device(), base_folder(params.source.model)
     tokenizer = load_tokenizer(folder)
@@ -40,7 +41,8 @@ def evaluate(run: Run) -> None:
     pairs = read_pairs("eval")
     objective = Objective(params.train.loss, params.train.loss_options())
     pairs = with_reference(pairs, "eval") if objective.needs_reference else pairs
-    metrics: dict[str, Any] = loop.evaluate(policy, objective, pairs, load_cluster().reference.row_tokens, device)
+    scorer = make_scorer(policy, pairs, device)
+    metrics: dict[str, Any] = loop.evaluate(scorer, objective, pairs, load_cluster().reference.row_tokens, device)
     del metrics["tokens"]
     if prompts:
         metrics["samples"] = {"base": _summary(before), "policy": _summary(after)}

@@ -2,17 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tasks.errors import UserError
+from tasks.files import read_json, sha256
 from tasks.paths import PAIRS, REFERENCE
 from training.packing import Pair
 
 SPLITS = ("train", "eval")
+TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
+NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # what a pair has that says nothing
 
 PAIR_SCHEMA = pa.schema(
     [
@@ -23,6 +28,10 @@ PAIR_SCHEMA = pa.schema(
         ("chosen_mask", pa.list_(pa.int8())),
         ("rejected_ids", pa.list_(pa.int32())),
         ("rejected_mask", pa.list_(pa.int8())),
+        ("label", pa.float32()),
+        ("margin", pa.float32()),
+        ("weight", pa.float32()),
+        ("source", pa.string()),
     ]
 )
 REFERENCE_SCHEMA = pa.schema(
@@ -43,29 +52,44 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
+    """The pairs of a split; their tokens are views of the file's columns, not copies."""
+    table = parquet.read_table(root / PAIRS / f"{split}.parquet")
+    tokens = zip(*(_lists(table, name) for name in TOKENS), strict=True)
+    numbers = zip(*(_numbers(table, name, default) for name, default in NUMBERS.items()), strict=True)
     return [
-        Pair(
-            row["id"],
-            row["prompt_ids"],
-            row["chosen_ids"],
-            row["rejected_ids"],
-            row["chosen_mask"],
-            row["rejected_mask"],
-        )
-        for row in read_rows(root / PAIRS / f"{split}.parquet")
+        Pair(name, *parts[:5], None, None, *weights[:3])
+        for name, parts, weights in zip(table["id"].to_pylist(), tokens, numbers, strict=True)
     ]
+
+
+def read_sources(split: str, root: Path = Path()) -> list[str]:
+    """Of each pair of a split the name of its source."""
+    column = parquet.read_table(root / PAIRS / f"{split}.parquet", columns=["source"])["source"]
+    return [name or "" for name in column.to_pylist()]
 
 
 def with_reference(pairs: list[Pair], split: str, root: Path = Path()) -> list[Pair]:
     """The pairs with their reference log-probabilities; each pair must have its own."""
-    values = {row["id"]: row for row in read_rows(root / REFERENCE / f"{split}.parquet")}
-    missing = [pair.id for pair in pairs if pair.id not in values]
+    path = root / REFERENCE / f"{split}.parquet"
+    if read_json(root / REFERENCE / "manifest.json")["files"][path.name] != sha256(path):
+        raise UserError(f"{path} is not what the reference stage wrote. Run `dvc repro -f reference`.")
+    table = parquet.read_table(path)
+    place = {name: at for at, name in enumerate(table["id"].to_pylist())}
+    missing = [pair.id for pair in pairs if pair.id not in place]
     if missing:
         raise UserError(
             f"{len(missing)} pairs of {split} (first: {missing[0]}) have no reference log-probabilities. "
             "Run `dvc repro reference`."
         )
-    return [
-        replace(pair, ref_chosen=values[pair.id]["chosen_logps"], ref_rejected=values[pair.id]["rejected_logps"])
-        for pair in pairs
-    ]
+    chosen, rejected = _lists(table, "chosen_logps"), _lists(table, "rejected_logps")
+    return [replace(pair, ref_chosen=chosen[place[pair.id]], ref_rejected=rejected[place[pair.id]]) for pair in pairs]
+
+
+def _lists(table: pa.Table, name: str) -> list[np.ndarray]:
+    array = table[name].combine_chunks()
+    offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in pairwise(offsets)]
+
+
+def _numbers(table: pa.Table, name: str, default: float) -> list[float]:
+    return table[name].fill_null(default).to_pylist()

@@ -14,13 +14,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.errors import UserError
-from training import losses
+from training import objective
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
 CLUSTER = Path("infra/cluster.yaml")
 RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
 
 Dtype = Literal["float32", "bfloat16"]
+Quantization = Literal["nf4"]
 Column = Literal["prompt", "chosen", "rejected", "instruction", "input"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -52,6 +53,7 @@ class Prepare(Section):
 
 class Reference(Section):
     dtype: Dtype
+    quantization: Quantization | None
 
 
 class Adapter(Section):
@@ -68,8 +70,16 @@ class Train(Section):
     label_smoothing: Annotated[float, Field(ge=0.0, le=0.5)] | None
     gamma: float | None
     length_normalization: bool | None
+    reference: bool | None
+    tau: Positive | None
+    cpo_alpha: Positive | None
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
+    f_alpha: float | None
+    ld_alpha: Fraction | None
+    wpo: bool | None
     adapter: Adapter | None
     dtype: Dtype
+    quantization: Quantization | None
     learning_rate: Positive
     schedule: Literal["cosine", "linear", "constant"]
     warmup_fraction: Fraction
@@ -80,16 +90,33 @@ class Train(Section):
     max_steps: Count | None
     logging_steps: Count
     eval_steps: Count | None
+    select: str | None
+    patience: Count | None
+    max_skipped_steps: Count
+    kl_limit: Positive | None
+    stop_on_alarm: bool
     seed: int
 
-    def loss_options(self) -> dict[str, float | bool]:
+    def loss_options(self) -> dict[str, objective.Option]:
         """The options that were given, by name."""
-        given = {name: getattr(self, name) for name in losses.OPTIONS}
+        given = {name: getattr(self, name) for name in objective.OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="after")
     def _loss_is_known_and_every_option_has_an_effect(self) -> "Train":
-        losses.check(self.loss, self.loss_options())
+        objective.check(self.loss, self.loss_options())
+        return self
+
+    @model_validator(mode="after")
+    def _what_selects_and_quantizes_can(self) -> "Train":
+        if self.patience and not (self.select and self.eval_steps):
+            raise ValueError("`patience` counts evaluations of `select`: set `select` and `eval_steps` too, or null")
+        if self.select and not self.select.startswith("eval/"):
+            raise ValueError(f"`select` names a metric of held-out pairs, eval/..., and it is '{self.select}'")
+        if self.quantization and not self.adapter:
+            raise ValueError("`quantization` freezes the base: set `adapter`, or quantization to null")
+        if self.kl_limit and not objective.Objective(self.loss, self.loss_options()).needs_reference:
+            raise ValueError(f"`kl_limit` has no effect on loss {', '.join(self.loss)}, which has no reference")
         return self
 
 
@@ -123,6 +150,14 @@ class Params(Section):
     export: Export
     promote: Promote
 
+    @model_validator(mode="after")
+    def _the_reference_is_the_policys_start(self) -> "Params":
+        if self.train.quantization != self.reference.quantization:
+            raise ValueError(
+                "train.quantization and reference.quantization must be the same: the policy starts as the reference"
+            )
+        return self
+
 
 class Ray(Section):
     address: str = "local"
@@ -134,6 +169,7 @@ class ReferenceGroup(Section):
     gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
     row_tokens: Annotated[int, Field(ge=64)] = 8192
     shard_pairs: Count = 512
+    compile: bool = True
 
 
 class ActorTrainGroup(Section):
@@ -145,6 +181,7 @@ class ActorTrainGroup(Section):
     offload: Literal["none", "optimizer", "all"] = "none"
     row_tokens: Annotated[int, Field(ge=64)] = 8192
     activation_checkpointing: bool = False
+    compile: bool = True
     save_steps: Count = 100
     keep_checkpoints: Count = 2
     resume_from_checkpoint: Literal["auto", "never"] = "auto"
@@ -161,6 +198,7 @@ class Cluster(Section):
     exp_name: str = "dpo"
     tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
     logging_dir: str = ".scratch/runs"
+    tensorboard: bool = False
     output_dir: str = ".scratch"
     ray: Ray = Ray()
     reference: ReferenceGroup = ReferenceGroup()

@@ -41,6 +41,10 @@ class Bar:
             parts = [f"{self.stage}: {done}/{self.total} {self.unit}", self._eta(done), note]
             print(", ".join(part for part in parts if part), flush=True)
 
+    def say(self, sentence: str) -> None:
+        """A sentence of its own, above the bar."""
+        (self.bar.console.print if self.bar else print)(sentence)
+
     def _eta(self, done: int) -> str:
         assert self.began is not None
         since, first = self.began

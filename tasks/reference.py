@@ -1,114 +1,160 @@
 """Stage `reference`: log-probabilities of every response token under the base model, computed once.
 
-Ray actors of the worker group `reference` compute shards of pairs. A shard's address is made from all that determines
-it (its pairs, the base model, the precision, how we compute), so a killed run, another beta or another cluster computes
-only what is missing.
+Ray actors of the worker group `reference` compute what is missing, in shards. A value's address is made from all that
+determines it (the pair's tokens, the base model, the precision, how we compute), so a killed run, another beta, another
+cluster or one changed pair computes only what is not there yet. A loss without a reference needs none.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
 
 from tasks import stage
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
 from tasks.models import base_folder, base_hash
-from tasks.pairs import REFERENCE_SCHEMA, SPLITS, read_pairs, read_rows, write_rows
-from tasks.params import Cluster, load_cluster, load_params
+from tasks.pairs import REFERENCE_SCHEMA, SPLITS, read_pairs
+from tasks.params import Cluster, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
+from tasks.shards import SCHEMA, key_of, read_shards, shards, write_shard
 from tasks.tracking import Run
+from training.objective import Objective
 from training.packing import Pair
 
-NUMERICS = 1  # raise when the values that we compute change
+NUMERICS = 2  # raise when the values that we compute change
+AT_ONCE = 10_000  # rows that are written together
+
+Shard = tuple[list[Pair], list[str]]
 
 
 def reference(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
-    model = base_folder(params.source.model)
-    basis = {"base": base_hash(), "dtype": params.reference.dtype, "numerics": NUMERICS}
+    basis = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
+    if not Objective(params.train.loss, params.train.loss_options()).needs_reference:
+        print(f"reference: loss {', '.join(params.train.loss)} has no reference; nothing to compute")
+        nothing: dict[str, list[str]] = {split: [] for split in SPLITS}
+        _publish(nothing, nothing, SCHEMA.empty_table(), basis)
+        return
     folder = home() / cluster.output_dir / "reference" / fingerprint(basis)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = {split: list(_shards(read_pairs(split), cluster.reference.shard_pairs, folder)) for split in SPLITS}
-    missing = [(pairs, path) for split in SPLITS for pairs, path in shards[split] if not path.exists()]
-    total = sum(len(pairs) for split in SPLITS for pairs, _ in shards[split])
-    found = total - sum(len(pairs) for pairs, _ in missing)
-    print(f"reference: {found} of {total} pairs were computed before")
+    pairs = {split: read_pairs(split) for split in SPLITS}
+    keys = {split: [key_of(pair) for pair in pairs[split]] for split in SPLITS}
+    known = set(read_shards(folder)["key"].to_pylist())
+    missing = _missing(pairs, keys, known, cluster.reference.shard_pairs)
+    total = sum(map(len, pairs.values()))
+    left = sum(len(some) for some, _ in missing)
+    print(f"reference: {total - left} of {total} pairs were computed before", flush=True)
     if missing:
-        _compute(missing, found, total, model, params.reference.dtype, cluster)
+        model = base_folder(params.source.model)
+        run.summary(_compute(missing, total - left, total, model, params.reference, cluster, folder))
+    ids = {split: [pair.id for pair in pairs[split]] for split in SPLITS}
+    _publish(ids, keys, read_shards(folder), basis)
+    run.summary({"reference_pairs": total, "reference_pairs_computed": left})
+
+
+def _missing(pairs: dict[str, list[Pair]], keys: dict[str, list[str]], known: set[str], size: int) -> list[Shard]:
+    wanted: list[Shard] = []
+    for split in SPLITS:
+        new = [(pair, key) for pair, key in zip(pairs[split], keys[split], strict=True) if key not in known]
+        wanted += shards([pair for pair, _ in new], [key for _, key in new], size)
+        known = known.union(key for _, key in new)
+    return wanted
+
+
+def _publish(ids: dict[str, list[str]], keys: dict[str, list[str]], values: pa.Table, basis: dict[str, Any]) -> None:
+    """The values by pair id, in the order of the pairs."""
+    place = {key: at for at, key in enumerate(values["key"].to_pylist())}
     with publish(REFERENCE) as out:
         for split in SPLITS:
-            rows = [row for _, path in shards[split] for row in read_rows(path)]
-            write_rows(out / f"{split}.parquet", REFERENCE_SCHEMA, rows)
+            with parquet.ParquetWriter(out / f"{split}.parquet", REFERENCE_SCHEMA, compression="zstd") as writer:
+                for start in range(0, len(ids[split]), AT_ONCE):
+                    some = slice(start, start + AT_ONCE)
+                    rows = values.take([place[key] for key in keys[split][some]])
+                    columns = [ids[split][some], rows["chosen_logps"], rows["rejected_logps"]]
+                    writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA))
         write_json(out / "manifest.json", {**basis, "files": hash_files(out)})
-    run.summary({"reference_pairs": total, "reference_pairs_computed": total - found})
-
-
-def _shards(pairs: list[Pair], size: int, folder: Path) -> Iterator[tuple[list[Pair], Path]]:
-    for start in range(0, len(pairs), size):
-        shard = pairs[start : start + size]
-        content = [[pair.id, *map(list, (pair.prompt, pair.chosen, pair.rejected))] for pair in shard]
-        yield shard, folder / f"{fingerprint(content)}.parquet"
 
 
 def _compute(
-    missing: list[tuple[list[Pair], Path]], found: int, total: int, model: Path, dtype: str, cluster: Cluster
-) -> None:
+    missing: Sequence[Shard], found: int, total: int, model: Path, params: Reference, cluster: Cluster, folder: Path
+) -> dict[str, float]:
+    """Tokens a second of each worker."""
     from tasks.cluster import ray_cluster, warn_of_slow_dtype
 
     group = cluster.reference
     workers = min(group.num_workers, len(missing))
-    warn_of_slow_dtype("reference", dtype, group.gpus_per_worker)
+    warn_of_slow_dtype("reference", params.dtype, group.gpus_per_worker)
     with ray_cluster(cluster.ray.address, workers * group.cpus_per_worker), Bar("reference", total, "pairs") as bar:
         import ray
         from ray.util import ActorPool
 
         actor = ray.remote(num_cpus=group.cpus_per_worker, num_gpus=group.gpus_per_worker, max_restarts=2)(Scorer)
-        actors = [actor.options(max_task_retries=2).remote(str(model), dtype) for _ in range(workers)]
-        pool, done = ActorPool(actors), found
-        work = [(pairs, str(path), group.row_tokens) for pairs, path in missing]
+        given = (str(model), params.dtype, params.quantization, group.compile)
+        actors = [actor.options(max_task_retries=2).remote(number, *given) for number in range(workers)]
+        work = [(*shard, str(folder), group.row_tokens) for shard in missing]
+        tally = Tally(found, bar)
         try:
-            for count in pool.map_unordered(lambda worker, shard: worker.score.remote(*shard), work):
-                done += count
-                bar.update(done)
+            for done in ActorPool(actors).map_unordered(lambda worker, shard: worker.score.remote(*shard), work):
+                tally.add(*done)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise UserError(f"source.model: {error.cause}. Choose another model.") from None
             raise
+    return tally.rates()
+
+
+class Tally:
+    """Pairs and tokens done, of all workers and of each."""
+
+    def __init__(self, found: int, bar: Bar) -> None:
+        self.pairs, self.tokens, self.bar, self.begun = found, 0, bar, time.monotonic()
+        self.workers: dict[int, tuple[int, float]] = {}
+
+    def add(self, worker: int, pairs: int, tokens: int, seconds: float) -> None:
+        before = self.workers.get(worker, (0, 0.0))
+        self.workers[worker] = (before[0] + tokens, before[1] + seconds)
+        self.pairs, self.tokens = self.pairs + pairs, self.tokens + tokens
+        self.bar.update(self.pairs, f"{self.tokens / (time.monotonic() - self.begun):.0f} tokens/s")
+
+    def rates(self) -> dict[str, float]:
+        return {
+            f"reference/worker{worker}/tokens_per_second": tokens / max(seconds, 1e-9)
+            for worker, (tokens, seconds) in sorted(self.workers.items())
+        }
 
 
 class Scorer:
     """A worker of the group: holds the base model and writes whole shards."""
 
-    def __init__(self, model: str, dtype: str) -> None:
+    def __init__(self, number: int, model: str, dtype: str, quantization: str | None, compiled: bool) -> None:
         from training.model import best_device, load_model
 
-        self.device, self.dtype = best_device(), dtype
-        self.model = load_model(Path(model), dtype, self.device).eval()
-        self.checked = False
+        self.number, self.device, self.compiled = number, best_device(), compiled
+        self.model = load_model(Path(model), dtype, self.device, quantization).eval()
+        self.scorer: Any = None
 
-    def score(self, pairs: list[Pair], path: str, row_tokens: int) -> int:
-        """Compute a shard and publish it; how many pairs it has."""
-        import os
+    def score(self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int) -> tuple[int, int, int, float]:
+        """Compute a shard and publish it: worker, pairs, tokens, seconds."""
+        from training.logps import score_pairs
 
-        from training.dtypes import DTYPES
-        from training.logps import check_packing, score_pairs
+        self.scorer = self.scorer or self._scorer(pairs)
+        begun = time.monotonic()
+        write_shard(Path(folder), keys, score_pairs(self.scorer, pairs, row_tokens, self.device))
+        return self.number, len(pairs), sum(map(len, pairs)), time.monotonic() - begun
 
-        if not self.checked:
-            check_packing(self.model, sorted(pairs, key=len)[:2], DTYPES[self.dtype], self.device)
-            self.checked = True
-        rows: list[dict[str, Any]] = [
-            {"id": pair.id, "chosen_logps": chosen, "rejected_logps": rejected}
-            for pair, (chosen, rejected) in zip(
-                pairs, score_pairs(self.model, pairs, row_tokens, self.device), strict=True
-            )
-        ]
-        aside = Path(f"{path}.{os.getpid()}")
-        write_rows(aside, REFERENCE_SCHEMA, rows)
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        return len(pairs)
+    def _scorer(self, pairs: list[Pair]) -> Any:
+        from training.model import compile_layers
+        from training.proof import make_scorer
+
+        scorer = make_scorer(self.model, pairs, self.device)
+        if self.compiled and self.device.type == "cuda" and scorer.how != "plain":
+            compile_layers(self.model)
+        return scorer
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,17 @@ from tasks import plots, stage
 from tasks.errors import UserError
 from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
 from tasks.models import base_folder, base_hash
-from tasks.pairs import read_pairs, with_reference
+from tasks.pairs import read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.progress import Bar
 from tasks.tracking import Run, read_lines
 from training import batches, checkpoint
-from training.losses import Objective
+from training.objective import Objective
+from training.packing import Pair
 from training.settings import Mismatch, Settings
 
-NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "peak_memory_gib")
+NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib")
 
 
 def train(run: Run) -> None:
@@ -52,16 +54,13 @@ def train(run: Run) -> None:
 
 
 def _address(params: Params, cluster: Cluster) -> str:
-    """Everything that determines the weights, to the last bit."""
-    group = cluster.actor_train
+    """Everything that determines the weights but for rounding: another cluster goes on from the same checkpoints."""
     return fingerprint(
         {
             "train": params.train.model_dump(),
             "base": base_hash(),
             "pairs": hash_files(PAIRS),
             "reference": read_json(REFERENCE / "manifest.json"),
-            "group": [group.num_workers, group.cpus_per_worker, group.gpus_per_worker, group.zero_stage, group.offload],
-            "row_tokens": group.row_tokens,
             "code": code_hash("training"),
         }
     )
@@ -69,9 +68,9 @@ def _address(params: Params, cluster: Cluster) -> str:
 
 def _settings(params: Params, cluster: Cluster, folder: Path) -> Settings:
     train, group = params.train, cluster.actor_train
-    shared = ("learning_rate", "global_batch_size", "dtype", "schedule", "warmup_fraction", "weight_decay")
-    more = ("max_grad_norm", "epochs", "max_steps", "logging_steps", "eval_steps", "seed")
-    place = ("row_tokens", "zero_stage", "offload", "activation_checkpointing", "save_steps", "keep_checkpoints")
+    known = {field.name for field in fields(Settings)}
+    same = {name: getattr(train, name) for name in known & type(train).model_fields.keys() - {"adapter"}}
+    place = {name: getattr(group, name) for name in known & type(group).model_fields.keys()}
     return Settings(
         model=str(base_folder(params.source.model).resolve()),
         model_name=params.source.model if params.source.model.startswith("hub:") else Path(params.source.model).name,
@@ -79,8 +78,8 @@ def _settings(params: Params, cluster: Cluster, folder: Path) -> Settings:
         attempt=uuid.uuid4().hex[:8],
         objective=Objective(train.loss, train.loss_options()),
         adapter=train.adapter.model_dump() if train.adapter else None,
-        **{name: getattr(train, name) for name in shared + more},
-        **{name: getattr(group, name) for name in place},
+        **same,
+        **place,
     )
 
 
@@ -108,6 +107,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
             train_loop_config={
                 "settings": settings,
                 "root": str(Path.cwd()),
+                "world": group.num_workers,
                 "driver": (socket.gethostname(), os.getpid()),
             },
             scaling_config=ScalingConfig(
@@ -130,26 +130,47 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
 def _worker(config: dict[str, Any]) -> None:
     """In each worker: read the artefacts, train, and leave metrics in a file that the driver watches."""
     threading.Thread(target=_die_with_driver, args=config["driver"], daemon=True).start()
-    from training import loop
+    from training import loop, memory
 
     settings, root = config["settings"], Path(config["root"])
-    pairs, held_out = ([*read_pairs(split, root)] for split in ("train", "eval"))
-    if settings.objective.needs_reference:
-        pairs, held_out = with_reference(pairs, "train", root), with_reference(held_out, "eval", root)
-    journal = Path(settings.folder) / "metrics.jsonl"
+    journal, refusal = Path(settings.folder) / "metrics.jsonl", Path(settings.folder) / "refused"
+    if refusal.exists():  # by the attempt before this one: a restart cannot mend it
+        return
 
-    def log(step: int, values: dict[str, float]) -> None:
+    def write(line: dict[str, Any]) -> None:
         with journal.open("a") as file:
-            file.write(json.dumps({"kind": "metrics", "step": step, "values": values}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     try:
-        loop.train(settings, pairs, held_out, log)
+        loop.train(
+            settings,
+            _read(settings, "train", root),
+            _by_source(settings, root),
+            log=lambda step, values: write({"kind": "metrics", "step": step, "values": values}),
+            say=lambda sentence: write({"kind": "note", "text": sentence}),
+        )
+    except memory.OutOfMemory:
+        _refuse(settings, f"{memory.out_of_memory(settings, config['world'])}.")
+        raise  # the other ranks wait for this one: the group must end
     except Mismatch as error:
         _refuse(settings, f"{error}. Run `dvc repro -f reference`, and then this again.")
     except FloatingPointError as error:
         _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make ui`).")
     except ValueError as error:
         _refuse(settings, f"{error}.")
+
+
+def _read(settings: Settings, split: str, root: Path) -> list[Pair]:
+    pairs = read_pairs(split, root)
+    return with_reference(pairs, split, root) if settings.objective.needs_reference else pairs
+
+
+def _by_source(settings: Settings, root: Path) -> dict[str, list[Pair]]:
+    """The held-out pairs as one set for each source."""
+    sets: dict[str, list[Pair]] = {}
+    for pair, source in zip(_read(settings, "eval", root), read_sources("eval", root), strict=True):
+        sets.setdefault(source, []).append(pair)
+    return sets
 
 
 def _die_with_driver(host: str, pid: int) -> None:
@@ -184,6 +205,9 @@ def _watch(journal: Path, run: Run, bar: Bar, over: threading.Event) -> None:
         last = over.wait(0.5)
         lines, offset = read_lines(journal, offset)
         for line in lines:
+            if line["kind"] == "note":
+                bar.say(f"train: {line['text']}")
+                continue
             run.metrics(line["step"], line["values"])
             if "loss" in line["values"]:
                 values = line["values"]
@@ -208,7 +232,7 @@ def _publish(run: Run, folder: Path) -> None:
 def _by_step(journal: Path) -> dict[int, dict[str, float]]:
     """Values by step; a step that was repeated after a restart counts once, and speeds are not part of a result."""
     steps: dict[int, dict[str, float]] = {}
-    for line in read_lines(journal)[0]:
+    for line in (line for line in read_lines(journal)[0] if line["kind"] == "metrics"):
         kept = {name: value for name, value in line["values"].items() if name not in NOT_OF_THE_RESULT}
         steps.setdefault(line["step"], {}).update(kept)
     return dict(sorted(steps.items()))

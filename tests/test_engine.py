@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from training import adapters, batches
 from training.engine import deepspeed_config
 from training.logps import plain_logps
-from training.losses import Objective, Pairs
+from training.losses import Pairs
 from training.model import load_model
+from training.objective import Objective
 from training.packing import Pair
 
 pytestmark = pytest.mark.slow
@@ -80,7 +81,8 @@ def pair_loss(policy: torch.nn.Module, pair: Pair) -> torch.Tensor:
     sums = [plain_logps(policy, pair.prompt, r, CPU).sum()[None] for r in (pair.chosen, pair.rejected)]
     refs = [torch.tensor([sum(values)]) for values in (pair.ref_chosen, pair.ref_rejected)]
     counts = [torch.tensor([float(len(r))]) for r in (pair.chosen, pair.rejected)]
-    return Objective(*OBJECTIVE).losses(Pairs(*sums, *refs, *counts))["loss"]
+    means = [total / count for total, count in zip(sums, counts, strict=True)]
+    return Objective(*OBJECTIVE).losses(Pairs(*sums, *refs, *means, *counts))["loss"]
 
 
 def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes: object) -> dict[str, object]:

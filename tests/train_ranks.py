@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from training import checkpoint, loop
-from training.losses import Objective
+from training.objective import Objective
 from training.settings import Mismatch, Settings
 
 
@@ -21,7 +21,7 @@ def run(given: dict) -> list[dict]:
     checkpoint.claim(Path(settings.folder), "test")
     log: list[dict] = []
     try:
-        loop.train(settings, pairs[8:], pairs[:8], lambda step, values: log.append({"step": step, **values}))
+        loop.train(settings, pairs[8:], {"": pairs[:8]}, lambda step, values: log.append({"step": step, **values}))
     except Mismatch as error:
         log.append({"refused": str(error)})
     return log

@@ -1,14 +1,124 @@
-"""Which token sees which in a packed row."""
+"""Attention over packed rows: which token sees which, as one function that transformers' models call.
+
+On a GPU in half precision it is FlashAttention over variable lengths: each pair is the sequence prompt + chosen, and
+the sequence rejected, whose keys are the prompt's again and its own. That is the row's mask without a mask: nothing to
+build, nothing to compile, a sliding window included. Elsewhere the same mask is dense and goes through SDPA.
+"""
+
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
 
 from training.packing import PROMPT, Row
 
+NAME = "packed_rows"
+
+
+def use_rows(model: PreTrainedModel) -> None:
+    """Let the model's attention follow packed rows, and be causal where it is given none."""
+    model.set_attn_implementation(NAME)
+
+
+def row_inputs(row: Row, flash: bool) -> dict[str, Any]:
+    """What a forward pass over a row takes beside the model's own arguments, for `attend`."""
+    if flash:
+        return {
+            "row_keys": row.keys,
+            "row_query_ends": row.query_ends,
+            "row_key_ends": row.key_ends,
+            "row_longest": row.longest,
+        }
+    return {"row_mask": row_mask(row), "row_positions": row.position_ids}
+
+
+def can_flash(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and softcap is None
+
 
 def row_mask(row: Row) -> Tensor:
-    """Dense mask, (1, 1, queries, keys): earlier tokens of the own pair, of its prompt or of the own response."""
+    """Dense mask, (queries, keys): earlier tokens of the own pair, of its prompt or of the own response."""
     earlier = torch.ones(len(row.pair), len(row.pair), dtype=torch.bool, device=row.pair.device).tril()
     same_pair = row.pair[:, None] == row.pair[None, :]
     visible_part = (row.part[None, :] == PROMPT) | (row.part[:, None] == row.part[None, :])
-    return (earlier & same_pair & visible_part)[None, None]
+    return earlier & same_pair & visible_part
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # (1, heads, tokens, size)
+    key: Tensor,  # (1, key heads, tokens, size)
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    row_keys: Tensor | None = None,
+    row_query_ends: Tensor | None = None,
+    row_key_ends: Tensor | None = None,
+    row_longest: int = 0,
+    row_mask: Tensor | None = None,
+    row_positions: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if row_keys is not None:
+        ends = row_query_ends, row_key_ends
+        out = _flash(query[0], key[0], value[0], row_keys, ends, row_longest, scaling, sliding_window)
+        return out[None], None
+    if row_mask is None:  # an ordinary pass over one whole text
+        row_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        row_positions = torch.arange(key.shape[2], device=query.device)
+    if sliding_window is not None:
+        assert row_positions is not None
+        row_mask = row_mask & (row_positions[:, None] - row_positions[None, :] < sliding_window)
+    return _dense(query, key, value, row_mask, scaling, softcap).transpose(1, 2), None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    ends: tuple[Tensor | None, Tensor | None],
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """(tokens, heads, size). Causal masks of FlashAttention are aligned at the ends of queries and keys."""
+    query, key, value = query.transpose(0, 1), key.transpose(0, 1)[keys], value.transpose(0, 1)[keys]
+    left = None if window is None else window - 1
+    right = None if window is None else 0
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        ends[0],
+        ends[1],
+        longest,
+        longest,
+        0.0,
+        window is None,
+        False,
+        scale=scaling,
+        window_size_left=left,
+        window_size_right=right,
+    )[0]
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, mask[None, None], scale=scaling, enable_gqa=grouped)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(NAME, attend)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from training.packing import pack
+from training.packing import Pair, pack
 
 
 def total_steps(pairs: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
@@ -21,23 +21,27 @@ def step_pairs(step: int, pairs: int, global_batch_size: int, seed: int) -> list
     return order[within * global_batch_size : (within + 1) * global_batch_size].tolist()
 
 
+def pair_costs(pairs: Sequence[Pair], hidden_size: int) -> list[float]:
+    """What a pair costs in tokens: attending to 6 hidden_size tokens costs as much as a token's matrix products."""
+    return [len(pair) + pair.attended / (6 * hidden_size) for pair in pairs]
+
+
 def rank_rows(
-    numbers: Sequence[int], lengths: Sequence[int], budget: int, rank: int, world: int
+    numbers: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, rank: int, world: int
 ) -> list[tuple[list[int], bool]]:
     """This rank's rows of a step: (pair numbers, whether they count).
 
-    Every rank gets equally many rows, since each pass is a collective under ZeRO; the costliest go round first. A
-    rank without work repeats the step's shortest pair as a row that does not count.
+    Rows are packed even in cost, and every rank gets equally many, since each pass is a collective under ZeRO: no rank
+    waits. A rank without work (fewer pairs than ranks) repeats the step's shortest pair as a row that does not count.
     """
-    rows = [[numbers[item] for item in row] for row in pack([lengths[n] for n in numbers], budget)]
-    rows.sort(key=lambda row: -sum(lengths[n] for n in row))
+    packed = pack([costs[n] for n in numbers], [lengths[n] for n in numbers], budget, multiple=world)
+    rows = sorted(([numbers[item] for item in row] for row in packed), key=lambda row: -sum(costs[n] for n in row))
     filler = [min(numbers, key=lambda n: lengths[n])]
-    deals = math.ceil(len(rows) / world)
     mine = []
-    for deal in range(deals):
-        # There and back again, so that one rank does not get the longer row of every deal.
-        place = deal * world + (rank if deal % 2 == 0 else world - 1 - rank)
-        mine.append((rows[place], True) if place < len(rows) else (filler, False))
+    for deal in range(len(rows) // world):
+        # There and back again, so that one rank does not get the costlier row of every deal.
+        row = rows[deal * world + (rank if deal % 2 == 0 else world - 1 - rank)]
+        mine.append((row, True) if row else (filler, False))
     return mine
 
 

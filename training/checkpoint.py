@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +22,56 @@ def claim(folder: Path, attempt: str) -> None:
 
 
 def save(engine: Any, folder: Path, attempt: str, step: int, state: dict[str, Any], keep: int) -> None:
-    """A collective: every rank writes its part, rank 0 publishes the whole."""
+    """A collective: every rank writes its part, rank 0 publishes the whole with `state`, which is plain JSON."""
     aside = folder / f".step-{step:08d}.{attempt}"
-    client = {"step": step, **state}
-    engine.save_checkpoint(str(aside), tag=TAG, client_state=client, exclude_frozen_parameters=True)
+    engine.save_checkpoint(str(aside), tag=TAG, exclude_frozen_parameters=True)
     dist.barrier()
     if dist.get_rank() == 0:
+        client = {"step": step, "world": dist.get_world_size(), "zero": engine.zero_optimization_stage(), **state}
+        (aside / "state.json").write_text(json.dumps(client))
         _publish(aside, folder, attempt, step, keep)
     dist.barrier()
 
 
-def load(engine: Any, folder: Path) -> dict[str, Any] | None:
-    """Load the newest whole checkpoint; its state, or None where there is none."""
-    found: list[str | None] = [None]
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint, and what DeepSpeed is to load: itself, or its universal form where the ranks have changed."""
+
+    path: Path
+    state: dict[str, Any]
+    universal: bool
+
+
+def find(folder: Path, zero_stage: int) -> Found | None:
+    """The newest whole checkpoint, the same on all ranks; converted where another group made it. A collective."""
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
         newest = next(whole_checkpoints(folder), None)
-        found = [str(newest) if newest else None]
+        if newest:
+            state = json.loads((newest / "state.json").read_text())
+            universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
+            found = [Found(_universal(newest) if universal else newest, state, universal)]
     dist.broadcast_object_list(found)
-    if found[0] is None:
-        return None
-    path, state = engine.load_checkpoint(found[0], tag=TAG, load_module_strict=False)
-    assert path is not None, f"DeepSpeed found nothing to load in {found[0]}"
-    return state
+    return found[0]
+
+
+def load(engine: Any, found: Found) -> None:
+    path, _ = engine.load_checkpoint(str(found.path), tag=TAG, load_module_strict=False)
+    assert path is not None, f"DeepSpeed found nothing to load in {found.path}"
+    if found.universal and dist.get_rank() == 0:
+        shutil.rmtree(found.path)
+
+
+def _universal(path: Path) -> Path:
+    """DeepSpeed's form of a checkpoint that any number of ranks can load."""
+    target = path.with_name(f".universal-{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    places = ["--input_folder", str(path / TAG), "--output_folder", str(target / TAG)]
+    done = subprocess.run([*command, *places], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{path} could not be converted for another number of workers: {done.stderr[-2000:]}")
+    return target
 
 
 def whole_checkpoints(folder: Path) -> Any:

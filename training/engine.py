@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def deepspeed_config(zero_stage: int, offload: str, dtype: str, max_grad_norm: float) -> dict[str, Any]:
+def deepspeed_config(
+    zero_stage: int, offload: str, dtype: str, max_grad_norm: float, universal: bool = False
+) -> dict[str, Any]:
     """Accumulation is 1 here: the loop scales its losses and says itself which backward pass ends a step."""
     zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": torch.cuda.is_available()}
     if offload in ("optimizer", "all"):
@@ -27,6 +30,7 @@ def deepspeed_config(zero_stage: int, offload: str, dtype: str, max_grad_norm: f
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "checkpoint": {"load_universal": universal},  # what it loads was made by another number of ranks
     }
 
 
@@ -45,6 +49,23 @@ def start_distributed() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+@contextmanager
+def sharded_from_birth(config: dict[str, Any]) -> Iterator[None]:
+    """Under ZeRO-3 transformers loads each weight as this rank's shard alone: the whole need not fit anywhere."""
+    if config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    kept = HfDeepSpeedConfig(config)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del kept
+
+
 def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, weight_decay: float) -> Any:
     """The engine around the model, with AdamW on its trainable parameters."""
     import deepspeed
@@ -59,6 +80,21 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+def skipped(engine: Any) -> bool:
+    """Whether the last update was left out, on all ranks, because a gradient was not finite on one of them."""
+    return bool(engine.optimizer.overflow)
+
+
+def zero_gradients(engine: Any) -> float | None:
+    """How many elements of the gradient are 0, between backward and step; None where they lie elsewhere."""
+    parts = getattr(engine.optimizer, "averaged_gradients", None)
+    if not parts or any(part is None for part in parts.values()):
+        return None
+    zeros = torch.stack([(part == 0).sum() for group in parts.values() for part in group]).sum()
+    dist.all_reduce(zeros)
+    return zeros.item()
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

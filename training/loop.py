@@ -6,8 +6,7 @@ Runs under any launcher that sets the usual rank variables (Ray Train here, torc
 import math
 import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,170 +14,272 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training import adapters, batches, checkpoint, engine
-from training.dtypes import DTYPES
-from training.logps import TOLERANCE, check_packing, row_logps
-from training.losses import Objective
+from training import batches, checkpoint, engine, memory
+from training.feed import Feed, Step
+from training.guards import Alarms, Best, Skips, not_finite
+from training.logps import Scorer, row_logps
+from training.losses import Pairs, Ranked
+from training.losses import rank as rank_pairs
 from training.metrics import Window, row_metrics, row_pairs
-from training.model import load_model
+from training.model import compile_layers
+from training.objective import Objective
 from training.packing import Pair, Row, build_row
-from training.settings import Mismatch, Settings
+from training.policy import build_policy, save_policy
+from training.proof import find_way, prove_start
+from training.settings import Settings
+from training.speed import Speed
 
 Log = Callable[[int, dict[str, float]], None]
+AT_ONCE = 512  # held-out pairs that are packed into rows together
 
 
-def train(settings: Settings, pairs: Sequence[Pair], held_out: Sequence[Pair], log: Log) -> None:
-    """Train and write `policy` into the settings' folder. `log` is called on rank 0 alone."""
-    rank, _ = engine.start_distributed()
-    log = log if rank == 0 else _silent
+class Course:
+    """What a run carries from step to step, and into its checkpoints."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.window = Window(device)
+        self.skips = Skips(settings.max_skipped_steps)
+        self.alarms = Alarms(settings.kl_limit)
+        self.best = Best(settings.select, settings.patience)
+        self.rewards = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of all rewards so far
+
+    @property
+    def reward_mean(self) -> Tensor:
+        return (self.rewards[0] / self.rewards[1].clamp(min=1.0)).float()
+
+    def state(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state() for name in ("window", "skips", "alarms", "best")}
+        return {**parts, "rewards": self.rewards.tolist()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name in ("window", "skips", "alarms", "best"):
+            getattr(self, name).load(state[name])
+        self.rewards = self.rewards.new_tensor(state["rewards"])
+
+
+def train(
+    settings: Settings, pairs: Sequence[Pair], held_out: Mapping[str, Sequence[Pair]], log: Log, say: Callable = print
+) -> None:
+    """Train and write `policy` into the settings' folder. `log` and `say` are called on rank 0 alone."""
+    rank, world = engine.start_distributed()
+    log, say = (log, say) if rank == 0 else (_silent, _silent)
+    settings.objective.check_pairs(pairs)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    model = build_policy(settings, device)
-    check_packing(model, _shortest(pairs, 2), DTYPES[settings.dtype], device)
-    config = engine.deepspeed_config(settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm)
-    policy = engine.initialize(model, config, settings.learning_rate, settings.weight_decay)
-
-    window, folder = Window(device), Path(settings.folder)
-    state = checkpoint.load(policy, folder)
-    first = state["step"] if state else 0
-    if state:
-        window.load(state["window"])
+    memory.fits(settings, world, device)
+    course, folder = Course(settings, device), Path(settings.folder)
+    found = checkpoint.find(folder, settings.zero_stage)
+    policy = start(settings, pairs, device, found)
+    if found:
+        course.load(found.state)
     elif settings.objective.needs_reference:
-        prove_start(policy, settings, pairs, device)
+        prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
 
+    hidden = policy.module.causal.config.get_text_config().hidden_size
+    feed = Feed(pairs, hidden, settings.global_batch_size, settings.row_tokens, settings.seed)
+    ids = [pair.id for pair in pairs]
     steps = batches.total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
-    lengths = [len(pair) for pair in pairs]
-    since = time.monotonic()
-    for step in range(first, steps):
-        rate = batches.learning_rate(step, steps, settings.learning_rate, settings.warmup_fraction, settings.schedule)
-        numbers = batches.step_pairs(step, len(pairs), settings.global_batch_size, settings.seed)
-        train_step(policy, settings, pairs, lengths, numbers, rate, window)
-        done = step + 1
-        if done % settings.logging_steps == 0 or done == steps:
-            values = window.means()
-            if not math.isfinite(values["loss"]):
-                raise FloatingPointError(f"the loss is not finite at step {done}; the last checkpoint is kept")
-            seconds, since = time.monotonic() - since, time.monotonic()
+    first = found.state["step"] if found else 0
+    speed = Speed(policy.module, device, world)
+    for step in feed.steps(first, steps, rank, world, device):
+        done = step.number + 1
+        logs = done % settings.logging_steps == 0 or done == steps
+        rate = batches.learning_rate(
+            step.number, steps, settings.learning_rate, settings.warmup_fraction, settings.schedule
+        )
+        zeros = train_step(policy, settings.objective, step, rate, course, ids, count_zeros=logs)
+        if logs and (values := course.window.means()):
             epoch = done * settings.global_batch_size / len(pairs)
-            log(done, {**values, **_health(policy, rate, epoch), **_speed(values, seconds)})
+            health = {**_health(policy, zeros), "learning_rate": rate, "epoch": epoch}
+            new = course.alarms.look(values)
+            marks = {f"alarms/{name}": 1.0 for name in new}
+            log(done, {**values, **health, "skipped_steps": course.skips.total, **marks, **speed.since(values)})
+            for sentence in new.values():
+                say(f"alarm at step {done}: {sentence}")
         if settings.eval_steps and done % settings.eval_steps == 0 and done < steps:
-            log(done, _held_out(policy, settings, held_out, device))
+            _look(policy, settings, held_out, done, course, log, device)
+            speed.pause()
+        if _over(settings, course, done, say):
+            break
         if done % settings.save_steps == 0 and done < steps:
-            state = {"window": window.state()}
-            checkpoint.save(policy, folder, settings.attempt, done, state, settings.keep_checkpoints)
-    log(steps, _held_out(policy, settings, held_out, device))
-    save_policy(policy.module, settings)
+            checkpoint.save(policy, folder, settings.attempt, done, course.state(), settings.keep_checkpoints)
+            speed.pause()
+    _look(policy, settings, held_out, done if first < steps else steps, course, log, device)
+    if settings.select and course.best.step is not None:
+        say(f"the policy is that of step {course.best.step}, {settings.select} {course.best.value:.4g}")
+    _finish(policy.module.model, settings)
 
 
-def build_policy(settings: Settings, device: torch.device) -> nn.Module:
-    model: Any = load_model(Path(settings.model), settings.dtype, device)
-    if settings.adapter:
-        model = adapters.add_adapter(model, **settings.adapter, seed=settings.seed)
-    if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    return model.train()
+def start(settings: Settings, pairs: Sequence[Pair], device: torch.device, found: checkpoint.Found | None) -> Any:
+    """The policy in its engine, as new or as the checkpoint left it."""
+    config = engine.deepspeed_config(
+        settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, bool(found and found.universal)
+    )
+    with engine.sharded_from_birth(config):
+        scorer = Scorer(build_policy(settings, device))
+    scorer.whole_head = settings.zero_stage < 3
+    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
+    find_way(scorer, pairs, device)
+    if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.how != "plain":
+        compile_layers(scorer.causal)
+    if found:
+        checkpoint.load(policy, found)
+    return policy
 
 
 def train_step(
-    policy: Any,
-    settings: Settings,
-    pairs: Sequence[Pair],
-    lengths: Sequence[int],
-    numbers: Sequence[int],
-    rate: float,
-    window: Window,
-) -> None:
+    policy: Any, objective: Objective, step: Step, rate: float, course: Course, ids: Sequence[str], count_zeros: bool
+) -> float | None:
     """One update by the mean loss over the pairs of the global batch, whichever rows and ranks they fell on."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows = batches.rank_rows(numbers, lengths, settings.row_tokens, rank, world)
+    window, world = course.window, dist.get_world_size()
+    rows = [(row.to(window.device), counts) for row, counts in step.rows]
+    ranked = rank_batch(policy, objective, rows, len(step.numbers), step.numbers) if objective.needs_ranks else {}
     engine.set_learning_rate(policy, rate)
-    for place, (members, counts) in enumerate(rows):
-        row = build_row(pairs, members).to(window.device)
-        per_pair, values = row_loss(policy, settings.objective, row)
-        # DeepSpeed averages gradients over ranks, and we want their sum over the global batch's pairs.
-        loss = per_pair.sum() * (world / len(numbers)) * float(counts)
+    losses, zeros = [], None
+    for place, (row, counts) in enumerate(rows):
+        per_pair, values = row_loss(policy, objective, row, course.reward_mean, ranked.get(place))
+        # DeepSpeed averages gradients over ranks, and we want their weighted mean over the global batch's pairs.
+        loss = (per_pair * row.weight).sum() * (world / step.weight) * float(counts)
         policy.set_gradient_accumulation_boundary(place == len(rows) - 1)
         policy.backward(loss)
+        if count_zeros and place == len(rows) - 1:
+            zeros = engine.zero_gradients(policy)
         policy.step()
-        window.add(values, len(row.input_ids), counts)
-    window.end_step()
+        window.add(values, row.weight, len(row.input_ids), counts)
+        losses.append((row.pairs, per_pair.detach()))
+    if engine.skipped(policy):
+        window.drop_step()
+        course.skips.skipped(step.number + 1, not_finite(losses, ids))
+    else:
+        sums = window.end_step()
+        course.skips.taken()
+        course.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
+    return zeros
 
 
-def row_loss(policy: nn.Module, objective: Objective, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
+def row_loss(
+    policy: nn.Module,
+    objective: Objective,
+    row: Row,
+    reward_mean: Tensor | float = 0.0,
+    ranked: Ranked | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics per pair of one row."""
     tokens = row_logps(policy, row)
-    pairs = row_pairs(row, tokens.logps)
+    pairs = row_pairs(row, tokens, objective, reward_mean, ranked)
     parts = objective.losses(pairs)
     return parts["loss"], row_metrics(row, tokens, pairs, parts, objective)
 
 
 @torch.no_grad()
-def evaluate(
-    policy: nn.Module, objective: Objective, pairs: Sequence[Pair], row_tokens: int, device: torch.device
-) -> dict[str, float]:
-    """The training metrics on held-out pairs. A collective."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    window = Window(device)
-    lengths = [len(pair) for pair in pairs]
-    policy.eval()
-    for members, counts in batches.rank_rows(range(len(pairs)), lengths, row_tokens, rank, world):
-        row = build_row(pairs, members).to(device)
-        window.add(row_loss(policy, objective, row)[1], len(row.input_ids), counts)
-    window.end_step()
-    policy.train()
-    return window.means()
+def rank_batch(
+    policy: nn.Module, objective: Objective, rows: Sequence[tuple[Row, bool]], size: int, numbers: Sequence[int]
+) -> dict[int, Ranked]:
+    """For losses that sort: one more pass, whose sums of the whole global batch tell each row its pairs' ranks."""
+    place = {number: at for at, number in enumerate(numbers)}
+    table = torch.zeros(4, size, dtype=torch.float64, device=rows[0][0].input_ids.device)
+    spots = [torch.tensor([place[number] for number in row.pairs], device=table.device) for row, _ in rows]
+    for spot, (row, counts) in zip(spots, rows, strict=True):
+        given = row_pairs(row, row_logps(policy, row), objective)
+        sums = torch.stack([given.chosen, given.rejected, given.ref_chosen, given.ref_rejected])
+        table[:, spot] += sums.double() * float(counts)
+    if dist.is_initialized():
+        dist.all_reduce(table)
+    whole = rank_pairs(Pairs(*table, *[table[0]] * 4))
+    return {
+        at: Ranked(*(values[spot].float() for values in (whole.ref_gap, whole.rejected, whole.chosen)))
+        for at, spot in enumerate(spots)
+    }
 
 
 @torch.no_grad()
-def prove_start(policy: nn.Module, settings: Settings, pairs: Sequence[Pair], device: torch.device) -> None:
-    """Before the first update the policy is the reference: the stored values must be those computed live."""
-    sample = _shortest(pairs, 4)
-    row = build_row(sample, range(len(sample))).to(device)
-    difference = (row_logps(policy, row).logps - row.reference).abs().max().item()
-    if not difference <= TOLERANCE[DTYPES[settings.dtype]]:
-        raise Mismatch(
-            f"the stored reference log-probabilities differ by up to {difference:.3g} from those of the model that is "
-            f"about to be trained (pairs {', '.join(pair.id for pair in sample)}): another base model, template or "
-            "precision made them"
+def evaluate(
+    policy: nn.Module,
+    objective: Objective,
+    pairs: Sequence[Pair],
+    row_tokens: int,
+    device: torch.device,
+    reward_mean: Tensor | float = 0.0,
+) -> dict[str, float]:
+    """The training metrics on held-out pairs, which are one batch. A collective."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    lengths = [len(pair) for pair in pairs]
+    dealt = [
+        deal
+        for start in range(0, len(pairs), AT_ONCE)
+        for deal in batches.rank_rows(
+            range(start, min(start + AT_ONCE, len(pairs))), lengths, lengths, row_tokens, rank, world
         )
+    ]
+    training = policy.training
+    policy.eval()
+    rows = [(build_row(pairs, members).to(device), counts) for members, counts in dealt]
+    ranked = rank_batch(policy, objective, rows, len(pairs), range(len(pairs))) if objective.needs_ranks else {}
+    window = Window(device)
+    for place, (row, counts) in enumerate(rows):
+        _, values = row_loss(policy, objective, row, reward_mean, ranked.get(place))
+        window.add(values, row.weight, len(row.input_ids), counts)
+    window.end_step()
+    policy.train(training)
+    return window.means()
 
 
-def save_policy(model: nn.Module, settings: Settings) -> None:
-    """The adapter, or the whole model, into `policy`; there whole or not at all."""
-    aside, target = Path(settings.folder) / ".policy", Path(settings.folder) / "policy"
-    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not settings.adapter]
-    state = engine.gathered(parameters)
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)
-        if settings.adapter:
-            adapters.save_adapter(model, state, aside, settings.model_name)  # type: ignore[arg-type]
-        else:
-            model.save_pretrained(aside, state_dict=state)  # type: ignore[operator]
-        os.rename(aside, target)
+def _look(
+    policy: nn.Module,
+    settings: Settings,
+    held_out: Mapping[str, Sequence[Pair]],
+    step: int,
+    course: Course,
+    log: Log,
+    device: torch.device,
+) -> None:
+    """Evaluate every held-out set, log it, and keep the policy where it is the best so far."""
+    each = {
+        name: evaluate(policy, settings.objective, pairs, settings.row_tokens, device, course.reward_mean)
+        for name, pairs in held_out.items()
+    }
+    total = sum(means["pairs"] for means in each.values())
+    values = {
+        f"eval/{name}": sum(means[name] * means["pairs"] for means in each.values()) / total
+        for name in next(iter(each.values()))
+        if name not in ("pairs", "tokens")
+    }
+    if len(each) > 1:
+        for held, means in each.items():
+            values |= {f"eval/{held}/{name}": v for name, v in means.items() if name not in ("pairs", "tokens")}
+    log(step, values)
+    if settings.select and settings.select not in values:
+        raise ValueError(f"train.select: there is no metric '{settings.select}': there are {', '.join(values)}")
+    if course.best.look(step, values):
+        save_policy(policy.module.model, settings, "best")  # type: ignore[union-attr, arg-type]
+
+
+def _over(settings: Settings, course: Course, step: int, say: Callable) -> bool:
+    """Whether to stop before the last step, as was asked for."""
+    if course.best.exhausted:
+        say(f"stopped at step {step}: no better {settings.select} in {settings.patience} evaluations")
+        return True
+    if settings.stop_on_alarm and course.alarms.raised:
+        say(f"stopped at step {step}: alarm {', '.join(course.alarms.raised)}")
+        return True
+    return False
+
+
+def _finish(model: nn.Module, settings: Settings) -> None:
+    """Publish `policy`: the best where one was to be selected, the last otherwise."""
+    folder = Path(settings.folder)
+    if not settings.select:
+        save_policy(model, settings, "policy")
+    elif dist.get_rank() == 0:
+        shutil.rmtree(folder / "policy", ignore_errors=True)
+        shutil.copytree(folder / "best", folder / "policy")
     dist.barrier()
 
 
-def _held_out(policy: nn.Module, settings: Settings, pairs: Sequence[Pair], device: torch.device) -> dict[str, float]:
-    means = evaluate(policy, settings.objective, pairs, settings.row_tokens, device)
-    return {f"eval/{name}": value for name, value in means.items() if name not in ("pairs", "tokens")}
-
-
-def _health(policy: Any, rate: float, epoch: float) -> dict[str, float]:
+def _health(policy: Any, zeros: float | None) -> dict[str, float]:
     norm = policy.get_global_grad_norm()
-    return {"learning_rate": rate, "epoch": epoch, "grad_norm": float(norm) if norm is not None else math.nan}
+    health = {"grad_norm": float(norm) if norm is not None else math.nan}
+    return health if zeros is None else {**health, "num_zeros_in_grad": zeros}
 
 
-def _speed(values: dict[str, float], seconds: float) -> dict[str, float]:
-    speed = {"tokens_per_second": values["tokens"] / seconds, "pairs_per_second": values["pairs"] / seconds}
-    if torch.cuda.is_available():
-        speed["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return speed
-
-
-def _shortest(pairs: Sequence[Pair], count: int) -> list[Pair]:
-    return sorted(pairs, key=len)[:count]
-
-
-def _silent(step: int, values: dict[str, float]) -> None:
+def _silent(*_: Any) -> None:
     """The log of every rank but 0."""

@@ -1,10 +1,18 @@
 """Loading a causal language model and its tokenizer, and making it ready to be scored or trained."""
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from training.dtypes import DTYPES
@@ -12,13 +20,27 @@ from training.dtypes import DTYPES
 logging.disable_progress_bar()  # of loading and saving weights; ours show the work
 
 
-def load_model(folder: Path, dtype: str, device: torch.device | None = None) -> PreTrainedModel:
-    """Weights as safetensors, no code from the folder, SDPA (which honours the row's mask), dropout off."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True, local_files_only=True
-    )
+def load_model(
+    folder: Path, dtype: str, device: torch.device | None = None, quantization: str | None = None
+) -> PreTrainedModel:
+    """Weights as safetensors, no code from the folder, dropout off; `nf4` keeps them in 4 bits, on a GPU alone."""
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
+    if quantization:
+        options |= {"quantization_config": _four_bits(dtype), "device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
     no_dropout(model)
-    return model.to(device) if device else model  # type: ignore[arg-type]
+    return model.to(device) if device and not quantization else model  # type: ignore[arg-type]
+
+
+def _four_bits(dtype: str) -> BitsAndBytesConfig:
+    if not (torch.cuda.is_available() and find_spec("bitsandbytes")):
+        raise ValueError("quantization: nf4 needs an NVIDIA GPU and `pip install bitsandbytes`: set it to null")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[dtype],
+    )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -36,6 +58,13 @@ def no_dropout(model: nn.Module) -> None:
         for name in ("attention_dropout", "attn_dropout", "resid_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def compile_layers(causal: PreTrainedModel) -> None:
+    """Fuse the elementwise work of each decoder layer; one graph serves all layers and all row lengths."""
+    for module in causal.modules():
+        if type(module).__name__ in (causal._no_split_modules or ()):
+            module.compile(dynamic=True)
 
 
 def best_device() -> torch.device:

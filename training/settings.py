@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from training.losses import Objective
+from training.objective import Objective
 
 
 class Mismatch(ValueError):
@@ -21,6 +21,7 @@ class Settings:
     global_batch_size: int
     row_tokens: int
     adapter: dict[str, Any] | None = None
+    quantization: str | None = None
     dtype: str = "float32"
     schedule: str = "cosine"
     warmup_fraction: float = 0.1
@@ -36,3 +37,9 @@ class Settings:
     zero_stage: int = 2
     offload: str = "none"
     activation_checkpointing: bool = False
+    compile: bool = True  # on a GPU
+    select: str | None = None  # metric by which the best checkpoint becomes the policy; None: the last
+    patience: int | None = None  # evaluations without a better one after which training stops
+    max_skipped_steps: int = 5  # in a row
+    kl_limit: float | None = None
+    stop_on_alarm: bool = False

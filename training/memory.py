@@ -1,0 +1,148 @@
+"""How much memory a training run needs on each device, before anything is loaded.
+
+Weights, gradients and optimizer states are counted; what a row keeps for its backward pass is counted by layer with
+factors that were measured (docs/performance.md).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from training.dtypes import DTYPES
+from training.head import CHUNK_BYTES, KEEP_BYTES
+from training.settings import Settings
+
+GIB = 2**30
+OutOfMemory = torch.OutOfMemoryError
+# Values that a layer keeps of each token: multiples of its hidden, attention and intermediate sizes.
+HIDDEN, ATTENTION, INTERMEDIATE = 6.0, 2.0, 3.0
+OVERHEAD = 1.0 * GIB  # the CUDA context's and the allocator's own
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device, by what they hold."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > 0.05 * GIB)
+        return f"{self.total / GIB:.1f} GiB ({parts})"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    parameters: int
+    trainable: int
+    quantized: int  # of the parameters, those in 4 bits
+    layers: int
+    hidden: int
+    attention: int  # query, key and value of a token
+    intermediate: int
+    vocabulary: int
+
+
+def estimate(settings: Settings, world: int, row_tokens: int | None = None, targets: int | None = None) -> Estimate:
+    """Peak on each of `world` devices for rows of so many tokens, so many of which are predicted."""
+    sizes = measure(Path(settings.model), settings.adapter, settings.quantization)
+    tokens = row_tokens or settings.row_tokens
+    wide = DTYPES[settings.dtype].itemsize
+    shard = 1 / world
+    weights = ((sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55) * (
+        shard if settings.zero_stage == 3 else 1
+    )
+    on_device = settings.offload == "none"
+    return Estimate(
+        {
+            "weights": 0.0 if settings.offload == "all" else weights,
+            "gradients": sizes.trainable * wide * (shard if settings.zero_stage > 1 else 1),
+            "optimizer": sizes.trainable * 16.0 * shard
+            if on_device
+            else 0.0,  # master weights, two moments, a gradient
+            "rows": tokens * _kept(sizes, settings.activation_checkpointing) * wide,
+            "logits": _logits(sizes, targets or int(0.75 * tokens), wide),
+            "overhead": OVERHEAD,
+        }
+    )
+
+
+def _kept(sizes: Sizes, activation_checkpointing: bool) -> float:
+    layer = HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
+    return sizes.layers * sizes.hidden + layer if activation_checkpointing else sizes.layers * layer
+
+
+def _logits(sizes: Sizes, targets: int, wide: int) -> float:
+    whole = targets * sizes.vocabulary * wide
+    return whole if whole <= KEEP_BYTES else 2.0 * CHUNK_BYTES
+
+
+def measure(folder: Path, adapter: dict[str, Any] | None, quantization: str | None = None) -> Sizes:
+    """Sizes of the model in a folder, from its configuration alone."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text, head = config.get_text_config(), model.get_output_embeddings()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    parameters = sum(p.numel() for p in model.parameters())
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Sizes(
+        parameters=parameters,
+        trainable=_adapter_size(linears, adapter) if adapter else parameters,
+        quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        attention=size * (text.num_attention_heads + 2 * key_heads),
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
+    )
+
+
+def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int:
+    targets = adapter["targets"]
+    if targets == "all-linear":
+        chosen = list(linears.values())
+    elif isinstance(targets, str):
+        chosen = [m for name, m in linears.items() if re.fullmatch(targets, name)]
+    else:
+        chosen = [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
+    return sum(adapter["rank"] * (m.in_features + m.out_features) for m in chosen)
+
+
+def fits(settings: Settings, world: int, device: torch.device) -> None:
+    """ValueError where the run cannot fit this GPU."""
+    if device.type != "cuda":
+        return
+    needed, room = estimate(settings, world), torch.cuda.get_device_properties(device).total_memory
+    if needed.total > room:
+        raise ValueError(
+            f"this run needs about {needed} on each GPU, which has {room / GIB:.0f} GiB: {advice(settings)}"
+        )
+
+
+def out_of_memory(settings: Settings, world: int) -> str:
+    return (
+        f"a worker ran out of memory with rows of {settings.row_tokens} tokens; the run needs about "
+        f"{estimate(settings, world)} on each device: {advice(settings)}"
+    )
+
+
+def advice(settings: Settings) -> str:
+    """What to change, the cheapest first."""
+    group = "actor_train in infra/cluster.yaml"
+    if settings.row_tokens > 4096:
+        return f"lower {group} row_tokens (now {settings.row_tokens})"
+    if not settings.activation_checkpointing:
+        return f"set {group} activation_checkpointing: true"
+    if settings.zero_stage < 3:
+        return f"raise {group} zero_stage to 3, or num_workers"
+    return f"set {group} offload: all, or use train.adapter"
