@@ -4,20 +4,19 @@
     python -m tests.benchmarks.gpu --shape 1.5b 7b --variants lora --earlier results.jsonl
     python -m tests.benchmarks.gpu --shape tiny --lengths short --batch 8 --row-tokens 512 --micro-batches 4
 
-JSON lines go to stdout as they come, the table of the best of each side to stderr at the end. `--earlier` adds
-the lines of earlier calls to the table (and measures nothing new with `--sides none`). The last example is for a CPU.
+A JSON line per configuration as it comes, and at the end a table of the best of each side. `--earlier` adds the lines
+of earlier calls to the table (and nothing new is measured with `--sides none`). The last example is for a CPU.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.job import SIDES, Job, check_peer, run
-from tests.benchmarks.table import markdown, ratio
+from tests.benchmarks.table import markdown, versus
 
 VARIANTS = ("full", "lora", "full-checkpointed", "lora-checkpointed")
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
@@ -27,14 +26,14 @@ def main() -> None:
     given = _arguments()
     sides = [] if given.sides == ["none"] else given.sides
     check_peer(sides)
-    lines = [json.loads(line) for path in given.earlier for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for path in given.earlier for line in path.open() if line.startswith("{")]
     for shape, lengths in product(given.shape, given.lengths) if sides else []:
         for name, job in _jobs(given, sides, shape, lengths):
             line = {**name, **run(job, given.limit)}
             line.pop("course", None)
             lines.append(line)
             print(json.dumps(line), flush=True)
-    print("\n" + table(lines), file=sys.stderr)
+    print("\n" + table(lines))
 
 
 def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str) -> Any:
@@ -73,28 +72,20 @@ def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str)
 
 def table(lines: list[dict[str, Any]]) -> str:
     """One row per shape, lengths and variant: the fastest of each side, and ours over the peer's."""
+    figures = {
+        "pairs/s": "pairs_per_second",
+        "peak GiB": "peak_gib",
+        "reference pairs/s": "reference_pairs_per_second",
+        "tokens/pair": "tokens_per_pair",
+        "TFLOP/s": "tflops",
+    }
     rows = []
     for key in dict.fromkeys((line["shape"], line["lengths"], line["variant"]) for line in lines):
         ours, peer = (_fastest(lines, key, side) for side in SIDES)
-        share = ratio(ours.get("tflops"), ours.get("matrix_tflops"))
-        rows.append(
-            [
-                ", ".join(key),
-                *_three(ours, peer, "pairs_per_second"),
-                *_three(ours, peer, "peak_gib"),
-                *_three(ours, peer, "reference_pairs_per_second"),
-                *_three(ours, peer, "tokens_per_pair"),
-                *(line.get("tflops") for line in (ours, peer)),
-                ours.get("matrix_tflops", peer.get("matrix_tflops")),
-                f"{share:.0%}" if share else None,
-                *(line.get("size") for line in (ours, peer)),
-            ]
-        )
-    heads = [
-        f"{what}{side}" for what in ("pairs/s", "GiB", "reference/s", "tokens/pair") for side in ("", " TRL", " x")
-    ]
-    more = ["TFLOP/s", "TFLOP/s TRL", "matrix peak", "of peak", "row tokens", "micro-batch"]
-    return markdown(["shape, lengths, variant", *heads, *more], rows)
+        sizes = f"{ours.get('size', '-')} tokens / {peer.get('size', '-')} pairs"
+        compared = [versus(ours.get(name), peer.get(name)) for name in figures.values()]
+        rows.append([", ".join(key), *compared, versus(ours.get("tflops"), ours.get("matrix_tflops")), sizes])
+    return "ours / TRL = ratio\n\n" + markdown(["shape, lengths, variant", *figures, "of matrix peak", "rows"], rows)
 
 
 def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> dict[str, Any]:
@@ -104,10 +95,6 @@ def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> di
         if (line["shape"], line["lengths"], line["variant"], line["side"]) == (*key, side) and "error" not in line
     ]
     return max(found, key=lambda line: line["pairs_per_second"], default={})
-
-
-def _three(ours: dict[str, Any], peer: dict[str, Any], name: str) -> list[float | None]:
-    return [ours.get(name), peer.get(name), ratio(ours.get(name), peer.get(name))]
 
 
 def _arguments() -> argparse.Namespace:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 
-def ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
+def versus(ours: float | None, other: float | None) -> str:
+    """Both figures and their ratio in one cell."""
+    return f"{_cell(ours)} / {_cell(other)} = {_cell(ours / other) if ours and other else '-'}"
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
