@@ -47,17 +47,24 @@ class Job:
 
 
 class Stopwatch:
-    """Time and memory of the measured steps. Both sides call `lap` with the number of steps that are done."""
+    """Speed over what is measured. CPU seconds tell more than the clock where other programs run beside."""
 
-    def __init__(self, job: Job) -> None:
-        self.first, self.last = job.warmup, job.total
-        self.begun = self.seconds = 0.0
+    def __init__(self) -> None:
+        self.begun = self.ended = (0.0, 0.0)
 
-    def lap(self, done: int) -> None:
-        if done == self.first:
-            self.begun = now()
-        if done == self.last:
-            self.seconds = now() - self.begun
+    def start(self) -> None:
+        self.begun = self._read()
+
+    def stop(self) -> None:
+        self.ended = self._read()
+
+    def speed(self, pairs: int, prefix: str = "") -> dict[str, float]:
+        seconds, cpu = (b - a for a, b in zip(self.begun, self.ended, strict=True))
+        return {f"{prefix}pairs_per_second": pairs / seconds, f"{prefix}pairs_per_cpu_second": pairs / cpu}
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        return now(), time.process_time()
 
 
 def now() -> float:
@@ -67,6 +74,26 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+class Steps:
+    """What a side tells of its steps: both call `done` after each of them that they log."""
+
+    def __init__(self, job: Job) -> None:
+        self.first, self.last, self.pairs = job.warmup, job.total, job.steps * job.batch
+        self.watch = Stopwatch()
+        self.done(0)
+
+    def done(self, step: int) -> bool:
+        """Whether that was the last."""
+        if step == self.first:
+            self.watch.start()
+        if step == self.last:
+            self.watch.stop()
+        return step == self.last
+
+    def speed(self) -> dict[str, float]:
+        return self.watch.speed(self.pairs)
 
 
 def matrix_peak() -> float:

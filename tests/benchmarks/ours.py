@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.job import Job, Stopwatch, now
+from tests.benchmarks.job import Job, Steps, Stopwatch
 from training import checkpoint, loop
 from training.logps import score_pairs
 from training.losses import Objective
@@ -27,29 +27,22 @@ class Enough(Exception):
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
     scored, found = score(job, pairs)
-    watch, course = Stopwatch(job), []
+    steps, course = Steps(job), []
 
     def log(step: int, values: dict[str, float]) -> None:
         if "loss" not in values:
             return
-        watch.lap(step)
         course.append({"step": step, **values})
-        if step == job.total:
+        if steps.done(step):
             raise Enough
 
     with tempfile.TemporaryDirectory(prefix="bench-ours-") as folder:
         checkpoint.claim(Path(folder), "bench")
-        watch.lap(0)
         with suppress(Enough):
             loop.train(_settings(job, folder), scored, scored[:2], log)
     measured = sum(map(len, in_order(job, pairs)[job.warmup * job.batch :]))
-    count = job.steps * job.batch
-    return {
-        **found,
-        "pairs_per_second": count / watch.seconds,
-        "tokens_per_pair": measured / count,  # without the unused ends of rows: they are no work done
-        "course": course,
-    }
+    # Without the unused ends of rows: they are no work done.
+    return {**found, **steps.speed(), "tokens_per_pair": measured / steps.pairs, "course": course}
 
 
 def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, float]]:
@@ -57,9 +50,11 @@ def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, float]
     device = best_device()
     model = load_model(Path(job.model), job.dtype, device).eval()
     score_pairs(model, pairs[: 2 * job.batch], job.row_tokens, device)
-    begun = now()
+    watch = Stopwatch()
+    watch.start()
     scores = score_pairs(model, pairs, job.row_tokens, device)
-    found = {"reference_pairs_per_second": len(pairs) / (now() - begun), "parameters": model.num_parameters()}
+    watch.stop()
+    found = {**watch.speed(len(pairs), "reference_"), "parameters": model.num_parameters()}
     del model
     gc.collect()
     if torch.cuda.is_available():

@@ -7,13 +7,13 @@ Its weights and AdamW's moments are bf16 where ours keeps float32 masters: that 
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from tests.benchmarks.job import Job, Stopwatch, now
+from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.benchmarks.ours import LORA, in_order
 from training.dtypes import DTYPES
 from training.packing import Pair
@@ -21,23 +21,16 @@ from training.packing import Pair
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
     pairs = in_order(job, pairs)
-    watch, course = Stopwatch(job), []
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
         trainer = make_trainer(job, pairs, folder)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        trainer.add_callback(_watcher(watch, course))
-        watch.lap(0)
+        steps, course = Steps(job), []
+        trainer.add_callback(_watcher(steps, course))
         trainer.train()
-    count = job.steps * job.batch
-    return {
-        "reference_pairs_per_second": len(pairs) / trainer.reference_seconds,
-        "parameters": trainer.base_parameters,
-        "pairs_per_second": count / watch.seconds,
-        "tokens_per_pair": padded_tokens(pairs[job.warmup * job.batch :], job.micro_batch) / count,
-        "course": course,
-    }
+    computed = padded_tokens(pairs[job.warmup * job.batch :], job.micro_batch)
+    return {**trainer.found, **steps.speed(), "tokens_per_pair": computed / steps.pairs, "course": course}
 
 
 def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
@@ -49,23 +42,24 @@ def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
     class Peer(DPOTrainer):
         """DPOTrainer as it is, but for data that has been tokenised already, and with a watch on its reference pass."""
 
-        reference_seconds = 0.0
-        base_parameters = 0
+        found: ClassVar[dict[str, float]] = {}
 
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
         def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
             super()._precompute_ref_logps(dataset.select(range(2 * job.batch)), name, batch_size)
-            begun = now()
+            watch = Stopwatch()
+            watch.start()
             done = super()._precompute_ref_logps(dataset, name, batch_size)
-            self.reference_seconds = now() - begun
+            watch.stop()
+            self.found.update(watch.speed(len(dataset), "reference_"))
             return done
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=DTYPES[job.dtype], attn_implementation="sdpa")
-    parameters = model.num_parameters()
+    Peer.found["parameters"] = model.num_parameters()
     columns = {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"}
-    trainer = Peer(
+    return Peer(
         model=model,
         args=_config(job, folder),
         train_dataset=datasets.Dataset.from_dict(
@@ -74,8 +68,6 @@ def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
         processing_class=_tokenizer(),
         peft_config=_lora() if job.lora else None,
     )
-    trainer.base_parameters = parameters
-    return trainer
 
 
 def _config(job: Job, folder: str) -> Any:
@@ -111,10 +103,10 @@ def _config(job: Job, folder: str) -> Any:
     )
 
 
-def _watcher(watch: Stopwatch, course: list[dict[str, float]]) -> TrainerCallback:
+def _watcher(steps: Steps, course: list[dict[str, float]]) -> TrainerCallback:
     class Watcher(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            watch.lap(state.global_step)
+            steps.done(state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
