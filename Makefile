@@ -36,6 +36,9 @@ lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 	@ruff format --check .
 	@mypy
 
+bench: $(READY) ## our training beside TRL's: BENCH=cpu (as it comes), gpu or convergence, with ARGS="..."
+	@python -m tests.benchmarks.$(or $(BENCH),cpu) $(ARGS)
+
 ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
 	@mkdir -p .mlflow
 	@echo "MLflow: http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning  (Ctrl-C ends it)"
@@ -72,4 +75,4 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run test test-fast lint ui server worker lock
+.PHONY: help demo run test test-fast lint bench ui server worker lock

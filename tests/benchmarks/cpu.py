@@ -1,0 +1,112 @@
+"""Our training beside TRL's on this machine's CPU, with the demo's model, pairs, loss and batch.
+
+    python -m tests.benchmarks.cpu
+
+Both sides have the same number of threads. Their runs alternate and the figures are medians over the rounds, so that a
+machine that is busy for a while does not decide; pairs per CPU second do not count the time that others had. Each side
+is taken at its best: ours of several row budgets, the peer of several micro-batches.
+"""
+
+import argparse
+import json
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.benchmarks.job import SIDES, Job, check_peer, run
+from tests.benchmarks.table import markdown
+
+NAME = ("variant", "side", "size")
+WHAT = {
+    "training, pairs/s": "pairs_per_second",
+    "training, pairs/CPU s": "pairs_per_cpu_second",
+    "reference, pairs/s": "reference_pairs_per_second",
+    "reference, pairs/CPU s": "reference_pairs_per_cpu_second",
+}
+LONGEST = 512  # tokens, as in params.yaml
+
+
+def main() -> None:
+    given = _arguments()
+    check_peer(list(SIDES))
+    with tempfile.TemporaryDirectory(prefix="bench-cpu-") as folder:
+        jobs = _jobs(given, Path(folder))
+        found: dict[tuple[str, str, int], list[dict[str, Any]]] = {name: [] for name in jobs}
+        for turn, (name, job) in product(range(given.rounds), jobs.items()):
+            result = run(job, given.limit)
+            if "error" in result:
+                raise SystemExit(f"error: {', '.join(map(str, name))}: {result['error']}")
+            found[name].append(result)
+            print(json.dumps({"round": turn + 1, **dict(zip(NAME, name, strict=True)), **_figures(result)}), flush=True)
+    print("\n" + table(found))
+
+
+def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
+    """(variant, side, row tokens or micro-batch) to job; the two sides take turns."""
+    from tasks import demo
+    from tests.benchmarks.workload import tokenised, write_pairs
+    from training import tiny
+
+    # Barely trained: how fast it is does not depend on what it knows.
+    tiny.make(folder / "model", demo.conversations(0)[:300], seed=0, steps=5)
+    count = (given.warmup + given.steps) * given.batch
+    pairs = write_pairs(tokenised(demo.rows(0), folder / "model", count, LONGEST), folder / "pairs")
+    sizes = [("ours", size) for size in given.row_tokens] + [("trl", size) for size in given.micro_batches]
+    return {
+        (variant, side, size): Job(
+            side=side,
+            model=str(folder / "model"),
+            pairs=str(pairs),
+            batch=given.batch,
+            warmup=given.warmup,
+            steps=given.steps,
+            row_tokens=size,
+            micro_batch=size,
+            lora=variant == "lora",
+            loss=("sigmoid", "sft"),
+            learning_rate=1e-3,
+            logging_steps=given.warmup,
+            threads=given.threads,
+        )
+        for variant, (side, size) in product(given.variants, sizes)
+    }
+
+
+def table(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> str:
+    rows = []
+    for variant, what in product(dict.fromkeys(name[0] for name in found), WHAT):
+        medians = {
+            name[1:]: median(result[WHAT[what]] for result in results)
+            for name, results in found.items()
+            if name[0] == variant
+        }
+        (ours, row), (peer, micro) = (
+            max((value, size) for (side, size), value in medians.items() if side == which) for which in SIDES
+        )
+        rows.append([variant, what, ours, peer, ours / peer, row, micro])
+    return markdown(["variant", "what", "ours", "TRL", "ratio", "row tokens", "TRL's micro-batch"], rows)
+
+
+def _figures(result: dict[str, Any]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in result.items() if "pairs" in name or name == "tokens_per_pair"}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--variants", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=1)
+    add("--batch", type=int, default=16, help="pairs of one update")
+    add("--steps", type=int, default=16)
+    add("--warmup", type=int, default=2, help="steps before the measured ones")
+    add("--row-tokens", nargs="+", type=int, default=[256, 512], help="ours: token budgets of a row to try")
+    add("--micro-batches", nargs="+", type=int, default=[8, 16], help="TRL: pairs of a micro-batch to try")
+    add("--limit", type=float, default=300.0, help="seconds for one run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

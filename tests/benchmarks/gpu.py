@@ -1,0 +1,119 @@
+"""Our training beside TRL's on one GPU: pairs/s, memory, TFLOP/s and the reference pass, in one run.
+
+    python -m tests.benchmarks.gpu --shape 0.5b 1.5b --lengths ultrafeedback hh > results.jsonl
+    python -m tests.benchmarks.gpu --shape 1.5b 7b --variants lora --earlier results.jsonl
+    python -m tests.benchmarks.gpu --shape tiny --lengths short --batch 8 --row-tokens 512 --micro-batches 4
+
+A JSON line per configuration as it comes, and at the end a table of the best of each side. `--earlier` adds the lines
+of earlier calls to the table (and nothing new is measured with `--sides none`). The last example is for a CPU.
+"""
+
+import argparse
+import json
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.job import SIDES, Job, check_peer, run
+from tests.benchmarks.table import markdown, versus
+
+VARIANTS = ("full", "lora", "full-checkpointed", "lora-checkpointed")
+SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
+
+
+def main() -> None:
+    given = _arguments()
+    sides = [] if given.sides == ["none"] else given.sides
+    check_peer(sides)
+    lines = [json.loads(line) for path in given.earlier for line in path.open() if line.startswith("{")]
+    for shape, lengths in product(given.shape, given.lengths) if sides else []:
+        for name, job in _jobs(given, sides, shape, lengths):
+            line = {**name, **run(job, given.limit)}
+            line.pop("course", None)
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    print("\n" + table(lines))
+
+
+def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str) -> Any:
+    """(what it is called, the job) of everything to measure with one shape and one distribution of lengths."""
+    import torch
+
+    from tests.benchmarks.workload import SHAPES, make_model_apart, make_pairs, write_pairs
+
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    given.scratch.mkdir(parents=True, exist_ok=True)
+    count = (given.warmup + given.steps) * given.batch
+    pairs = write_pairs(make_pairs(lengths, count, SHAPES[shape][-1]), given.scratch / f"{shape}-{lengths}.pickle")
+    model = make_model_apart(shape, dtype, given.scratch)
+    sizes = {"ours": given.row_tokens, "trl": given.micro_batches}
+    for variant, side in product(given.variants, sides):
+        for size in sizes[side]:
+            name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
+            yield (
+                name,
+                Job(
+                    side=side,
+                    model=str(model),
+                    pairs=str(pairs),
+                    batch=given.batch,
+                    warmup=given.warmup,
+                    steps=given.steps,
+                    row_tokens=size,
+                    micro_batch=size,
+                    dtype=dtype,
+                    lora=variant.startswith("lora"),
+                    checkpointing=variant.endswith("checkpointed"),
+                    logging_steps=given.warmup or 1,
+                ),
+            )
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """One row per shape, lengths and variant: the fastest of each side, and ours over the peer's."""
+    figures = {
+        "pairs/s": "pairs_per_second",
+        "peak GiB": "peak_gib",
+        "reference pairs/s": "reference_pairs_per_second",
+        "tokens/pair": "tokens_per_pair",
+        "TFLOP/s": "tflops",
+    }
+    rows = []
+    for key in dict.fromkeys((line["shape"], line["lengths"], line["variant"]) for line in lines):
+        ours, peer = (_fastest(lines, key, side) for side in SIDES)
+        sizes = f"{ours.get('size', '-')} tokens / {peer.get('size', '-')} pairs"
+        compared = [versus(ours.get(name), peer.get(name)) for name in figures.values()]
+        rows.append([", ".join(key), *compared, versus(ours.get("tflops"), ours.get("matrix_tflops")), sizes])
+    return "ours / TRL = ratio\n\n" + markdown(["shape, lengths, variant", *figures, "of matrix peak", "rows"], rows)
+
+
+def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> dict[str, Any]:
+    found = [
+        line
+        for line in lines
+        if (line["shape"], line["lengths"], line["variant"], line["side"]) == (*key, side) and "error" not in line
+    ]
+    return max(found, key=lambda line: line["pairs_per_second"], default={})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=["tiny", "0.5b", "1.5b", "7b"])
+    add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=["ultrafeedback", "hh", "short"])
+    add("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, "none"])
+    add("--variants", nargs="+", default=["full"], choices=VARIANTS)
+    add("--row-tokens", nargs="+", type=int, default=[16384], help="ours: token budgets of a row to try")
+    add("--micro-batches", nargs="+", type=int, default=[4, 8, 16, 32], help="TRL: pairs of a micro-batch to try")
+    add("--batch", type=int, default=64, help="pairs of one update")
+    add("--steps", type=int, default=8)
+    add("--warmup", type=int, default=2, help="steps before the measured ones")
+    add("--limit", type=float, default=300.0, help="seconds for one configuration")
+    add("--scratch", type=Path, default=SCRATCH, help="where random weights are kept between calls")
+    add("--earlier", nargs="+", type=Path, default=[], help="JSON lines of earlier calls, for the table")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What is measured on: model shapes with random weights, and pairs of random tokens with realistic lengths."""
+
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+from training.dtypes import DTYPES
+from training.packing import Pair
+
+# Qwen2.5's own values; `tiny` is for trying the scripts out on a CPU.
+SHAPES = {
+    "tiny": (64, 2, 4, 2, 128, True, 1000),
+    "0.5b": (896, 24, 14, 2, 4864, True, 151936),
+    "1.5b": (1536, 28, 12, 2, 8960, True, 151936),
+    "7b": (3584, 28, 28, 4, 18944, False, 152064),
+}
+
+# Log-normal: mean and sigma of ln(tokens) of prompt, chosen and rejected.
+LENGTHS = {
+    "ultrafeedback": ((4.9, 0.9), (5.5, 0.7), (5.35, 0.8)),
+    "hh": ((5.0, 0.75), (4.0, 0.8), (4.0, 0.8)),
+    "short": ((2.5, 0.5), (2.5, 0.5), (2.5, 0.5)),
+}
+LONGEST_PART, LONGEST_PAIR = 1024, 2048
+
+
+def qwen_config(shape: str) -> Qwen2Config:
+    hidden, layers, heads, kv_heads, intermediate, tied, vocabulary = SHAPES[shape]
+    return Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+        vocab_size=vocabulary,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        rms_norm_eps=1e-6,
+    )
+
+
+def make_model_apart(shape: str, dtype: str, scratch: Path) -> Path:
+    """A folder with random weights of the shape, made once, by a process that leaves no memory taken on the GPU."""
+    folder = scratch / f"{shape}-{dtype}"
+    if not folder.exists():
+        maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(shape, dtype, folder))
+        maker.start()
+        maker.join()
+        assert folder.exists(), f"the process that makes {folder} ended with {maker.exitcode}"
+    return folder
+
+
+def make_model(shape: str, dtype: str, folder: Path) -> None:
+    """There whole or not at all."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(qwen_config(shape), dtype=DTYPES[dtype])
+    model.generation_config = GenerationConfig()
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    model.save_pretrained(aside)
+    os.rename(aside, folder)
+
+
+def make_pairs(lengths: str, count: int, vocabulary: int, seed: int = 0) -> list[Pair]:
+    """The same pairs on every machine; a pair that is too long shrinks in proportion."""
+    rng = random.Random(seed)
+    pairs = []
+    for number in range(count):
+        sizes = [min(LONGEST_PART, max(1, round(rng.lognormvariate(*part)))) for part in LENGTHS[lengths]]
+        if sum(sizes) > LONGEST_PAIR:
+            sizes = [size * LONGEST_PAIR // sum(sizes) for size in sizes]
+        # Token 0 is left to the peer's padding.
+        prompt, chosen, rejected = (rng.choices(range(1, vocabulary), k=size) for size in sizes)
+        pairs.append(Pair(str(number), prompt, chosen, rejected, [1] * len(chosen), [1] * len(rejected)))
+    return pairs
+
+
+def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
+    path.write_bytes(pickle.dumps(list(pairs)))
+    return path
+
+
+def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
+    """The first real rows with at most `longest` tokens in a sequence, tokenised as the stage `prepare` does."""
+    from tasks.formats import BadRow, detect, to_conversation
+    from tasks.templates import choose_template, tokenise
+    from training.model import load_tokenizer
+
+    rows = list(rows)
+    tokenizer, shape, conversations = load_tokenizer(model), detect(rows[0]), []
+    choose_template(tokenizer, "auto")
+    for row in rows:
+        with suppress(BadRow):
+            conversations.append(to_conversation(row, shape))
+    good = [tokens for tokens in tokenise(tokenizer, conversations) if not isinstance(tokens, BadRow)]
+    short = [t for t in good if len(t.prompt) + max(len(t.chosen), len(t.rejected)) <= longest][:count]
+    if len(short) < count:
+        sys.exit(f"error: {len(short)} of {len(rows)} rows have at most {longest} tokens, and {count} are needed.")
+    return [
+        Pair(str(number), t.prompt, t.chosen, t.rejected, [1] * len(t.chosen), [1] * len(t.rejected))
+        for number, t in enumerate(short)
+    ]
