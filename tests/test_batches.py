@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from training.batches import learning_rate, rank_rows, step_pairs, total_steps
+from training.batches import learning_rate, pair_costs, rank_rows, step_pairs, total_steps
+from training.packing import Pair
 
 
 def test_an_epoch_sees_every_pair_once_and_the_next_in_another_order():
@@ -25,19 +26,29 @@ def test_ranks_share_a_step_without_loss_or_repetition(world):
     rng = random.Random(1)
     lengths = [rng.randint(5, 60) for _ in range(40)]
     numbers = rng.sample(range(40), 17)
-    dealt = [rank_rows(numbers, lengths, 64, rank, world) for rank in range(world)]
+    dealt = [rank_rows(numbers, lengths, lengths, 64, rank, world) for rank in range(world)]
     assert len({len(rows) for rows in dealt}) == 1  # every rank takes as many passes
     counted = [n for rows in dealt for members, counts in rows if counts for n in members]
     assert sorted(counted) == sorted(numbers)
 
 
-def test_ranks_get_rows_of_like_cost():
-    lengths = [10 * n for n in range(1, 9)]
-    costs = [
-        sum(lengths[n] for members, counts in rank_rows(range(8), lengths, 80, rank, 2) if counts for n in members)
-        for rank in (0, 1)
+def test_no_rank_waits_for_another():
+    """In every pass the ranks' rows cost nearly the same, attention included."""
+    rng = random.Random(2)
+    pairs = [
+        Pair(str(n), range(rng.randint(10, 600)), range(rng.randint(5, 300)), range(rng.randint(5, 300)), [], [])
+        for n in range(64)
     ]
-    assert abs(costs[0] - costs[1]) <= 80
+    lengths, costs = [len(pair) for pair in pairs], pair_costs(pairs, hidden_size=64)
+    dealt = [rank_rows(range(64), lengths, costs, 8192, rank, 4) for rank in range(4)]
+    for passes in zip(*dealt, strict=True):
+        each = [sum(costs[n] for n in members) for members, _ in passes]
+        assert max(each) / min(each) < 1.15
+
+
+def test_attention_is_part_of_the_cost():
+    long = Pair("a", range(500), range(250), range(250), [], [])
+    assert pair_costs([long], hidden_size=64) == [1000 + long.attended / 384]
 
 
 def test_learning_rate_warms_up_and_ends_low():

@@ -30,6 +30,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device at every pass
         "checkpoint": {"load_universal": universal},  # what it loads was made by another number of ranks
     }
 
@@ -39,6 +40,8 @@ def start_distributed() -> tuple[int, int]:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Rows differ in length: blocks that can grow keep the allocator from holding twice what is in use.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if "RANK" not in os.environ and not dist.is_initialized():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     import deepspeed

@@ -65,7 +65,7 @@ def train(
     log, say = (log, say) if rank == 0 else (_silent, _silent)
     settings.objective.check_pairs(pairs)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    memory.fits(settings, world, device)
+    memory.fits(settings, pairs, world, device)
     course, folder = Course(settings, device), Path(settings.folder)
     found = checkpoint.find(folder, settings.zero_stage)
     policy = start(settings, pairs, device, found)

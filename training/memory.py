@@ -4,7 +4,9 @@ Weights, gradients and optimizer states are counted; what a row keeps for its ba
 factors that were measured (docs/performance.md).
 """
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.dtypes import DTYPES
 from training.head import CHUNK_BYTES, KEEP_BYTES
+from training.packing import Pair
 from training.settings import Settings
 
 GIB = 2**30
@@ -51,10 +54,10 @@ class Sizes:
     vocabulary: int
 
 
-def estimate(settings: Settings, world: int, row_tokens: int | None = None, targets: int | None = None) -> Estimate:
-    """Peak on each of `world` devices for rows of so many tokens, so many of which are predicted."""
+def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Estimate:
+    """Peak on each of `world` devices, for rows of these pairs or for rows that are full."""
     sizes = measure(Path(settings.model), settings.adapter, settings.quantization)
-    tokens = row_tokens or settings.row_tokens
+    tokens, targets = _row(pairs, settings, world) if pairs else (settings.row_tokens, int(0.75 * settings.row_tokens))
     wide = DTYPES[settings.dtype].itemsize
     shard = 1 / world
     weights = ((sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55) * (
@@ -69,10 +72,20 @@ def estimate(settings: Settings, world: int, row_tokens: int | None = None, targ
             if on_device
             else 0.0,  # master weights, two moments, a gradient
             "rows": tokens * _kept(sizes, settings.activation_checkpointing) * wide,
-            "logits": _logits(sizes, targets or int(0.75 * tokens), wide),
+            "logits": _logits(sizes, targets, wide),
             "overhead": OVERHEAD,
         }
     )
+
+
+def _row(pairs: Sequence[Pair], settings: Settings, world: int) -> tuple[int, int]:
+    """Tokens and predicted tokens of a typical row: a step's tokens go evenly into as few rows as hold them."""
+    mean = sum(map(len, pairs)) / len(pairs)
+    step = mean * min(settings.global_batch_size, len(pairs)) / world
+    rows = max(1, math.ceil(1.05 * step / settings.row_tokens))
+    tokens = max(int(1.05 * step / rows), max(map(len, pairs)))
+    answers = sum(len(pair.chosen) + len(pair.rejected) for pair in pairs) / len(pairs)
+    return tokens, int(tokens * answers / mean)
 
 
 def _kept(sizes: Sizes, activation_checkpointing: bool) -> float:
@@ -118,11 +131,11 @@ def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int
     return sum(adapter["rank"] * (m.in_features + m.out_features) for m in chosen)
 
 
-def fits(settings: Settings, world: int, device: torch.device) -> None:
+def fits(settings: Settings, pairs: Sequence[Pair], world: int, device: torch.device) -> None:
     """ValueError where the run cannot fit this GPU."""
     if device.type != "cuda":
         return
-    needed, room = estimate(settings, world), torch.cuda.get_device_properties(device).total_memory
+    needed, room = estimate(settings, world, pairs), torch.cuda.get_device_properties(device).total_memory
     if needed.total > room:
         raise ValueError(
             f"this run needs about {needed} on each GPU, which has {room / GIB:.0f} GiB: {advice(settings)}"

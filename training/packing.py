@@ -98,7 +98,7 @@ def pack(costs: Sequence[float], lengths: Sequence[int], budget: int, multiple: 
     The number of rows is a multiple of `multiple`, so that as many ranks get equally many; it is the smallest for
     which the longest-first rule finds room. A row stays empty only where there are fewer items than rows.
     """
-    wanted = max(1, math.ceil(sum(lengths) / budget))
+    wanted = max(1, math.ceil(sum(min(length, budget) for length in lengths) / budget))
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
     for count in range(math.ceil(wanted / multiple) * multiple, len(lengths) + multiple, multiple):
         rows = _even(order, costs, lengths, budget, count)

@@ -20,9 +20,9 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
     model: Any = load_model(Path(settings.model), settings.dtype, place, settings.quantization)
     if settings.adapter:
         model = adapters.add_adapter(model, **settings.adapter, seed=settings.seed)
+        model.enable_input_require_grads()  # all layers alike, so that one compiled graph serves them
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
     return model.train()
 
 

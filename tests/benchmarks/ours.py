@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.benchmarks.job import Job, Steps, Stopwatch
-from training import checkpoint, loop
+from training import checkpoint, loop, memory
 from training.logps import score_pairs
-from training.losses import Objective
-from training.model import best_device, load_model
+from training.model import best_device, compile_layers, load_model
+from training.objective import Objective
 from training.packing import Pair
+from training.proof import make_scorer
 from training.settings import Settings
 
 LORA = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
@@ -26,7 +28,7 @@ class Enough(Exception):
 
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
-    scored, found = score(job, pairs)
+    scored, found = score(job, [_arrays(pair) for pair in pairs])
     steps, course = Steps(job), []
 
     def log(step: int, values: dict[str, float]) -> None:
@@ -39,23 +41,33 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-ours-") as folder:
         checkpoint.claim(Path(folder), "bench")
         with suppress(Enough):
-            loop.train(_settings(job, folder), scored, scored[:2], log)
+            loop.train(_settings(job, folder), scored, {"": scored[:2]}, log)
+        found["estimated_gib"] = memory.estimate(_settings(job, folder), 1, scored).total / 2**30
     measured = sum(map(len, in_order(job, pairs)[job.warmup * job.batch :]))
     # Without the unused ends of rows: they are no work done.
     return {**found, **steps.speed(), "tokens_per_pair": measured / steps.pairs, "course": course}
+
+
+def _arrays(pair: Pair) -> Pair:
+    """As the pipeline reads pairs from disk."""
+    parts = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
+    return replace(pair, **{part: np.asarray(getattr(pair, part), dtype=np.int32) for part in parts})
 
 
 def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, float]]:
     """The pairs with their reference, and how fast it was computed once everything was warm."""
     device = best_device()
     model = load_model(Path(job.model), job.dtype, device).eval()
-    score_pairs(model, pairs[: 2 * job.batch], job.row_tokens, device)
+    scorer = make_scorer(model, pairs, device)
+    if torch.cuda.is_available():
+        compile_layers(model)
+    score_pairs(scorer, pairs[: 2 * job.batch], job.row_tokens, device)
     watch = Stopwatch()
     watch.start()
-    scores = score_pairs(model, pairs, job.row_tokens, device)
+    scores = score_pairs(scorer, pairs, job.row_tokens, device)
     watch.stop()
     found = {**watch.speed(len(pairs), "reference_"), "parameters": model.num_parameters()}
-    del model
+    del model, scorer
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

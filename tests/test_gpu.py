@@ -1,0 +1,141 @@
+"""On an NVIDIA GPU: FlashAttention over rows, the head's kernels, compiled layers and 4 bits give the plain numbers.
+
+python -m pytest tests/test_gpu.py
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from training import adapters, head, loop
+from training.losses import Pairs
+from training.metrics import row_pairs
+from training.model import compile_layers, load_model
+from training.objective import Objective
+from training.packing import Pair, build_row
+from training.proof import ROUNDING, make_scorer, prove_start
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+GPU = torch.device("cuda")
+SHAPE = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, **HEADS),
+    "qwen2": Qwen2Config(**SHAPE, **HEADS, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, **HEADS, head_dim=64),
+    "mistral": MistralConfig(**SHAPE, **HEADS, sliding_window=32),
+    "gemma2": Gemma2Config(**SHAPE, **HEADS, head_dim=64, sliding_window=32),
+}
+
+
+def make_pairs(count: int = 6) -> list[Pair]:
+    rng = np.random.default_rng(0)
+
+    def tokens() -> np.ndarray:
+        return rng.integers(0, 4096, rng.integers(3, 120))
+
+    parts = [(tokens(), tokens(), tokens()) for _ in range(count)]
+    return [Pair(str(n), p, c, r, np.ones(len(c)), np.ones(len(r))) for n, (p, c, r) in enumerate(parts)]
+
+
+def make_model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).to(GPU, torch.bfloat16).eval()
+
+
+def gradients(model: torch.nn.Module, scorer: torch.nn.Module, row: object) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    logps = scorer(row)[0]
+    logps.sum().backward()
+    return logps.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_compiled_rows_equal_plain_passes(name):
+    model, pairs = make_model(name), make_pairs()
+    row = build_row(pairs, range(len(pairs))).to(GPU)
+    plain = make_scorer(model, pairs, GPU)
+    plain.how = "plain"
+    model.set_attn_implementation("eager")
+    expected, expected_gradient = gradients(model, plain, row)
+    scorer = make_scorer(model, pairs, GPU)
+    assert scorer.how == "fused"
+    compile_layers(model)
+    given, gradient = gradients(model, scorer, row)
+    assert (given - expected).abs().mean() < ROUNDING[torch.bfloat16]
+    assert torch.nn.functional.cosine_similarity(gradient, expected_gradient, dim=0) > 0.999
+    assert gradient.norm() == pytest.approx(expected_gradient.norm().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_heads_kernels_equal_torch(monkeypatch, keep, softcap):
+    monkeypatch.setattr(head, "KEEP_BYTES", head.KEEP_BYTES if keep else 0)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 20_000 * 2 * 64)
+    torch.manual_seed(0)
+    hidden = torch.randn(150, 96, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.2 * torch.randn(20_000, 96, device=GPU)).bfloat16().requires_grad_()
+    targets = torch.randint(0, 20_000, (150,), device=GPU)
+    wanted = torch.randn(150, device=GPU)
+    shaping = head.Shaping(softcap=softcap)
+
+    def run(values):
+        hidden.grad = weight.grad = None
+        (values[0] * wanted).sum().backward()
+        return [*(value.detach().float() for value in values), hidden.grad.float(), weight.grad.float()]
+
+    expected = run(head.gather(shaping(hidden @ weight.t()).float(), targets))
+    given = run(head.FusedHead.apply(hidden, weight, None, targets, shaping))
+    for ours, theirs in zip(given, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 0.02 * theirs.abs().max()
+    torch.testing.assert_close(given[0], expected[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_four_bits_start_as_their_reference_and_learn(tmp_path: Path):
+    make_model("llama").save_pretrained(tmp_path)
+    pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1})
+    base = load_model(tmp_path, "bfloat16", GPU, "nf4").eval()
+    reference = make_scorer(base, pairs, GPU)
+    pairs = with_scores(pairs, reference)
+    policy = adapters.add_adapter(base, 8, 16.0, "all-linear", False, False, seed=0)
+    scorer = make_scorer(policy.train(), pairs, GPU)
+    prove_start(scorer, objective, pairs, 2048, GPU)
+    assert sum(p.numel() for n, p in policy.named_parameters() if p.requires_grad and "lora" not in n) == 0
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
+    row, losses = build_row(pairs, range(len(pairs))).to(GPU), []
+    for _ in range(10):
+        loss = loop.row_loss(scorer, objective, row)[0].mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(0.693, abs=0.02)
+    assert losses[-1] < 0.5
+
+
+def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
+    from training.logps import score_pairs
+
+    scores = score_pairs(scorer, pairs, 2048, GPU)
+    return [replace(p, ref_chosen=c, ref_rejected=r) for p, (c, r) in zip(pairs, scores, strict=True)]
+
+
+def test_sums_on_the_gpu_are_those_of_the_cpu():
+    pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1, "ld_alpha": 0.5})
+    row = build_row(pairs, range(len(pairs)))
+    values = -torch.rand(len(row.targets))
+    from training.logps import TokenLogps
+
+    def sums(where: torch.device) -> Pairs:
+        tokens = TokenLogps(*(values.to(where) for _ in range(3)))
+        return row_pairs(row.to(where), tokens, objective)
+
+    for name in ("chosen", "rejected", "chosen_mean", "chosen_tokens"):
+        on_gpu, on_cpu = (getattr(sums(where), name).cpu() for where in (GPU, torch.device("cpu")))
+        torch.testing.assert_close(on_gpu, on_cpu)

@@ -1,0 +1,86 @@
+"""Combinations of losses, rewards, and the refusal of everything that would be ignored."""
+
+import pytest
+import torch
+
+from tests.test_losses import pairs, value
+from training.objective import Objective, check
+from training.packing import Pair
+
+
+def test_a_combination_is_the_weighted_sum_of_its_components():
+    parts = Objective({"sigmoid": 0.8, "sft": 0.2}, {"beta": 0.1}).losses(pairs())
+    assert parts["loss"].item() == pytest.approx(0.8 * value("sigmoid", beta=0.1) + 0.2 * 2.5)
+    assert parts["loss/sft"].item() == pytest.approx(2.5)
+    assert "loss/sigmoid" not in Objective({"sigmoid": 1.0}, {"beta": 0.1}).losses(pairs())
+
+
+def test_wpo_weighs_the_total_and_only_when_asked():
+    given = pairs(factor=torch.tensor([0.25], dtype=torch.float64))
+    asked = Objective({"sigmoid": 1.0}, {"beta": 0.1, "wpo": True}).losses(given)["loss"]
+    not_asked = Objective({"sigmoid": 1.0}, {"beta": 0.1}).losses(given)["loss"]
+    assert asked.item() == pytest.approx(0.25 * not_asked.item())
+
+
+def test_rewards_are_beta_times_the_ratio_or_what_there_is_without_a_reference():
+    def rewards(name: str, **options):
+        return [x.item() for x in Objective({name: 1.0}, options).rewards(pairs())]
+
+    assert rewards("sigmoid", beta=0.1) == pytest.approx([0.2, -0.1])
+    assert rewards("simpo", beta=2.0) == pytest.approx([2 * -2.5, 2 * -4.0])
+    assert rewards("simpo", beta=2.0, reference=True) == pytest.approx([4.0, -2.0])
+    assert rewards("orpo", beta=0.1) == pytest.approx([-0.25, -0.4])
+    assert rewards("cpo", beta=0.1) == pytest.approx([-1.0, -0.8])
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "needs"),
+    [
+        ({"sigmoid": 1.0}, {"beta": 0.1}, True),
+        ({"simpo": 1.0}, {"beta": 0.1}, False),
+        ({"simpo": 1.0}, {"beta": 0.1, "reference": True}, True),
+        ({"orpo": 1.0, "sft": 1.0}, {"beta": 0.1}, False),
+        ({"orpo": 1.0, "hinge": 1.0}, {"beta": 0.1}, True),
+    ],
+)
+def test_a_reference_is_needed_where_a_loss_reads_one(weights, options, needs):
+    check(weights, options)
+    assert Objective(weights, options).needs_reference is needs
+
+
+BETA = {"beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "sentence"),
+    [
+        ({"dpo": 1.0}, BETA, "there is no loss 'dpo'"),
+        ({}, {}, "loss is empty"),
+        ({"sigmoid": 0.0}, BETA, "must be above 0"),
+        ({"sigmoid": 1.0}, {}, "needs `beta`"),
+        ({"hinge": 1.0}, {**BETA, "label_smoothing": 0.1}, "`label_smoothing` has no effect on loss hinge"),
+        ({"sigmoid": 1.0}, {**BETA, "gamma": 0.5}, "`gamma` has no effect"),
+        ({"sft": 1.0}, BETA, "`beta` has no effect"),
+        ({"sigmoid": 1.0}, {**BETA, "reference": True}, "`reference` has no effect"),
+        ({"orpo": 1.0}, {**BETA, "ld_alpha": 0.5}, "`ld_alpha` has no effect"),
+        ({"simpo": 1.0}, {**BETA, "ld_alpha": 0.5}, "`ld_alpha` has no effect on simpo without a reference"),
+        ({"apo_zero": 1.0}, {**BETA, "f_divergence": "js"}, "`f_divergence` has no effect"),
+        ({"sigmoid": 1.0}, {**BETA, "f_divergence": "tv"}, "there is no `f_divergence` 'tv'"),
+        ({"sigmoid": 1.0}, {**BETA, "f_divergence": "alpha"}, "`f_alpha` belongs to"),
+        ({"sigmoid": 1.0}, {**BETA, "f_divergence": "js", "f_alpha": 0.5}, "`f_alpha` belongs to"),
+        ({"exo_pair": 1.0}, BETA, "needs `label_smoothing`"),
+        ({"exo_pair": 1.0}, {**BETA, "label_smoothing": 0.0}, "set it above 0"),
+        ({"robust": 1.0}, {**BETA, "label_smoothing": 0.5}, "below 0.5"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(weights, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check(weights, options)
+
+
+@pytest.mark.parametrize(("change", "name"), [({"label": 0.7}, "label"), ({"margin": 1.0}, "margin")])
+def test_a_label_or_margin_that_no_loss_reads_is_refused(change, name):
+    pair = Pair("a", [1], [2], [3], [1], [1], **change)
+    Objective({"sigmoid": 1.0}, BETA).check_pairs([pair])
+    with pytest.raises(ValueError, match=f"the pairs carry a {name}, which loss apo_zero does not read"):
+        Objective({"apo_zero": 1.0}, BETA).check_pairs([pair])
