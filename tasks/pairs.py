@@ -57,7 +57,7 @@ def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
     tokens = zip(*(_lists(table, name) for name in TOKENS), strict=True)
     numbers = zip(*(_numbers(table, name, default) for name, default in NUMBERS.items()), strict=True)
     return [
-        Pair(name, *parts[:5], None, None, *weights[:3])
+        Pair(name, *parts, None, None, *weights)  # type: ignore[call-arg]  # as many as there are names
         for name, parts, weights in zip(table["id"].to_pylist(), tokens, numbers, strict=True)
     ]
 

@@ -10,24 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
-
 from tasks import stage
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
 from tasks.models import base_folder, base_hash
-from tasks.pairs import REFERENCE_SCHEMA, SPLITS, read_pairs
+from tasks.pairs import SPLITS, read_pairs
 from tasks.params import Cluster, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
-from tasks.shards import SCHEMA, key_of, read_shards, shards, write_shard
+from tasks.shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
 from tasks.tracking import Run
 from training.objective import Objective
 from training.packing import Pair
 
 NUMERICS = 2  # raise when the values that we compute change
-AT_ONCE = 10_000  # rows that are written together
 
 Shard = tuple[list[Pair], list[str]]
 
@@ -38,13 +34,13 @@ def reference(run: Run) -> None:
     if not Objective(params.train.loss, params.train.loss_options()).needs_reference:
         print(f"reference: loss {', '.join(params.train.loss)} has no reference; nothing to compute")
         nothing: dict[str, list[str]] = {split: [] for split in SPLITS}
-        _publish(nothing, nothing, SCHEMA.empty_table(), basis)
+        _publish(nothing, nothing, no_values(), basis)
         return
     folder = home() / cluster.output_dir / "reference" / fingerprint(basis)
     folder.mkdir(parents=True, exist_ok=True)
     pairs = {split: read_pairs(split) for split in SPLITS}
     keys = {split: [key_of(pair) for pair in pairs[split]] for split in SPLITS}
-    known = set(read_shards(folder)["key"].to_pylist())
+    known = known_keys(read_shards(folder))
     missing = _missing(pairs, keys, known, cluster.reference.shard_pairs)
     total = sum(map(len, pairs.values()))
     left = sum(len(some) for some, _ in missing)
@@ -66,17 +62,10 @@ def _missing(pairs: dict[str, list[Pair]], keys: dict[str, list[str]], known: se
     return wanted
 
 
-def _publish(ids: dict[str, list[str]], keys: dict[str, list[str]], values: pa.Table, basis: dict[str, Any]) -> None:
-    """The values by pair id, in the order of the pairs."""
-    place = {key: at for at, key in enumerate(values["key"].to_pylist())}
+def _publish(ids: dict[str, list[str]], keys: dict[str, list[str]], values: Any, basis: dict[str, Any]) -> None:
     with publish(REFERENCE) as out:
         for split in SPLITS:
-            with parquet.ParquetWriter(out / f"{split}.parquet", REFERENCE_SCHEMA, compression="zstd") as writer:
-                for start in range(0, len(ids[split]), AT_ONCE):
-                    some = slice(start, start + AT_ONCE)
-                    rows = values.take([place[key] for key in keys[split][some]])
-                    columns = [ids[split][some], rows["chosen_logps"], rows["rejected_logps"]]
-                    writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA))
+            write_values(out / f"{split}.parquet", ids[split], keys[split], values)
         write_json(out / "manifest.json", {**basis, "files": hash_files(out)})
 
 

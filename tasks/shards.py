@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tasks.files import fingerprint, sha256
+from tasks.pairs import REFERENCE_SCHEMA
 from training.packing import Pair
 
+AT_ONCE = 10_000  # rows that are written together
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -65,3 +67,22 @@ def read_shards(folder: Path) -> pa.Table:
             print(f"warning: shard {path} is damaged; its pairs are computed again", file=sys.stderr)
             path.unlink()
     return pa.concat_tables(tables)
+
+
+def no_values() -> pa.Table:
+    return SCHEMA.empty_table()
+
+
+def known_keys(values: pa.Table) -> set[str]:
+    return set(values["key"].to_pylist())
+
+
+def write_values(path: Path, ids: Sequence[str], keys: Sequence[str], values: pa.Table) -> None:
+    """The values by pair id, in the order of the pairs."""
+    place = {key: at for at, key in enumerate(values["key"].to_pylist())}
+    with parquet.ParquetWriter(path, REFERENCE_SCHEMA, compression="zstd") as writer:
+        for start in range(0, len(ids), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            rows = values.take([place[key] for key in keys[some]])
+            columns = [list(ids[some]), *(rows[name].combine_chunks() for name in ("chosen_logps", "rejected_logps"))]
+            writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA))

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def pairs(model) -> list[Pair]:
     return made
 
 
-def plain_run(model: Path, pairs: list[Pair], lora: bool) -> list[tuple[float, float]]:
+def plain_run(model: Path, pairs: list[Pair], lora: bool, objective: Objective) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, by two ordinary passes a pair and one backward pass a step."""
     policy = load_model(model, "float32")
     policy = adapters.add_adapter(policy, **LORA, seed=0) if lora else policy
@@ -67,8 +68,8 @@ def plain_run(model: Path, pairs: list[Pair], lora: bool) -> list[tuple[float, f
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = batches.learning_rate(step, steps, RATE, 0.1, "cosine")
-        losses = [pair_loss(policy, pairs[number]) for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
-        loss = torch.cat(losses).mean()
+        numbers = batches.step_pairs(step, len(pairs), BATCH, seed=0)
+        loss = batch_loss(policy, [pairs[number] for number in numbers], objective)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
@@ -77,12 +78,18 @@ def plain_run(model: Path, pairs: list[Pair], lora: bool) -> list[tuple[float, f
     return seen
 
 
-def pair_loss(policy: torch.nn.Module, pair: Pair) -> torch.Tensor:
-    sums = [plain_logps(policy, pair.prompt, r, CPU).sum()[None] for r in (pair.chosen, pair.rejected)]
-    refs = [torch.tensor([sum(values)]) for values in (pair.ref_chosen, pair.ref_rejected)]
-    counts = [torch.tensor([float(len(r))]) for r in (pair.chosen, pair.rejected)]
-    means = [total / count for total, count in zip(sums, counts, strict=True)]
-    return Objective(*OBJECTIVE).losses(Pairs(*sums, *refs, *means, *counts))["loss"]
+def batch_loss(policy: torch.nn.Module, pairs: list[Pair], objective: Objective) -> torch.Tensor:
+    """The weighted mean over the whole batch, which sorted losses sort."""
+    names = ("chosen", "rejected")
+    chosen, rejected = (
+        torch.stack([plain_logps(policy, pair.prompt, getattr(pair, name), CPU).sum() for pair in pairs])
+        for name in names
+    )
+    refs = [torch.tensor([sum(getattr(pair, name)) for pair in pairs]) for name in ("ref_chosen", "ref_rejected")]
+    counts = [torch.tensor([float(len(getattr(pair, name))) for pair in pairs]) for name in names]
+    label, margin, weight = (torch.tensor([getattr(p, n) for p in pairs]) for n in ("label", "margin", "weight"))
+    given = Pairs(chosen, rejected, *refs, chosen / counts[0], rejected / counts[1], *counts, label, margin)
+    return (objective.losses(given)["loss"] * weight).sum() / weight.sum()
 
 
 def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes: object) -> dict[str, object]:
@@ -129,23 +136,38 @@ def run_ranks(folder: Path, world: int, runs: list[dict[str, object]]) -> dict[s
     return json.loads((folder / "log.json").read_text())
 
 
+AOT = ({"aot": 1.0, "aot_unpaired": 0.5}, {"beta": 0.1})
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
+def weighted(pairs) -> list[Pair]:
+    rng = random.Random(9)
+    return [replace(p, label=rng.random(), margin=0.1 * rng.random(), weight=0.5 + rng.random()) for p in pairs]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("one")
     wrong = [replace(pair, ref_chosen=[value - 0.5 for value in pair.ref_chosen or []]) for pair in pairs]
     runs = [
-        settings(folder, model, "zero1-full", pairs, zero_stage=1),
-        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA),
+        settings(folder, model, "zero1-full", pairs, zero_stage=1, save_steps=4),
+        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA, save_steps=4),
         settings(folder, model, "narrow-lora", pairs, zero_stage=2, adapter=LORA, row_tokens=8),
         settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
+        settings(folder, model, "aot", pairs, objective=AOT),
+        settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
+        settings(folder, model, "weighted", weighted),
         settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
+        settings(folder, model, "selected", pairs, learning_rate=0.3, eval_steps=1, select="eval/loss", patience=2),
     ]
     return run_ranks(folder, 1, runs)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
+def two_ranks(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("two")
+    impossible = {"margin": float("inf")}
+    poisoned = [replace(pair, **impossible) if pair.id == "13" else pair for pair in pairs]
     runs = [
         settings(
             folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None
@@ -153,9 +175,31 @@ def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
         for stage in (1, 2, 3)
         for mode in ("full", "lora")
     ]
+    runs += [
+        settings(folder, model, "aot", pairs, objective=AOT),
+        settings(folder, model, "weighted", weighted),
+        settings(folder, model, "poisoned", poisoned),
+        settings(folder, model, "all-poisoned", [replace(pair, **impossible) for pair in pairs], max_skipped_steps=3),
+    ]
+    for run in runs:
+        run["save_steps"] = 4
     logs = run_ranks(folder, 2, runs)
-    assert all((Path(str(run["folder"])) / "policy").is_dir() for run in runs)
+    assert all((Path(str(run["folder"])) / "policy").is_dir() for run in runs if run["name"] != "all-poisoned")
+    logs["folder"] = str(folder)  # type: ignore[assignment]
     return logs
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, model, pairs, two_ranks) -> dict[str, list[dict]]:
+    """One rank goes on from what two ranks had saved at step 4."""
+    folder = tmp_path_factory.mktemp("resumed")
+    modes = {"zero1-full": {"zero_stage": 1}, "zero2-lora": {"zero_stage": 2, "adapter": LORA}}
+    runs = [settings(folder, model, name, pairs, **mode) for name, mode in modes.items()]
+    for run in runs:
+        shutil.copytree(
+            Path(two_ranks["folder"]) / run["name"] / "step-00000004", Path(run["folder"]) / "step-00000004"
+        )
+    return run_ranks(folder, 1, runs)
 
 
 def assert_same_course(log: list[dict], expected: list[tuple[float, float]]) -> None:
@@ -167,8 +211,14 @@ def assert_same_course(log: list[dict], expected: list[tuple[float, float]]) -> 
 
 
 @pytest.fixture(scope="module")
-def plain(model, pairs) -> dict[str, list[tuple[float, float]]]:
-    return {mode: plain_run(model, pairs[8:], lora=mode == "lora") for mode in ("full", "lora")}
+def plain(model, pairs, weighted) -> dict[str, list[tuple[float, float]]]:
+    given, aot = Objective(*OBJECTIVE), Objective(*AOT)
+    return {
+        "full": plain_run(model, pairs[8:], False, given),
+        "lora": plain_run(model, pairs[8:], True, given),
+        "aot": plain_run(model, pairs[8:], False, aot),
+        "weighted": plain_run(model, weighted[8:], False, given),
+    }
 
 
 @pytest.mark.parametrize("name", ["zero1-full", "zero2-lora", "narrow-lora", "checkpointed-lora"])
@@ -179,6 +229,45 @@ def test_one_rank_takes_the_course_of_plain_torch(one_rank, plain, name):
 @pytest.mark.parametrize("name", [f"zero{stage}-{mode}" for stage in (1, 2, 3) for mode in ("full", "lora")])
 def test_two_ranks_take_the_course_of_plain_torch(two_ranks, plain, name):
     assert_same_course(two_ranks[name], plain[name.split("-")[1]])
+
+
+def test_sorted_losses_sort_the_global_batch_whatever_the_rows_and_ranks(one_rank, two_ranks, plain):
+    for log in (one_rank["aot"], one_rank["aot-narrow"], two_ranks["aot"]):
+        assert_same_course(log, plain["aot"])
+
+
+def test_labels_margins_and_weights_are_those_of_the_global_batch(one_rank, two_ranks, plain):
+    for log in (one_rank["weighted"], two_ranks["weighted"]):
+        assert_same_course(log, plain["weighted"])
+
+
+@pytest.mark.parametrize("name", ["zero1-full", "zero2-lora"])
+def test_another_number_of_ranks_goes_on_within_rounding(resumed, plain, name):
+    course = [(line["step"], line["loss"]) for line in resumed[name] if "loss" in line]
+    assert [step for step, _ in course] == [5, 6, 7, 8]
+    assert [loss for _, loss in course] == pytest.approx([loss for loss, _ in plain[name.split("-")[1]][4:]], abs=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_run_goes_on(two_ranks, plain):
+    lines = [line for line in two_ranks["poisoned"] if "loss" in line]
+    assert lines[-1]["skipped_steps"] == 2  # the pair is in one step of each epoch
+    assert len(lines) == 8 - 2  # a window without a step says nothing
+    assert all(line["loss"] < 10 for line in lines)
+
+
+def test_nothing_but_skipped_steps_stops_the_run_and_names_pairs(two_ranks):
+    (line,) = two_ranks["all-poisoned"]
+    assert "3 updates in a row up to step 3 were skipped" in line["refused"]
+    assert "pairs: " in line["refused"]
+
+
+def test_training_stops_without_a_better_one_and_keeps_the_best(one_rank):
+    """A learning rate that ruins the model: the first evaluations are the best."""
+    seen = {line["step"]: line["eval/loss"] for line in one_rank["selected"] if "eval/loss" in line}
+    best = min(seen, key=lambda step: seen[step])
+    assert max(seen) == best + 2 < 8
+    (said,) = [line["said"] for line in one_rank["selected"] if "stopped" in line.get("said", "")]
+    assert said == f"stopped at step {best + 2}: no better eval/loss in 2 evaluations"
 
 
 def test_a_reference_of_another_model_is_refused_before_the_first_step(one_rank):

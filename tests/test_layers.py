@@ -22,7 +22,7 @@ HOMES = {
     "transformers": {"training"},
     "torch": {"training"},
     "datasets": {"tasks/source.py"},
-    "pyarrow": {"tasks/pairs.py", "tasks/formats.py"},
+    "pyarrow": {"tasks/pairs.py", "tasks/formats.py", "tasks/shards.py"},
     "matplotlib": {"tasks/plots.py"},
     "rich": {"tasks/progress.py", "tasks/report.py"},
     "dvc": set(),  # the command alone

@@ -21,8 +21,14 @@ def run(given: dict) -> list[dict]:
     checkpoint.claim(Path(settings.folder), "test")
     log: list[dict] = []
     try:
-        loop.train(settings, pairs[8:], {"": pairs[:8]}, lambda step, values: log.append({"step": step, **values}))
-    except Mismatch as error:
+        loop.train(
+            settings,
+            pairs[8:],
+            {"": pairs[:8]},
+            log=lambda step, values: log.append({"step": step, **values}),
+            say=lambda sentence: log.append({"said": sentence}),
+        )
+    except (Mismatch, FloatingPointError) as error:
         log.append({"refused": str(error)})
     return log
 

@@ -115,7 +115,8 @@ class FusedHead(torch.autograd.Function):
             if wants_weight:
                 grad_weight = _add_product(grad_weight, logits, hidden[part], whole=len(targets) <= ctx.size)
             if wants_bias:
-                grad_bias = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32)) + (0 if grad_bias is None else grad_bias)
+                summed = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
+                grad_bias = summed if grad_bias is None else grad_bias + summed
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -140,7 +140,7 @@ def train_step(
         # DeepSpeed averages gradients over ranks, and we want their weighted mean over the global batch's pairs.
         loss = (per_pair * row.weight).sum() * (world / step.weight) * float(counts)
         policy.set_gradient_accumulation_boundary(place == len(rows) - 1)
-        policy.backward(loss)
+        policy.backward(poison(loss))
         if count_zeros and place == len(rows) - 1:
             zeros = engine.zero_gradients(policy)
         policy.step()
@@ -154,6 +154,11 @@ def train_step(
         course.skips.taken()
         course.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
     return zeros
+
+
+def poison(loss: Tensor) -> Tensor:
+    """A loss that is not finite may have a finite gradient: NaN makes all ranks skip the update."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 def row_loss(
