@@ -129,7 +129,8 @@ class Evaluate(Section):
 
 class Export(Section):
     dtype: Dtype
-    max_shard_size: str
+    max_shard_size: Annotated[str, Field(pattern=r"^\d+(KB|MB|GB)$")]
+    gguf: list[Literal["f16", "q8_0"]]
 
 
 class Promote(Section):
