@@ -72,4 +72,6 @@ def judged(answers: Sequence[Record]) -> list[str]:
 
 
 def _interval(answers: Sequence[Record], name: str, prompts: Sequence[str], seed: int) -> dict[str, float]:
-    return mean_interval([float(answer[name]) for answer in answers], prompts, seed).bounds()
+    values = [answer[name] for answer in answers]
+    limits = (0.0, 1.0) if isinstance(values[0], bool) else None
+    return mean_interval([float(value) for value in values], prompts, seed, limits).bounds()

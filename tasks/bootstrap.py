@@ -27,16 +27,19 @@ class Interval:
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def mean_interval(values: Sequence[float], prompts: Sequence[str], seed: int) -> Interval:
-    """The mean of values, each of which belongs to a prompt, with its 95% interval over prompts."""
+def mean_interval(
+    values: Sequence[float], prompts: Sequence[str], seed: int, limits: tuple[float, float] | None = None
+) -> Interval:
+    """The mean of values, each of which belongs to a prompt, with its 95% interval over prompts.
+
+    `limits` are the least and the most that a value can be, where there are such.
+    """
     assert len(values) == len(prompts) > 0
     _, group = numpy.unique(numpy.asarray(prompts), return_inverse=True)
     sums = numpy.bincount(group, weights=numpy.asarray(values, dtype=float))
     counts = numpy.bincount(group)
     found = interval(lambda index: float(sums[index].sum() / counts[index].sum()), len(sums), seed)
-    if found.low == found.high and found.mean in (0.0, 1.0):
-        return _wilson(found.mean, len(sums))
-    return found
+    return _unseen(found.mean, len(sums), limits) if limits and found.low == found.high else found
 
 
 def interval(statistic: Callable[[numpy.ndarray], float], count: int, seed: int) -> Interval:
@@ -48,7 +51,12 @@ def interval(statistic: Callable[[numpy.ndarray], float], count: int, seed: int)
     return Interval(round(whole, DIGITS), round(float(low), DIGITS), round(float(high), DIGITS))
 
 
-def _wilson(share: float, count: int) -> Interval:
-    """Where all agree a bootstrap sees no spread at all; the score interval knows that `count` is finite."""
-    centre, spread = (share + Z**2 / (2 * count)) / (1 + Z**2 / count), Z**2 / (2 * count) / (1 + Z**2 / count)
-    return Interval(share, max(0.0, round(centre - spread, DIGITS)), min(1.0, round(centre + spread, DIGITS)))
+def _unseen(mean: float, count: int, limits: tuple[float, float]) -> Interval:
+    """Where all prompts agree a bootstrap sees no spread, however few they are.
+
+    Wilson's score interval says how large a share of prompts may differ without one being among `count`; they may
+    differ as far as the limits go. For a share of 1 this is Wilson's interval itself.
+    """
+    share = Z**2 / (count + Z**2)
+    low, high = (mean + share * (limit - mean) for limit in limits)
+    return Interval(mean, round(low, DIGITS), round(high, DIGITS))

@@ -11,6 +11,7 @@ from training.evaluation import PairValues
 Row = dict[str, Any]  # of the pairs artefact
 BUCKETS = (32, 64, 128, 256, 512)  # tokens of the longer response; a bucket ends with its number
 BINS = 10
+LIMITS = {"rewards/accuracies": (0.0, 1.0)}
 SHOWN = 50  # pairs whose texts are always written out
 
 
@@ -23,7 +24,9 @@ def held_out(values: Sequence[PairValues], rows: Sequence[Row], seed: int) -> di
         "kl": [value.kl for value in values],
     }
     return {
-        "intervals": {name: mean_interval(column, prompts, seed).bounds() for name, column in columns.items()},
+        "intervals": {
+            name: mean_interval(column, prompts, seed, LIMITS.get(name)).bounds() for name, column in columns.items()
+        },
         "calibration": _errors(values),
         "length_bias": length_bias(values),
         "tables": {

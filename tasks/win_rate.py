@@ -9,6 +9,7 @@ from tasks.bootstrap import DIGITS, Interval, interval, mean_interval
 
 RIDGE = 1e-3  # keeps the fit finite where length tells winners and losers apart
 ITERATIONS = 15
+SHARE = (0.0, 1.0)
 
 
 def win_rate(
@@ -21,7 +22,7 @@ def win_rate(
     if not judged:
         return counts
     values = numpy.array([float(outcomes[number] or 0.0) for number in judged])
-    rate = mean_interval(list(values), [prompts[number] for number in judged], seed)
+    rate = mean_interval(list(values), [prompts[number] for number in judged], seed, SHARE)
     fair = length_controlled(values, numpy.array([lengths[number] for number in judged]), seed)
     return {"rate": rate.mean, **rate.bounds(), **counts, "length_controlled": {"rate": fair.mean, **fair.bounds()}}
 
@@ -30,7 +31,7 @@ def length_controlled(outcomes: numpy.ndarray, lengths: numpy.ndarray, seed: int
     """The win rate that a logistic fit expects between answers of equal length (after AlpacaEval 2)."""
     scale = lengths.std()
     if scale == 0 or (outcomes == outcomes[0]).all():
-        return mean_interval(list(outcomes), [str(number) for number in range(len(outcomes))], seed)
+        return mean_interval(list(outcomes), [str(number) for number in range(len(outcomes))], seed, SHARE)
     longer = numpy.tanh(lengths / scale)
     return interval(lambda index: _at_equal_length(outcomes[index], longer[index]), len(outcomes), seed)
 

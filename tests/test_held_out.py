@@ -44,10 +44,12 @@ def test_pairs_of_one_prompt_are_resampled_together():
 
 def test_where_all_agree_the_interval_still_knows_how_many_there_were():
     """Wilson's lower bound at a share of 1 is n / (n + z^2): 200 / 203.84 = 0.98116."""
-    found = mean_interval([1.0] * 200, [str(n) for n in range(200)], seed=0)
+    found = mean_interval([1.0] * 200, [str(n) for n in range(200)], 0, (0.0, 1.0))
     assert (found.mean, found.high) == (1.0, 1.0)
     assert found.low == pytest.approx(0.98116, abs=1e-5)
-    assert mean_interval([0.0] * 4, list("abcd"), seed=0).high == pytest.approx(3.8415 / 7.8415, abs=1e-4)
+    assert mean_interval([0.0] * 4, list("abcd"), 0, (0.0, 1.0)).high == pytest.approx(3.8415 / 7.8415, abs=1e-4)
+    same = mean_interval([0.0] * 200, [str(n) for n in range(200)], 0, (-1.0, 1.0))  # two models that never differed
+    assert (same.low, same.high) == (pytest.approx(-0.01884, abs=1e-5), pytest.approx(0.01884, abs=1e-5))
 
 
 def test_any_statistic_has_an_interval():
