@@ -6,12 +6,14 @@ when nothing is new.
 
 import json
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import Any
+from uuid import UUID
 
-from prefect import get_run_logger, pause_flow_run, task
+from prefect import get_run_logger, pause_flow_run, resume_flow_run, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import FlowPauseTimeout
 from prefect.input import RunInput
 
 from flows import child
@@ -20,6 +22,8 @@ from flows.workspace import Workspace
 from tasks.errors import UserError
 
 NAME = "promote"
+NOBODY = "nobody, in time"
+SPARE = 600  # seconds between our giving up and Prefect's
 
 
 class Approval(RunInput):
@@ -70,16 +74,28 @@ def ask_a_person(place: Workspace) -> None:
     question = (
         f"May version {found['version']} of {found['model']} become {found['alias']}? See the artifact dpo-result."
     )
-    wanted = Approval.with_initial_data(description=question)
-    try:
-        answer = pause_flow_run(wait_for_input=wanted, timeout=int(hours * 3600), poll_interval=2)
-    except FlowPauseTimeout:
-        log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])
-        return
+    answer = _paused(Approval.with_initial_data(description=question), hours * 3600)
     if answer.approve:
         run("tasks.approve", place, found["version"], answer.your_name or "somebody in Prefect")
+    elif answer.your_name == NOBODY:
+        log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])
     else:
         log.info("promote: %s said no; version %s is not promoted", answer.your_name or "somebody", found["version"])
+
+
+def _paused(wanted: type[Approval], seconds: float) -> Approval:
+    """What a person said, or NOBODY did. Prefect fails a run whose pause expires, so we resume it ourselves before."""
+    timer = threading.Timer(seconds, _resume, [runtime.flow_run.id])
+    timer.start()
+    try:
+        return pause_flow_run(wait_for_input=wanted, timeout=int(seconds) + SPARE, poll_interval=2)
+    finally:
+        timer.cancel()
+
+
+def _resume(run: str) -> None:
+    with suppress(Exception):  # somebody resumed it a moment before
+        resume_flow_run(UUID(run), run_input={"approve": False, "your_name": NOBODY})
 
 
 def decision(place: Workspace) -> dict[str, Any]:

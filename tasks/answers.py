@@ -1,12 +1,16 @@
 """Answers to held-out prompts: sampled, judged, and put side by side."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from tasks import health, judges
 from tasks.bootstrap import mean_interval
+from tasks.errors import UserError
+from tasks.files import home
 from tasks.params import Evaluate
+from tasks.progress import Bar
 from tasks.win_rate import win_rate
 
 Row = dict[str, Any]  # of the pairs artefact
@@ -20,6 +24,30 @@ def held_out_prompts(rows: Sequence[Row], count: int) -> list[Row]:
     for row in rows:
         found.setdefault(row["prompt"], row)
     return list(found.values())[:count]
+
+
+def sampled(
+    params: Evaluate,
+    model: Any,
+    where: tuple[Path, Path | None],
+    tokenizer: Any,
+    prompts: Sequence[Row],
+    bar: Bar,
+    done: int = 0,
+) -> list[Any]:
+    """One answer per prompt by the chosen engine; `where` is the model's folder and its adapter's."""
+    from training import sampling, vllm_sampling
+
+    ids, report = [row["prompt_ids"] for row in prompts], lambda count: bar.update(done + count)
+    if params.engine == "vllm" and not vllm_sampling.is_there():
+        raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
+    if prompts and params.engine != "transformers" and vllm_sampling.is_there():
+        how = {name: getattr(params, name) for name in ("dtype", "max_new_tokens", "temperature", "top_p", "seed")}
+        answers = vllm_sampling.sample(*where, tokenizer, ids, how, home() / ".scratch" / "vllm")
+        report(len(answers))
+        return answers
+    how_long, randomness = params.max_new_tokens, (params.temperature, params.top_p, params.seed)
+    return sampling.sample(model, tokenizer, ids, how_long, *randomness, report=report)
 
 
 def records(params: Evaluate, prompts: Sequence[Row], answers: Sequence[Any]) -> list[Record]:

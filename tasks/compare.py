@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.answers import Record, held_out_prompts, judged, records
+from tasks.answers import Record, held_out_prompts, judged, records, sampled
 from tasks.bootstrap import mean_interval
 from tasks.errors import UserError
 from tasks.files import home, read_json
@@ -18,6 +18,7 @@ from tasks.judges import outcomes
 from tasks.pairs import read_rows
 from tasks.params import Evaluate, load_cluster, load_params
 from tasks.paths import METRICS, MODEL, PAIRS
+from tasks.progress import Bar
 from tasks.registry import Registry, Version, registry
 
 Comparison = dict[str, dict[str, float]]
@@ -89,12 +90,11 @@ def version_side(found: Registry, version: Version) -> Side:
 
 def _ask(params: Evaluate, folder: Path) -> dict[str, Record]:
     from training.model import best_device, load_model, load_tokenizer
-    from training.sampling import sample
 
     prompts = held_out_prompts(read_rows(PAIRS / "eval.parquet"), params.prompts)
-    model = load_model(folder, params.dtype, best_device())
-    ids, how = [row["prompt_ids"] for row in prompts], (params.temperature, params.top_p, params.seed)
-    answers = sample(model, load_tokenizer(folder), ids, params.max_new_tokens, *how)
+    model, tokenizer = load_model(folder, params.dtype, best_device()), load_tokenizer(folder)
+    with Bar("promote", len(prompts), "answers of the champion") as bar:
+        answers = sampled(params, model, (folder, None), tokenizer, prompts, bar)
     return {row["prompt"]: record for row, record in zip(prompts, records(params, prompts, answers), strict=True)}
 
 

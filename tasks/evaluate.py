@@ -6,15 +6,17 @@ side by side), pairs.jsonl (every pair, worst disagreement first), calibration.c
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tasks import plots, stage
-from tasks.answers import Record, Row, held_out_prompts, records, side_by_side
+from tasks.answers import Record, Row, held_out_prompts, records, sampled, side_by_side
 from tasks.bootstrap import mean_interval
+from tasks.errors import UserError
 from tasks.files import write_json
 from tasks.held_out import calibration, disagreements, held_out, histogram
-from tasks.models import base_folder
+from tasks.models import base_folder, local_path
 from tasks.pairs import read_pairs, read_rows, with_reference
 from tasks.params import Evaluate, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
@@ -32,17 +34,21 @@ def evaluate(run: Run) -> None:
     rows = read_rows(PAIRS / "eval.parquet")
     prompts = held_out_prompts(rows, params.evaluate.prompts)
     base = load_model(folder, params.evaluate.dtype, device)
+    able = {"base": _harness(params.evaluate, base, tokenizer)}
     with Bar("evaluate", 2 * len(prompts), "answers") as bar:
-        before = _sample(base, tokenizer, prompts, params.evaluate, bar, 0)
+        before = sampled(params.evaluate, base, (folder, None), tokenizer, prompts, bar, 0)
         policy = _policy(params, base, device)
-        after = _sample(policy, tokenizer, prompts, params.evaluate, bar, len(prompts))
+        where = (folder, POLICY) if params.train.adapter else (POLICY, None)
+        after = sampled(params.evaluate, policy, where, tokenizer, prompts, bar, len(prompts))
     metrics, values = _on_pairs(params, policy, rows, device)
     lines: list[dict[str, Any]] = []
     if prompts:
         first, second = (records(params.evaluate, prompts, answers) for answers in (before, after))
-        sampled, lines = _judge(params.evaluate, prompts, first, second)
+        judged, lines = _judge(params.evaluate, prompts, first, second)
         drifted = _kl(params, base, policy, prompts, before, after, device)
-        metrics = _joined(metrics, sampled, drifted)
+        metrics = _joined(metrics, judged, drifted)
+    if params.evaluate.harness:
+        metrics["harness"] = {**able, "policy": _harness(params.evaluate, policy, tokenizer)}
     _publish(run, metrics, lines, disagreements(values, rows, lambda ids: str(tokenizer.decode(ids))))
     _plots(run, calibration(values), histogram(values))
     _tell(metrics)
@@ -73,19 +79,22 @@ def _on_pairs(params: Params, policy: Any, rows: list[Row], device: Any) -> tupl
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
 
 
-def _sample(model: Any, tokenizer: Any, prompts: list[Row], params: Evaluate, bar: Bar, done: int) -> list[Any]:
-    from training.sampling import sample
+def _harness(params: Evaluate, model: Any, tokenizer: Any) -> dict[str, float]:
+    """What the model can do besides, by lm-evaluation-harness; nothing where params ask for nothing."""
+    if params.harness is None:
+        return {}
+    if find_spec("lm_eval") is None:
+        raise UserError(
+            "evaluate.harness needs lm-evaluation-harness, which is not installed. Run `.venv/bin/pip install "
+            "lm_eval`, or set evaluate.harness to null."
+        )
+    from training.harness import scores
 
-    return sample(
-        model,
-        tokenizer,
-        [row["prompt_ids"] for row in prompts],
-        params.max_new_tokens,
-        params.temperature,
-        params.top_p,
-        params.seed,
-        report=lambda count: bar.update(done + count),
-    )
+    folder = local_path(params.harness.folder) if params.harness.folder else None
+    try:
+        return scores(model, tokenizer, params.harness.tasks, params.harness.limit, folder, params.seed)
+    except ValueError as error:
+        raise UserError(f"evaluate.harness: {error}. Mend evaluate.harness.") from error
 
 
 def _judge(

@@ -105,15 +105,23 @@ class Endpoint(Section):
     requests_per_minute: Positive
 
 
+class Harness(Section):
+    tasks: Annotated[list[str], Field(min_length=1)]
+    limit: Count | None
+    folder: str | None
+
+
 class Evaluate(Section):
     dtype: Dtype
     prompts: Annotated[int, Field(ge=0)]
+    engine: Literal["auto", "transformers", "vllm"]
     max_new_tokens: Count
     temperature: Annotated[float, Field(ge=0.0)]
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
     judge: Literal["demo", "none", "reward", "endpoint"]
     reward_model: RewardModel | None
     endpoint: Endpoint | None
+    harness: Harness | None
     seed: int
 
     @model_validator(mode="after")

@@ -25,6 +25,8 @@ HOMES = {
     "pyarrow": {"tasks/pairs.py", "tasks/formats.py"},
     "matplotlib": {"tasks/plots.py"},
     "gguf": {"training/gguf.py"},
+    "lm_eval": {"training/harness.py"},
+    "vllm": {"training/vllm_sampling.py"},
     "fsspec": {"tasks/push.py"},
     "rich": {"tasks/progress.py", "tasks/report.py"},
     "dvc": set(),  # the command alone

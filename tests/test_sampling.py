@@ -8,6 +8,18 @@ import torch
 from training.sampling import OwnDraws, sample
 
 SHORT, LONG = [1, 4, 30, 31], [1, 4, *range(40, 70)]
+STAND_IN = """
+from types import SimpleNamespace as Found
+class SamplingParams:
+    def __init__(self, **given): self.given = given
+class LLM:
+    def __init__(self, **given):
+        assert given["enable_lora"] and given["max_lora_rank"] == 8 and given["generation_config"] == "vllm"
+    def generate(self, asked, how, lora_request):
+        assert lora_request[:2] == ("policy", 1) and len({h.given["seed"] for h in how}) == len(how)
+        end = how[0].given["stop_token_ids"]
+        return [Found(outputs=[Found(token_ids=a["prompt_token_ids"][:2] + end[:1])]) for a in asked]
+"""
 PROMPTS = [SHORT, LONG, [1, 4, 99, 98, 97, 96, 95]]
 
 
@@ -53,6 +65,24 @@ def test_every_end_that_the_model_names_ends_an_answer(both, monkeypatch):
     assert cut.finished
     assert cut.ids == plain.ids[: plain.ids.index(stop) + 1]
     assert cut.tokens == len(cut.ids) - 1
+
+
+def test_vllm_gets_the_prompts_and_seeds_and_its_answers_come_back(both, tiny_base: Path, tmp_path: Path, monkeypatch):
+    """A stand-in with vLLM's calls, since vLLM needs a GPU: proven is what we ask and how we read the answer."""
+    from training import vllm_sampling
+
+    (tmp_path / "vllm" / "lora").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "vllm" / "lora" / "request.py").write_text("LoRARequest = lambda *given: given\n")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 8}')
+    project = Path(__file__).resolve().parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{project}")
+    _, tokenizer = both
+    how = {"dtype": "float32", "max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 3}
+    found = vllm_sampling.sample(tiny_base, tmp_path / "adapter", tokenizer, PROMPTS, how, tmp_path / "files")
+    assert [answer.ids[:-1] for answer in found] == [tuple(prompt[:2]) for prompt in PROMPTS]
+    assert all(answer.finished and answer.tokens == 2 for answer in found)
 
 
 def test_draws_follow_the_nucleus():
