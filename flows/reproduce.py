@@ -20,7 +20,11 @@ from tasks.lock import workspace_lock
 from tasks.stage import QUIET
 
 GIVEN = ("source",)  # fetched as it was: what lies behind its address may be gone by now
-MACHINE = {"manifest.json", "README.md"}  # name the commit and the machine, besides what the other files are
+MACHINE = {
+    "manifest.json",
+    "manifest.sha256",
+    "README.md",
+}  # name the commit and the machine, besides what the other files are
 EVALUATION = Path("data/metrics/evaluate.json")
 MODEL = Path("data/model")
 

@@ -30,7 +30,7 @@ def approve(number: str, name: str) -> str:
 
 def main() -> None:
     try:
-        if len(sys.argv) != 3:
+        if len(sys.argv) != 3 or not all(sys.argv):
             raise UserError("Say which and who: `make approve VERSION=3 BY=name`.")
         print(approve(sys.argv[1], sys.argv[2]))
     except UserError as error:

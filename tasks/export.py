@@ -19,6 +19,7 @@ from tasks.pairs import read_rows
 from tasks.params import Params, load_params
 from tasks.paths import MODEL, PAIRS, POLICY
 from tasks.tracking import Run
+from tasks.verify import MANIFEST, seal
 
 CHECKED_PROMPTS = 8
 
@@ -33,9 +34,10 @@ def export(run: Run) -> None:
         _share(out)
         content = manifest(params, checks, base)
         (out / "README.md").write_text(model_card(params, content, read_json(PAIRS / "report.json")))
-        write_json(out / "manifest.json", {**content, "files": hash_files(out)})
+        write_json(out / MANIFEST, {**content, "files": hash_files(out)})
+        seal(out)
     print(f"export: {MODEL} verified, logits differ by at most {checks['largest_logit_difference']:.2g}")
-    run.artifact(MODEL / "manifest.json")
+    run.artifact(MODEL / MANIFEST)
     run.artifact(MODEL / "README.md")
     run.summary({"merge_difference": checks["largest_logit_difference"]})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tasks.errors import UserError
 from tasks.files import read_json, sha256
 from tasks.paths import MODEL
-from tasks.verify import MANIFEST, require_whole
+from tasks.verify import MANIFEST, SUM, require_whole
 
 CHUNK = 2**22
 
@@ -22,7 +22,8 @@ def push(folder: Path, address: str) -> str:
     target = f"{address.rstrip('/')}/{sha256(folder / MANIFEST)[:12]}"
     try:
         files, root = fsspec.core.url_to_fs(target)
-        for name, digest in {**read_json(folder / MANIFEST)["files"], MANIFEST: sha256(folder / MANIFEST)}.items():
+        last = {name: sha256(folder / name) for name in (SUM, MANIFEST)}
+        for name, digest in {**read_json(folder / MANIFEST)["files"], **last}.items():
             there = f"{root}/{name}"
             files.makedirs(there.rpartition("/")[0], exist_ok=True)
             files.put_file(str(folder / name), there)
@@ -48,7 +49,7 @@ def _sha256(files, path: str) -> str:
 
 def main() -> None:
     try:
-        if len(sys.argv) != 2:
+        if len(sys.argv) != 2 or not sys.argv[1]:
             raise UserError("Say where to: `make push TO=s3://bucket/models`.")
         require_whole(MODEL)
         print(f"copied to {push(MODEL, sys.argv[1])}")

@@ -7,18 +7,26 @@ import sys
 from pathlib import Path
 
 from tasks.errors import UserError
-from tasks.files import hash_files, read_json
+from tasks.files import hash_files, read_json, sha256
 from tasks.paths import MODEL
 
 MANIFEST = "manifest.json"
+SUM = "manifest.sha256"  # as `sha256sum -c` reads it: a manifest cannot hold a hash of itself
+
+
+def seal(folder: Path) -> None:
+    """Note the manifest's own hash; the last thing that an export writes."""
+    (folder / SUM).write_text(f"{sha256(folder / MANIFEST)}  {MANIFEST}\n")
 
 
 def problems(folder: Path) -> list[str]:
     """What is not as the manifest says; none when the export is whole."""
-    if not (folder / MANIFEST).exists():
-        raise UserError(f"{folder} has no {MANIFEST}. Run `dvc repro export`, or `dvc checkout data/model`.")
+    if not (folder / MANIFEST).exists() or not (folder / SUM).exists():
+        raise UserError(f"{folder} has no {MANIFEST} or {SUM}. Run `dvc repro export`, or `dvc checkout data/model`.")
+    if (folder / SUM).read_text(errors="replace") != f"{sha256(folder / MANIFEST)}  {MANIFEST}\n":
+        return [f"{MANIFEST} has changed, or {SUM} has"]
     expected = read_json(folder / MANIFEST)["files"]
-    found = {name: digest for name, digest in hash_files(folder).items() if name != MANIFEST}
+    found = {name: digest for name, digest in hash_files(folder).items() if name not in (MANIFEST, SUM)}
     missing = [f"{name} is missing" for name in expected if name not in found]
     strange = [f"{name} is not of this export" for name in found if name not in expected]
     changed = [

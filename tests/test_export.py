@@ -180,13 +180,14 @@ def test_a_licence_is_found_where_it_is_stated(tmp_path: Path):
 def test_a_push_is_read_back_and_can_be_verified_there(tmp_path: Path):
     from tasks.errors import UserError
     from tasks.files import hash_files, sha256, write_json
-    from tasks.verify import problems
+    from tasks.verify import problems, seal
 
     model = tmp_path / "model"
     (model / "adapter").mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")
     (model / "adapter" / "adapter_config.json").write_text("{}")
     write_json(model / "manifest.json", {"files": hash_files(model)})
+    seal(model)
     address = push(model, f"file://{tmp_path}/elsewhere/")
     assert address == f"file://{tmp_path}/elsewhere/{sha256(model / 'manifest.json')[:12]}"
     assert problems(Path(address.removeprefix("file://"))) == []

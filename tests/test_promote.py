@@ -61,6 +61,7 @@ def export(weights: str, kind: int = PROMPTS, correct: int = PROMPTS, pairs: str
         "made": {"commit": "c" * 40},
     }
     write_json(MODEL / "manifest.json", {**manifest, "files": hash_files(MODEL)})
+    verify.seal(MODEL)
 
 
 def run() -> dict[str, Any]:
@@ -232,6 +233,9 @@ def test_verify_finds_a_flipped_byte_a_missing_and_a_strange_file(workspace):
         run()
     (MODEL / "model.safetensors").unlink()
     assert verify.problems(MODEL)[0] == "model.safetensors is missing"
+    manifest = (MODEL / "manifest.json").read_text()
+    (MODEL / "manifest.json").write_text(manifest.replace("0.97", "0.99"))
+    assert verify.problems(MODEL) == ["manifest.json has changed, or manifest.sha256 has"]
 
 
 def test_a_registry_that_cannot_be_used_is_a_sentence(workspace):
