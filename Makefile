@@ -25,6 +25,30 @@ demo: $(READY) ## watch a tiny model learn a preference, with the whole stack
 run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values
 	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
 
+promote: $(READY) ## after `dvc repro` by hand: register the export, and make it champion where the gate lets it
+	@python -m tasks.promote
+
+approve: $(READY) ## a person's word for a version that waits: VERSION=3 BY=name
+	@python -m tasks.approve "$(VERSION)" "$(BY)"
+
+rollback: $(READY) ## back to the champion before, and say what was done
+	@python -m tasks.rollback
+
+compare: $(READY) ## this workspace's policy against RUN=champion, base, a version or a named run
+	@python -m tasks.compare $(or $(RUN),champion)
+
+verify: $(READY) ## is data/model, to the last byte, what was exported?
+	@python -m tasks.verify
+
+push: $(READY) ## copy data/model to an fsspec address: TO=s3://bucket/models
+	@python -m tasks.push "$(TO)"
+
+reproduce: $(READY) ## repeat a run from its commit and compare hashes and metrics: RUN=name
+	@python -m flows.reproduce "$(RUN)"
+
+report: $(READY) ## the page of the last run: .scratch/report.html
+	@python -m tasks.page
+
 test: $(READY) ## all tests, fast ones first
 	@python -m pytest
 
@@ -75,4 +99,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run test test-fast lint bench ui server worker lock
+.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast lint bench ui server \
+  worker lock

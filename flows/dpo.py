@@ -1,4 +1,4 @@
-"""The flow `dpo`: a task per stage of dvc.yaml, then proof that nothing is stale, then publish.
+"""The flow `dpo`: a task per stage of dvc.yaml, then proof that nothing is stale, then promote, then publish.
 
 `python -m flows.dpo [--recipe NAME] [--set train.beta=0.2 ...]` runs it here, on Prefect's embedded server;
 `prefect deployment run dpo/full` runs it on a worker (infra/prefect.yaml).
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from prefect import flow, get_run_logger, runtime
 
-from flows import publish, server, terminal, workspace
+from flows import promote, publish, server, terminal, workspace
 from flows.stage import StageFailed, stage
 from flows.workspace import Workspace
 from tasks.errors import UserError
@@ -35,7 +35,10 @@ def dpo(recipe: str | None = None, overrides: dict[str, Any] | None = None, name
         if place.own:
             _say_where(place)
         run_stages(place, states)
+        states.append(promote.promote(place))
         publish.publish(place, states)
+    if promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
+        promote.ask_a_person(place)
     return {"key": key, "workspace": str(place.root), "stages": states}
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
 from flows.workspace import Workspace
 
@@ -25,8 +25,22 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     from tasks import tracking
 
     tracking.wait_for_run(place.logs)
+    page = write_page(place, states)
+    tracking.Run(place.logs, tracking.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(result(place), key="dpo-result", description="What the run achieved")
+    link = mlflow_link(_read_json(place.logs / "run.json"))
+    where = f"{link}/artifacts/{page.name}" if link else page.as_uri()
+    create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
+
+
+def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
+    """The run's own page, in its log folder: seconds and run ids are no artefacts of a stage."""
+    from tasks.page import page
+
+    target = place.logs / "report.html"
+    target.write_text(page(place.root, place.key, states, place.logs))
+    return target
 
 
 @contextmanager
@@ -49,8 +63,12 @@ def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
 
 
 def result(place: Workspace) -> str:
-    metrics = flatten(_read_json(place.root / "data" / "metrics" / "evaluate.json"))
-    parts = ["# Result", _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
+    from tasks.verdict import verdict
+
+    folder = place.root / "data" / "metrics"
+    measured, decision = (_read_json(folder / name) for name in ("evaluate.json", "promote.json"))
+    metrics, said = flatten(measured), escape(verdict(measured, decision)[1], longest=2000)
+    parts = ["# Result", said, _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -63,8 +81,15 @@ def flatten(content: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _numbers(metrics: dict[str, Any]) -> str:
-    rows = [(name, value) for name, value in metrics.items() if not name.startswith("samples/")]
-    return _table(("held-out pairs", ""), rows) if rows else ""
+    """Each figure once, its interval beside it; tables are on the report page."""
+    aside = ("samples/", "intervals/", "tables/")
+    rows = [(name, value, _interval(metrics, name)) for name, value in metrics.items() if not name.startswith(aside)]
+    return _table(("held-out", "", "95% interval"), rows) if rows else ""
+
+
+def _interval(metrics: dict[str, Any], name: str) -> str:
+    low, high = (metrics.get(f"intervals/{name}/{end}") for end in ("low", "high"))
+    return "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
 
 
 def _behaviour(metrics: dict[str, Any]) -> str:
@@ -85,6 +110,7 @@ def _samples(root: Path) -> str:
 
 def _where(place: Workspace) -> str:
     lines = [f"- the model: `{place.root / 'data' / 'model'}`", "- every run and curve: `make ui` opens MLflow"]
+    lines.append(f"- the run report: `{place.logs / 'report.html'}`")
     if link := mlflow_link(_read_json(place.logs / "run.json")):
         lines.append(f"- this run in MLflow: [{link}]({link})")
     if place.own:
@@ -109,9 +135,9 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
-def escape(text: str) -> str:
+def escape(text: str, longest: int = LONGEST) -> str:
     """Text as a table cell that shows it and does nothing else."""
-    cut = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+    cut = text if len(text) <= longest else text[:longest] + " ..."
     plain = "".join(char if char.isprintable() else " " for char in cut)  # no control or direction characters
     return RISKY.sub(lambda match: f"&#{ord(match.group())};", plain)
 

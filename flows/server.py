@@ -23,11 +23,20 @@ PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
 SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 
+_embedded = False
+
+
+def embedded() -> bool:
+    """Whether the server is our own, whose pages nobody can open."""
+    return _embedded
+
 
 def start() -> None:
     """Start a server and wait until it answers, unless one is configured."""
+    global _embedded
     if PREFECT_API_URL.value():
         return
+    _embedded = True
     print("Starting Prefect's embedded server", flush=True)
     log = Path(PREFECT_HOME.value()) / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)

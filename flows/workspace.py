@@ -123,7 +123,7 @@ def _make_worktree(workspace: Workspace, name: str, files: Files) -> None:
     git(ROOT, "worktree", "add", "--detach", str(workspace.root), _snapshot())
     for path, content in files.items():
         (workspace.root / path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    _share_cache(workspace)
+    share_cache(workspace)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(f"{workspace.root}\n")
 
@@ -135,7 +135,7 @@ def _snapshot() -> str:
     return git(ROOT, "stash", "create") or git(ROOT, "rev-parse", "HEAD")
 
 
-def _share_cache(workspace: Workspace) -> None:
+def share_cache(workspace: Workspace) -> None:
     """Let the worktree use the checkout's cache, and put there what the checkout's dvc.lock already has."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / ".dvc" / "config.local")

@@ -1,7 +1,9 @@
-"""The model card of an export, from its manifest."""
+"""The model card of an export, from its manifest and the data's report."""
 
 from typing import Any
 
+from tasks import serve
+from tasks.gate import by_slash
 from tasks.params import Params
 
 CARD = """\
@@ -9,7 +11,7 @@ CARD = """\
 base_model: {base}
 library_name: transformers
 pipeline_tag: text-generation
-tags: [dpo, preference-optimization]
+{licence_line}tags: [dpo, preference-optimization]
 ---
 
 # {name}
@@ -18,20 +20,30 @@ tags: [dpo, preference-optimization]
 
 ## Results on held-out data
 
-| metric | value |
-|---|---|
 {results}
+## Intended use
 
-{samples}
+Made for the preference that its data states, and measured on held-out rows of that data alone: other tasks, languages
+and harms were not measured. Judge it on prompts of your own before you rely on it.
+
+## Data
+
+| what | which |
+|---|---|
+{data}
+
+## Licences
+
+{licences}
+
 ## Made from
 
 | what | which |
 |---|---|
-| data | {data} ({rows} rows, sha256 `{data_hash}`) |
-| base model | {base} (`{base_hash}`) |
-| training | {steps} |
+{made}
 
-Every value is in `manifest.json`, with a hash for each file of this folder. {merge}
+Every value is in `manifest.json`, with a hash for each file of this folder: `make verify` compares them. The exported
+weights give the trained policy's logits to within {difference:.2g}.
 
 ## Use
 
@@ -42,32 +54,86 @@ tokenizer = AutoTokenizer.from_pretrained("data/model")
 model = AutoModelForCausalLM.from_pretrained("data/model")
 ```
 
-Made for the preference that its data states, and measured on held-out rows of that data alone. The licences of the base
-model and of the data apply.
+```sh
+{commands}
+```
 """
+HEADLINES = (
+    ("rewards/accuracies", "prefers the chosen answer"),
+    ("rewards/margins", "reward margin"),
+    ("win_rate/rate", "win rate against the base model"),
+    ("win_rate/length_controlled/rate", "the same at equal length"),
+    ("calibration/expected_error", "calibration error"),
+    ("kl/answers", "KL to the base model, per answer"),
+    ("health/repetition", "repetition"),
+    ("health/length_ratio", "length of answers, against the base model's"),
+)
 
 
-def model_card(params: Params, manifest: dict[str, Any]) -> str:
-    train, metrics = params.train, dict(manifest["metrics"])
-    samples = metrics.pop("samples", None)
+def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any]) -> str:
+    train, base, licence = params.train, manifest["base"]["model"], manifest["licences"]["base"]
     mixture = " + ".join(f"{weight:g} x {name}" for name, weight in train.loss.items())
+    gguf = [f"model-{kind}.gguf" for kind in params.export.gguf]
     return CARD.format(
-        base=manifest["base"]["model"],
+        base=base,
         name=manifest["model"],
+        licence_line=f"license: {licence}\n" if licence and " " not in licence else "",
         losses=mixture,
         adapter=f" with a LoRA adapter of rank {train.adapter.rank}, merged" if train.adapter else "",
-        results="\n".join(f"| {name} | {value:.4g} |" for name, value in metrics.items()),
-        samples=_samples(samples) if samples else "",
-        data=manifest["data"]["source"],
-        rows=manifest["data"]["rows"],
-        data_hash=manifest["data"]["sha256"][:16],
-        base_hash=manifest["base"]["sha256"],
-        steps=f"beta {train.beta}, learning rate {train.learning_rate:g}, batches of {train.global_batch_size} pairs",
-        merge="The exported weights give the trained policy's logits to within "
-        f"{manifest['merge']['largest_logit_difference']:.2g}.",
+        results=_headlines(manifest["metrics"]) + _samples(manifest["metrics"].get("samples")),
+        data=_rows(_data(manifest["data"], report)),
+        licences="\n".join(f"- {what}: {_licence(found)}" for what, found in manifest["licences"].items()),
+        made=_rows(_made(params, manifest)),
+        difference=manifest["checks"]["largest_logit_difference"],
+        commands=serve.commands(manifest["model"], "data/model", gguf),
     )
 
 
-def _samples(samples: dict[str, dict[str, float]]) -> str:
+def _headlines(metrics: dict[str, Any]) -> str:
+    values = by_slash(metrics)
+    rows = [(text, _measured(values, metrics, name)) for name, text in HEADLINES if name in values]
+    return "\n".join(["| metric | value (95% interval) |", "|---|---|", _rows(rows)]) + "\n\n"
+
+
+def _measured(values: dict[str, float], metrics: dict[str, Any], name: str) -> str:
+    near = name.rpartition("/")[0]
+    low, high = (values.get(f"intervals/{name}/{end}", values.get(f"{near}/{end}")) for end in ("low", "high"))
+    interval = f" ({low:.4g} to {high:.4g})" if low is not None and high is not None else ""
+    return f"{values[name]:.4g}{interval}"
+
+
+def _samples(samples: dict[str, dict[str, float]] | None) -> str:
+    if not samples:
+        return ""
     rows = [f"| {name} | {before:.3g} | {samples['policy'][name]:.3g} |" for name, before in samples["base"].items()]
     return "\n".join(["| sampled answers (mean) | base | this model |", "|---|---|---|", *rows]) + "\n"
+
+
+def _data(data: dict[str, Any], report: dict[str, Any]) -> list[tuple[str, Any]]:
+    pairs, tokens = report["pairs"], report["tokens"]
+    return [
+        ("source", f"{data['source']} ({data['rows']} rows, sha256 `{data['sha256'][:16]}`)"),
+        ("pairs", f"{pairs['train']} to train on, {pairs['eval']} held out"),
+        ("dropped", sum(report["dropped"].values())),
+        ("quarantined", sum(report["quarantined"].values())),
+        ("tokens (mean)", ", ".join(f"{part} {tokens[part]['mean']:g}" for part in tokens)),
+    ]
+
+
+def _made(params: Params, manifest: dict[str, Any]) -> list[tuple[str, Any]]:
+    train, made = params.train, manifest["made"]
+    clean = "clean" if made["clean"] else "with changes that were not committed"
+    return [
+        ("base model", f"{manifest['base']['model']} (`{manifest['base']['sha256'][:16]}`)"),
+        ("training", f"beta {train.beta}, learning rate {train.learning_rate:g}, batches of {train.global_batch_size}"),
+        ("code", f"commit `{made['commit'][:12]}`, {clean}"),
+        ("environment", ", ".join(f"{name} {number}" for name, number in made["packages"].items())),
+    ]
+
+
+def _licence(found: str | None) -> str:
+    return found or "not stated in its files; look where it came from"
+
+
+def _rows(rows: list[tuple[str, Any]]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in rows)

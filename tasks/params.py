@@ -120,25 +120,68 @@ class Train(Section):
         return self
 
 
+class RewardModel(Section):
+    model: str
+    label: str | None
+
+
+class Endpoint(Section):
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    model: str
+    key_variable: Annotated[str, Field(pattern=r"^\w+$")] | None
+    requests_per_minute: Positive
+
+
+class Harness(Section):
+    tasks: Annotated[list[str], Field(min_length=1)]
+    limit: Count | None
+    folder: str | None
+
+
 class Evaluate(Section):
     dtype: Dtype
     prompts: Annotated[int, Field(ge=0)]
+    engine: Literal["auto", "transformers", "vllm"]
     max_new_tokens: Count
     temperature: Annotated[float, Field(ge=0.0)]
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
-    judge: Literal["demo", "none"]
+    judge: Literal["demo", "none", "reward", "endpoint"]
+    reward_model: RewardModel | None
+    endpoint: Endpoint | None
+    harness: Harness | None
     seed: int
+
+    @model_validator(mode="after")
+    def _a_judge_has_what_it_needs_and_nothing_else(self) -> "Evaluate":
+        for judge, option in (("reward", "reward_model"), ("endpoint", "endpoint")):
+            given = getattr(self, option) is not None
+            if given and self.judge != judge:
+                raise ValueError(f"`{option}` has no effect on judge {self.judge}: set it to null, or judge to {judge}")
+            if self.judge == judge and not given:
+                raise ValueError(f"judge {judge} needs `{option}`: set it")
+        return self
 
 
 class Export(Section):
     dtype: Dtype
-    max_shard_size: str
+    max_shard_size: Annotated[str, Field(pattern=r"^\d+(KB|MB|GB)$")]
+    gguf: list[Literal["f16", "q8_0"]]
 
 
 class Promote(Section):
     model_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     alias: Annotated[str, Field(pattern=r"^[a-z][\w-]*$")]
     require: dict[str, float]
+    limits: dict[str, float]
+    max_regression: dict[str, Annotated[float, Field(ge=0.0)]]
+    approval_hours: Positive | None
+    push: str | None
+
+    @model_validator(mode="after")
+    def _the_alias_is_not_one_of_ours(self) -> "Promote":
+        if self.alias in ("challenger", "previous"):
+            raise ValueError(f"alias: `{self.alias}` is where we keep another version. Choose another, as `champion`")
+        return self
 
 
 class Params(Section):

@@ -1,6 +1,7 @@
 """Figures of a run, by matplotlib."""
 
 from pathlib import Path
+from typing import Any
 
 PANELS = (
     ("loss", ("loss", "eval/loss")),
@@ -12,11 +13,7 @@ PANELS = (
 
 def curves(steps: dict[int, dict[str, float]], path: Path) -> None:
     """The course of training in four panels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as pyplot
-
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
         for name in names:
@@ -29,3 +26,28 @@ def curves(steps: dict[int, dict[str, float]], path: Path) -> None:
         axis.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def held_out(bins: list[dict[str, float]], margins: list[dict[str, float]], path: Path) -> None:
+    """How right the policy is when it is so sure, and how the margins of held-out pairs are spread."""
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot([0.5, 1], [0.5, 1], linestyle=":", color="grey", label="calibrated")
+    left.plot([b["confidence"] for b in bins], [b["accuracy"] for b in bins], marker="o", label="policy")
+    left.set(title="calibration of the implied preference", xlabel="how sure", ylabel="how often right")
+    left.legend()
+    width = margins[1]["margin"] - margins[0]["margin"] if len(margins) > 1 else 1.0
+    right.bar([m["margin"] for m in margins], [m["pairs"] for m in margins], width=width)
+    right.axvline(0, color="grey", linestyle=":")
+    right.set(title="reward margins", xlabel="margin", ylabel="pairs")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot

@@ -1,50 +1,138 @@
-"""Stage `promote`: put the export into MLflow's registry and, where the gate lets it, move the alias to it.
+"""After the stages: put the export into MLflow's registry and, where the gate lets it, make it the champion.
 
-A model that does not pass is a finished stage with reasons, not a crash. The same export twice is one version.
+Not a stage of dvc.yaml: its decision depends on who is champion now, which DVC cannot know. Run again it does nothing
+new: the same export is one version. A model that does not pass is a finished run with reasons, not a crash; one that
+passes and wants a person's word waits for `make approve`.
 """
 
 from pathlib import Path
 from typing import Any
 
 from tasks import stage
-from tasks.files import read_json, sha256, write_json
-from tasks.params import Promote, load_cluster, load_params
+from tasks.compare import Comparison, compare, read_side, version_side
+from tasks.errors import UserError
+from tasks.files import fingerprint, read_json, sha256, write_json
+from tasks.gate import by_slash, gate, regressions
+from tasks.params import Params, load_cluster, load_params
 from tasks.paths import METRICS, MODEL
-from tasks.registry import register
-from tasks.tracking import Run, flatten
+from tasks.push import push
+from tasks.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
+from tasks.tracking import Run
+from tasks.verify import require_whole
+
+NOTED = ("promoted", "reasons", "waiting", "champion_before")
+EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
 
 
 def promote(run: Run) -> None:
-    params = load_params().promote
-    manifest = read_json(MODEL / "manifest.json")
-    reasons = gate(params, manifest["metrics"], manifest["merge"])
-    decision = {
-        "model": params.model_name,
-        "manifest_sha256": sha256(MODEL / "manifest.json"),
-        "alias": params.alias,
-        "promoted": not reasons,
-        "reasons": reasons,
-    }
-    version = register(run, load_cluster(), Path(MODEL), decision)
+    params = load_params()
+    require_whole(MODEL)
+    with registry(load_cluster(), params.promote.model_name, run.folder) as found:
+        version = _version(found, run)
+        found.move(Moves({CHALLENGER: version.number}))
+        decision = decide(params, found, version)
+        found.tag(version, {name: _text(decision[name]) for name in NOTED})
+        if decision["promoted"] and not decision["already"]:
+            found.move(to_champion(params.promote.alias, version, found.at(params.promote.alias)))
     write_json(METRICS / "promote.json", decision)
-    run.tags({"model_version": f"{params.model_name} {version}", "promoted": str(not reasons).lower()})
-    run.summary({"promoted": float(not reasons)})
-    if reasons:
-        print(f"promote: {params.model_name} version {version} is registered and not promoted: {'; '.join(reasons)}")
-    else:
-        print(f"promote: {params.model_name} version {version} is now {params.alias}")
+    run.tags({"model_version": f"{found.name} {version.number}", "promoted": _text(decision["promoted"])})
+    run.summary({"promoted": float(decision["promoted"]), **_differences(decision["comparison"])})
+    run.artifact(METRICS / "promote.json")
+    print(f"promote: {sentence(decision)}", flush=True)
+    if decision["promoted"] and params.promote.push:
+        print(f"promote: copied to {push(MODEL, params.promote.push)}", flush=True)
 
 
-def gate(params: Promote, metrics: dict[str, Any], merge: dict[str, Any]) -> list[str]:
-    """Why the model may not become the alias; empty when it may."""
-    values = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
-    reasons = [] if merge["same_greedy_text"] else ["the merged model's greedy text is not the policy's"]
-    for name, least in params.require.items():
-        if name not in values:
-            reasons.append(f"{name} was not measured (there are {', '.join(values)})")
-        elif not values[name] >= least:
-            reasons.append(f"{name} is {values[name]:.4g}, below {least:g}")
-    return reasons
+def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
+    """Whether the version becomes champion, and why not. Nothing is moved here."""
+    manifest, champion = read_json(MODEL / "manifest.json"), found.at(params.promote.alias)
+    already = champion is not None and champion.number == version.number
+    reasons = gate(params.promote, manifest["metrics"], manifest["checks"])
+    comparison: Comparison = {}
+    if champion is not None and not already:
+        comparison, more = _against(params, found, champion)
+        reasons += more
+    person = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
+    waiting = person and not already and not reasons
+    return {
+        "model": params.promote.model_name,
+        "version": version.number,
+        "alias": params.promote.alias,
+        "manifest_sha256": version.tags["manifest_sha256"],
+        "promoted": already or not (reasons or waiting),
+        "already": already,
+        "waiting": waiting,
+        "reasons": [] if already else reasons,
+        "rolled_back": version.tags.get("rolled_back", ""),
+        "champion_before": champion.number if champion else None,
+        "comparison": comparison,
+    }
+
+
+def sentence(decision: dict[str, Any]) -> str:
+    what = f"{decision['model']} version {decision['version']}"
+    if decision["already"]:
+        return f"{what} is {decision['alias']} already"
+    if decision["promoted"]:
+        before = decision["champion_before"]
+        return f"{what} is now {decision['alias']}" + (f", and version {before} is {PREVIOUS}" if before else "")
+    if decision["waiting"]:
+        when = f", having been rolled back on {decision['rolled_back']}" if decision["rolled_back"] else ""
+        how = f"`make approve VERSION={decision['version']} BY=name`"
+        return f"{what} passed the gate and{when} is not promoted before a person says so: {how}"
+    return f"{what} is registered and not promoted, because {'; '.join(decision['reasons'])}"
+
+
+def _version(found: Registry, run: Run) -> Version:
+    digest = sha256(MODEL / "manifest.json")
+    known = found.with_manifest(digest)
+    if known is not None:
+        return known
+    evaluation = [METRICS / name for name in EVALUATION]
+    return found.add(
+        run_id(run.folder), Path(MODEL), evaluation, _tags(read_json(MODEL / "manifest.json"), digest, run)
+    )
+
+
+def _tags(manifest: dict[str, Any], digest: str, run: Run) -> dict[str, str]:
+    """Lineage and headline figures on the version itself, so that they are seen without opening its run."""
+    values = by_slash(manifest["metrics"])
+    shown = ("rewards/accuracies", "rewards/margins", "win_rate/rate", "kl/answers")
+    lineage = {
+        "manifest_sha256": digest,
+        "files_sha256": fingerprint(manifest["files"]),
+        "data_sha256": manifest["data"]["sha256"],
+        "base": manifest["base"]["model"],
+        "base_sha256": manifest["base"]["sha256"],
+        "commit": manifest["made"]["commit"],
+        "run": run.folder.name,
+    }
+    return lineage | {name: f"{values[name]:.4g}" for name in shown if name in values}
+
+
+def _against(params: Params, found: Registry, champion: Version) -> tuple[Comparison, list[str]]:
+    try:
+        comparison = compare(params.evaluate, read_side(METRICS), version_side(found, champion))
+    except UserError as error:
+        return {}, [str(error)] if params.promote.max_regression else []
+    return comparison, regressions(params.promote, comparison, champion.number)
+
+
+def to_champion(alias: str, version: Version, champion: Version | None) -> Moves:
+    before = champion.number if champion else None
+    tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
+    return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
+
+
+def _differences(comparison: Comparison) -> dict[str, float]:
+    return {f"champion/{name}": row["difference"] for name, row in comparison.items()}
+
+
+def _text(value: Any) -> str:
+    """A tag of a version."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ("; ".join(value) if isinstance(value, list) else value or "")[:4000]
 
 
 if __name__ == "__main__":

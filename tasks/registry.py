@@ -1,25 +1,136 @@
-"""Versions and aliases in MLflow's registry; with forward.py the only code that talks to MLflow."""
+"""Versions and aliases in MLflow's registry; with forward.py the only code that talks to MLflow.
 
+Aliases move together: what they shall become is written down first (one tag, one call), and who comes next finishes
+what a crash left half done.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from tasks.errors import UserError
-from tasks.files import read_json
+from tasks.files import home, read_json
 from tasks.params import Cluster
-from tasks.tracking import Run
+from tasks.tracking import absolute
 
 LARGEST_UPLOAD = 2**30  # weights above it stay where they are, named by hash
+MOVING = "moving"
+PREVIOUS, CHALLENGER = "previous", "challenger"
 
 
-def register(run: Run, cluster: Cluster, model: Path, decision: dict[str, Any]) -> str:
-    """The version of this export (made once), with the alias on it where the decision says so."""
+@dataclass(frozen=True)
+class Moves:
+    """What aliases (None: no such alias) and tags of versions shall become."""
+
+    aliases: Mapping[str, str | None]
+    tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Version:
+    number: str
+    run_id: str
+    tags: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The versions of one model."""
+
+    client: Any
+    name: str
+
+    def versions(self) -> list[Version]:
+        found = self.client.search_model_versions(f"name = '{self.name}'")
+        return sorted(map(_version, found), key=lambda version: int(version.number))
+
+    def version(self, number: str) -> Version | None:
+        return next((version for version in self.versions() if version.number == str(number)), None)
+
+    def with_manifest(self, digest: str) -> Version | None:
+        return next((version for version in self.versions() if version.tags.get("manifest_sha256") == digest), None)
+
+    def at(self, alias: str) -> Version | None:
+        found = self.client.get_registered_model(self.name).aliases.get(alias)
+        return None if found is None else self.version(found)
+
+    def of_run(self, name: str) -> Version | None:
+        """The newest version that a pipeline run made."""
+        return next((version for version in reversed(self.versions()) if version.tags.get("run") == name), None)
+
+    def add(self, run_id: str, folder: Path, evaluation: list[Path], tags: dict[str, str]) -> Version:
+        """A new version: the export and its evaluation as artifacts, each under the manifest's hash."""
+        place = tags["manifest_sha256"][:12]
+        small = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= LARGEST_UPLOAD
+        for path in sorted(folder.iterdir()):
+            if small or path.suffix not in (".safetensors", ".gguf"):
+                self.client.log_artifact(run_id, str(path), f"model/{place}")
+        for path in evaluation:
+            self.client.log_artifact(run_id, str(path), f"evaluation/{place}")
+        tags = {**tags, "weights": "stored" if small else "too large to store: see the manifest's hashes"}
+        source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
+        return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
+
+    def fetch(self, version: Version, what: str, file: str = "") -> Path:
+        """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""
+        place = f"{what}/{version.tags['manifest_sha256'][:12]}/{file}".rstrip("/")
+        root = self.client.get_run(version.run_id).info.artifact_uri
+        if root.startswith("file://"):
+            return Path(unquote(urlparse(root).path)) / place
+        copies = home() / ".scratch" / "registry" / self.name / version.number
+        copies.mkdir(parents=True, exist_ok=True)
+        return Path(self.client.download_artifacts(version.run_id, place, str(copies)))
+
+    def tag(self, version: Version, tags: Mapping[str, str]) -> None:
+        for name, value in tags.items():
+            self.client.set_model_version_tag(self.name, version.number, name, value)
+
+    def move(self, moves: Moves) -> None:
+        content = json.dumps({"aliases": moves.aliases, "tags": moves.tags})
+        self.client.set_registered_model_tag(self.name, MOVING, content)
+        self._apply(moves)
+
+    def settle(self) -> bool:
+        """Finish what a crash left half done; whether there was anything."""
+        content = self.client.get_registered_model(self.name).tags.get(MOVING)
+        if content:
+            self._apply(Moves(**json.loads(content)))
+        return bool(content)
+
+    def _apply(self, moves: Moves) -> None:
+        now = self.client.get_registered_model(self.name).aliases
+        for version, tags in moves.tags.items():
+            for name, value in tags.items():
+                self.client.set_model_version_tag(self.name, version, name, value)
+        for alias, number in moves.aliases.items():
+            if number is not None:
+                self.client.set_registered_model_alias(self.name, alias, number)
+            elif alias in now:
+                self.client.delete_registered_model_alias(self.name, alias)
+        self.client.delete_registered_model_tag(self.name, MOVING)
+
+
+@contextmanager
+def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[Registry]:
+    """The registered model, settled, made where a pipeline run's folder is given; what goes wrong is a sentence."""
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow.exceptions import MlflowException
 
-    from tasks.forward import store
-
     try:
-        with store(run.folder) as client:
-            return _register(client, run, model, decision)
+        client = _client(absolute(cluster.tracking_uri), run)
+        if run and not _is_there(client, name):
+            client.create_registered_model(name)
+        if not _is_there(client, name):
+            raise UserError(f"The registry has no model {name} yet. Run the pipeline, or mend promote.model_name.")
+        found = Registry(client, name)
+        if found.settle():
+            print(f"registry: finished a move of {name}'s aliases that was interrupted", flush=True)
+        yield found
     except (MlflowException, OSError) as error:
         raise UserError(
             f"The registry at {cluster.tracking_uri} could not be used: {str(error).splitlines()[0]} "
@@ -27,25 +138,28 @@ def register(run: Run, cluster: Cluster, model: Path, decision: dict[str, Any]) 
         ) from error
 
 
-def _register(client: Any, run: Run, model: Path, decision: dict[str, Any]) -> str:
-    name, digest = decision["model"], decision["manifest_sha256"]
-    if not client.search_registered_models(filter_string=f"name = '{name}'"):
-        client.create_registered_model(name)
-    known = [v for v in client.search_model_versions(f"name = '{name}'") if v.tags.get("manifest_sha256") == digest]
-    version = known[0] if known else _new_version(client, run, model, decision)
-    client.set_registered_model_alias(name, "challenger", version.version)
-    if decision["promoted"]:
-        client.set_registered_model_alias(name, decision["alias"], version.version)
-    return str(version.version)
+def run_id(folder: Path) -> str:
+    """MLflow's id of a pipeline run whose registry was opened."""
+    return read_json(folder / "run.json")["run_id"]
 
 
-def _new_version(client: Any, run: Run, model: Path, decision: dict[str, Any]) -> Any:
-    run_id = read_json(run.folder / "run.json")["run_id"]
-    small = sum(path.stat().st_size for path in model.rglob("*") if path.is_file()) <= LARGEST_UPLOAD
-    for path in sorted(model.iterdir()):
-        if small or path.suffix != ".safetensors":
-            client.log_artifact(run_id, str(path), "model")
-    tags = {"manifest_sha256": decision["manifest_sha256"], "promoted": str(decision["promoted"]).lower()}
-    tags |= {"reasons": "; ".join(decision["reasons"])} if decision["reasons"] else {}
-    source = f"{client.get_run(run_id).info.artifact_uri}/model"
-    return client.create_model_version(decision["model"], source, run_id, tags=tags)
+def _client(uri: str, run: Path | None) -> Any:
+    from mlflow import MlflowClient
+
+    from tasks.forward import store
+
+    if run:  # a fresh store is made by one process alone, and the forwarder may be about to
+        with store(run) as client:
+            return client
+    file = uri.removeprefix("sqlite:///")
+    if file != uri and not Path(file).exists():
+        raise UserError(f"There is no registry yet ({file}). Run the pipeline first.")
+    return MlflowClient(uri, registry_uri=uri)
+
+
+def _version(found: Any) -> Version:
+    return Version(str(found.version), found.run_id, dict(found.tags))
+
+
+def _is_there(client: Any, name: str) -> bool:
+    return bool(client.search_registered_models(filter_string=f"name = '{name}'"))

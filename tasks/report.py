@@ -4,15 +4,19 @@ python -m tasks.report
 """
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tasks.files import read_json
+from tasks.files import home, read_json
+from tasks.params import load_cluster
 from tasks.paths import METRICS, MODEL
+from tasks.verdict import decided
 
 SHOWN = 3
 WHAT = {"kind": "answers kindly", "correct": "answers correctly", "finished": "ends by itself", "words": "words"}
@@ -40,9 +44,16 @@ def _changes(metrics: dict[str, Any]) -> Table:
     for name in (name for name in WHAT if name in samples["base"]):
         before, after = samples["base"][name], samples["policy"][name]
         table.add_row(f"{WHAT[name]} (sampled)", _value(name, before), _value(name, after))
-    table.add_row("prefers the chosen answer (reward accuracy)", "-", f"{metrics['rewards/accuracies']:.1%}")
+    if "rate" in (won := metrics.get("win_rate", {})):
+        table.add_row(f"wins against the answer before{_interval(won)}", "-", f"{won['rate']:.1%}")
+    bounds = metrics.get("intervals", {}).get("rewards/accuracies")
+    table.add_row(f"prefers the chosen answer{_interval(bounds)}", "-", f"{metrics['rewards/accuracies']:.1%}")
     table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
     return table
+
+
+def _interval(bounds: dict[str, float] | None) -> str:
+    return f" ({bounds['low']:.1%} to {bounds['high']:.1%})" if bounds else ""
 
 
 def _value(name: str, value: float) -> str:
@@ -71,14 +82,19 @@ def _short(text: str, limit: int = 300) -> str:
 
 def _where(console: Console) -> None:
     console.print(f"model      {MODEL} (merged safetensors, adapter, model card, manifest)")
-    if (METRICS / "promote.json").exists():
-        decision = read_json(METRICS / "promote.json")
-        verdict = (
-            f"is {decision['alias']}" if decision["promoted"] else f"not promoted: {'; '.join(decision['reasons'])}"
-        )
-        console.print(f"registry   {decision['model']} {verdict}", soft_wrap=True)
+    decision = read_json(METRICS / "promote.json") if (METRICS / "promote.json").exists() else {}
+    console.print(f"registry   {decided(decision)}", soft_wrap=True, markup=False)
     console.print("metrics    dvc metrics show, dvc plots show")
+    if (page := _page()) is not None:
+        console.print(f"report     {page}", soft_wrap=True)
     console.print("pages      make ui (MLflow: runs, curves, models)")
+
+
+def _page() -> Path | None:
+    """Of the flow's run that we belong to, or of the last one by hand."""
+    runs = home() / load_cluster().logging_dir
+    candidates = [runs / os.environ.get("DPO_RUN", "") / "report.html", Path(".scratch/report.html")]
+    return next((path for path in candidates if path.exists()), None)
 
 
 if __name__ == "__main__":

@@ -113,8 +113,9 @@ def lineage(root: Path = Path()) -> dict[str, str]:
 
 
 def evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """data/metrics/evaluate.json under the names that MLflow shows: `eval/...` and `samples/...`."""
-    flat = {name.replace(".", "/"): value for name, value in flatten(metrics).items()}
+    """data/metrics/evaluate.json under the names that MLflow shows: `eval/...` and `samples/...`; tables stay there."""
+    shown = {name: value for name, value in metrics.items() if name != "tables"}
+    flat = {name.replace(".", "/"): value for name, value in flatten(shown).items()}
     return {name if name.startswith("samples/") else f"eval/{name}": value for name, value in flat.items()}
 
 

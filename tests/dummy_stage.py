@@ -1,6 +1,6 @@
 """A stage that does nothing, quickly: `dummy_repo` puts it into a repository as tasks/dummy.py.
 
-DUMMY=train:user|crash|once|sleep makes that one stage misbehave.
+DUMMY=train:user|crash|once|sleep|drift makes that one stage misbehave; promote:wait makes promote ask for a person.
 """
 
 import json
@@ -18,6 +18,9 @@ how = how if target == stage else ""
 here = Path("data") / stage
 marks = Path(os.environ["DPO_HOME"]) / ".scratch"
 
+if stage == "approve":
+    print(f"approve: version {sys.argv[2]} by {sys.argv[3]}", flush=True)
+    sys.exit(0)
 print(f"{stage}: 1/2 steps, eta 0:01", flush=True)
 if how == "user":
     print("a word before", flush=True)
@@ -32,8 +35,14 @@ if how == "sleep":
     time.sleep(600)
 print(f"{stage}: 2/2 steps, eta 0:00", flush=True)
 
+if stage == "promote":
+    why = [] if how == "wait" else ["rewards/accuracies is 0.5, below <0.9>"]
+    said = {"model": "dpo-demo", "version": "7", "alias": "champion", "already": False, "rolled_back": ""}
+    said |= {"promoted": False, "waiting": how == "wait", "reasons": why, "comparison": {}}
+    Path("data/metrics/promote.json").write_text(json.dumps(said))
+    sys.exit(0)
 here.mkdir(parents=True, exist_ok=True)
-(here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]))
+(here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]) + how)
 if stage == "source":
     for name in ("raw", "base"):
         (Path("data") / name).mkdir(exist_ok=True)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from tasks.files import hash_files, read_json
+from tasks.files import read_json
+from tasks.verify import problems
 from tests.test_deployment import ask, newest_table, prefect, worker
 
 PROJECT = Path(__file__).resolve().parents[1]
-STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+ALL = [*STAGES, "promote"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Env = dict[str, str]
 
@@ -55,10 +57,10 @@ def client(root: Path) -> Any:
 
 
 def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
-    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "ran")
+    assert newest_table(prefect_api) == dict.fromkeys(ALL, "ran")
     keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
-    assert keys >= {"dpo-result", "dpo-stages", *(f"{stage}-progress" for stage in STAGES)}
-    assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(STAGES)
+    assert keys >= {"dpo-result", "dpo-report", "dpo-stages", *(f"{stage}-progress" for stage in ALL)}
+    assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(ALL)
 
 
 def test_the_model_learnt_the_preference_and_kept_its_answers(ran: Path) -> None:
@@ -76,9 +78,10 @@ def test_the_export_stands_alone_and_its_manifest_holds(ran: Path) -> None:
 
     model = ran / "data/model"
     manifest = read_json(model / "manifest.json")
-    assert {name: digest for name, digest in hash_files(model).items() if name != "manifest.json"} == manifest["files"]
-    assert manifest["merge"]["largest_logit_difference"] < 1e-3
-    assert manifest["merge"]["same_greedy_text"]
+    assert problems(model) == []
+    assert manifest["checks"]["largest_logit_difference"] < 1e-3
+    assert manifest["checks"]["same_greedy_text"]
+    assert manifest["made"]["clean"]
     assert str(ran) not in json.dumps(manifest)
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in model.rglob("*"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -97,10 +100,10 @@ def test_mlflow_has_a_parent_a_child_per_stage_curves_and_a_champion(ran: Path) 
     runs = store.search_runs([experiment])
     (parent,) = [run for run in runs if "stage" not in run.data.tags]
     children = {run.data.tags["stage"]: run for run in runs if "stage" in run.data.tags}
-    assert set(children) == set(STAGES)
+    assert set(children) == set(ALL)
     assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in children.values())
     assert {run.info.status for run in runs} == {"FINISHED"}
-    assert {parent.data.tags[f"stage.{stage}"] for stage in STAGES} == {"ran"}
+    assert {parent.data.tags[f"stage.{stage}"] for stage in ALL} == {"ran"}
     assert parent.data.params["train.beta"] == "0.1"
     assert parent.data.metrics["samples/policy/kind"] >= 0.95
     assert len(store.get_metric_history(children["train"].info.run_id, "loss")) > 5
@@ -108,7 +111,9 @@ def test_mlflow_has_a_parent_a_child_per_stage_curves_and_a_champion(ran: Path) 
     assert {data.dataset.name for data in children["prepare"].inputs.dataset_inputs} == {"train", "eval"}
     version = store.get_model_version_by_alias("dpo-demo", "champion")
     assert version.run_id == parent.info.run_id
-    assert "model/model.safetensors" in [file.path for file in store.list_artifacts(parent.info.run_id, "model")]
+    place = f"model/{version.tags['manifest_sha256'][:12]}"
+    assert f"{place}/model.safetensors" in [file.path for file in store.list_artifacts(parent.info.run_id, place)]
+    assert "report.html" in [file.path for file in store.list_artifacts(parent.info.run_id)]
 
 
 def test_by_hand_dvc_finds_everything_up_to_date(ran: Path) -> None:
@@ -140,9 +145,25 @@ def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("unchanged, not run") == len(STAGES)
-    for part in ("answers kindly", "answers correctly", "data/model", "make ui", "dpo-demo is champion"):
+    for part in ("answers kindly", "wins against", "data/model", "make ui", "dpo-demo version 1 is champion"):
         assert part in done.stdout
-    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached")
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
+
+
+def test_an_export_that_fails_its_checks_leaves_the_one_before(ran: Path) -> None:
+    """DVC removes outs before a stage runs; this one is marked to stay."""
+    config = ran / "data/policy/adapter_config.json"
+    before = config.read_text()
+    try:
+        config.write_text(before.replace('"r": 16', '"r": 8'))  # not the adapter whose weights are there
+        failed = subprocess.run(
+            [sys.executable, "-m", "dvc", "repro", "-s", "export"], cwd=ran, capture_output=True, text=True
+        )
+    finally:
+        config.write_text(before)
+    assert failed.returncode != 0
+    assert problems(ran / "data/model") == []
+    assert "up to date" in dvc(ran, "status")
 
 
 def test_a_changed_model_folder_or_file_would_be_noticed(ran: Path, tmp_path: Path, monkeypatch) -> None:

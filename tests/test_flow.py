@@ -21,7 +21,8 @@ from flows.dpo import override, run_here
 from tasks.errors import UserError
 from tasks.lock import workspace_lock
 
-STAGES = ["source", "prepare", "reference", "train", "evaluate", "export", "promote"]
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+ALWAYS = {"promote": "ran"}  # who is champion now is nothing that DVC could know
 Env = dict[str, str]
 
 
@@ -92,13 +93,13 @@ def test_by_hand_it_brings_its_own_server_and_a_second_run_finds_everything_cach
     first = flow(dummy_repo, by_hand)
     assert (first.returncode, first.stderr) == (0, "")
     assert first.stdout.endswith("the report\n")
-    assert states(dummy_repo) == dict.fromkeys(STAGES, "ran")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "ran") | ALWAYS
     status = subprocess.run([sys.executable, "-m", "dvc", "status"], cwd=dummy_repo, capture_output=True, text=True)
     assert "up to date" in status.stdout
 
     second = flow(dummy_repo, by_hand)
     assert (second.returncode, second.stderr) == (0, "")
-    assert states(dummy_repo) == dict.fromkeys(STAGES, "cached")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "cached") | ALWAYS
     assert [line for line in second.stdout.splitlines() if "not run" in line] == [
         f"{stage}: unchanged, not run" for stage in STAGES
     ]
@@ -119,7 +120,7 @@ def test_a_crash_is_tried_again(repo: Path, prefect_api: Env) -> None:
     done = flow(repo, {**prefect_api, "DUMMY": "train:once"})
     assert done.returncode == 0, done.stderr
     assert "train: failed, trying again. The stage train failed with exit code 1." in done.stdout
-    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran"}
+    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran"} | ALWAYS
 
 
 @pytest.mark.slow
@@ -144,6 +145,13 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
     assert "beta: 0.7" in git(repo, "show", "runs/high-beta:dvc.lock")
     assert str(repo / ".scratch" / "worktrees" / "high-beta") in artifacts(prefect_api)["dpo-result"]
 
+    for env, same in ((prefect_api, True), ({**prefect_api, "DUMMY": "train:drift"}, False)):
+        once_more = [sys.executable, "-m", "flows.reproduce", "high-beta"]
+        repeated = subprocess.run(once_more, cwd=repo, env=env, capture_output=True, text=True)
+        assert ("every metric came out the same" in repeated.stdout) == same, repeated.stderr
+        assert ("high-beta did not come out the same:\ndata/train (stage train)" in repeated.stderr) != same
+        assert repeated.returncode == (0 if same else 1)
+
     again = flow(repo, prefect_api, "--set", "train.beta=0.8", "--name", "high-beta")
     assert again.returncode == 1
     assert again.stderr.startswith("error: There is a run named 'high-beta' already.")
@@ -152,10 +160,43 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
 @pytest.mark.slow
 def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
     found = artifacts(prefect_api)
-    assert [row["stage"] for row in json.loads(found["dpo-stages"])] == STAGES
+    assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
     assert "<script>" not in found["dpo-result"]
     assert "](http://b.c" not in found["dpo-result"]
+    assert "not promoted, because rewards" in found["dpo-result"]  # a gate that fails is a finished flow
+    assert "&#60;0" in found["dpo-result"]
+
+
+@pytest.mark.slow
+def test_a_person_decides_in_prefect_and_nobody_is_waited_for_for_ever(repo: Path, prefect_api: Env) -> None:
+    env = {**prefect_api, "DUMMY": "promote:wait"}
+    command = [sys.executable, "-m", "flows.dpo", "--set", "promote.approval_hours=0.1", "--name", "asks"]
+    with subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, text=True) as run:
+        wait_for(lambda: paused(env), 120)
+        with workspace_lock(repo / ".scratch" / "worktrees" / "asks"):
+            pass  # nobody is kept from working meanwhile
+        ask(env, f"flow_runs/{paused(env)[0]['id']}/resume", {"run_input": {"approve": True, "your_name": "Ada"}})
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 0
+    assert "approve: version 7 by Ada" in said
+
+    late = flow(repo, env, "--set", "promote.approval_hours=0.001", "--name", "waits")
+    assert (late.returncode, late.stderr) == (0, "")
+    assert "nobody said anything in time; `make approve VERSION=7 BY=name` still can" in late.stdout
+    newest = ask(env, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert newest[0]["state_type"] == "COMPLETED"
+
+
+def paused(env: Env) -> list[dict[str, Any]]:
+    return ask(env, "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}})
+
+
+def ask(env: Env, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"{env['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(request))
 
 
 @pytest.mark.slow

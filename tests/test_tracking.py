@@ -12,7 +12,6 @@ from mlflow import MlflowClient
 
 from tasks import forward
 from tasks.params import load_cluster, load_params
-from tasks.promote import gate
 from tasks.runs import run_key
 from tasks.tracking import Run, flatten, tracked
 from tests.workspaces import PROJECT, make_workspace
@@ -142,19 +141,6 @@ def test_a_long_param_is_cut_with_a_marker(workspace, monkeypatch):
 
 def test_nested_values_are_flattened():
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
-
-
-def test_the_gate_says_why():
-    promote = load_params(PROJECT / "params.yaml").promote
-    good = {"rewards/accuracies": 0.99, "samples": {"policy": {"kind": 0.99, "correct": 1.0}}}
-    merged = {"same_greedy_text": True}
-    assert gate(promote, good, merged) == []
-    bad = {"rewards/accuracies": float("nan"), "samples": {"policy": {"kind": 0.5}}}
-    reasons = gate(promote, bad, {"same_greedy_text": False})
-    assert reasons[0] == "the merged model's greedy text is not the policy's"
-    assert reasons[1] == "rewards/accuracies is nan, below 0.9"
-    assert reasons[2] == "samples/policy/kind is 0.5, below 0.95"
-    assert reasons[3].startswith("samples/policy/correct was not measured")
 
 
 def test_a_journal_with_half_a_line_is_read_up_to_it(tmp_path):

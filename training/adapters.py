@@ -1,7 +1,8 @@
 """LoRA by peft: put on, saved, loaded, and merged with proof that merging changed nothing."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,6 +37,13 @@ def add_adapter(
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+@contextmanager
+def switched_off(model: PeftModel) -> Iterator[nn.Module]:
+    """The base model, as long as the block lasts."""
+    with model.disable_adapter():
+        yield model
 
 
 def merge(model: PeftModel) -> PreTrainedModel:

@@ -204,8 +204,9 @@ def evaluate(
     row_tokens: int,
     device: torch.device,
     reward_mean: Tensor | float = 0.0,
+    each: Callable[[Row, dict[str, Tensor]], None] | None = None,
 ) -> dict[str, float]:
-    """The training metrics on held-out pairs, which are one batch. A collective."""
+    """The training metrics on held-out pairs, which are one batch; `each` gets those of a row's pairs. A collective."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     lengths = [len(pair) for pair in pairs]
     dealt = [
@@ -223,6 +224,8 @@ def evaluate(
     for place, (row, counts) in enumerate(rows):
         _, values = row_loss(policy, objective, row, reward_mean, ranked.get(place))
         window.add(values, row.weight, len(row.input_ids), counts)
+        if each and counts:
+            each(row, values)
     window.end_step()
     policy.train(training)
     return window.means()

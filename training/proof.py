@@ -3,7 +3,8 @@ reference."""
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,18 @@ def make_scorer(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -
     scorer = Scorer(model)
     find_way(scorer, pairs, device)
     return scorer
+
+
+@contextmanager
+def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Iterator[Scorer]:
+    """A scorer for a while: afterwards the model is as it was, ready to generate."""
+    causal = Scorer(model).causal
+    own, training = causal.config._attn_implementation, model.training
+    try:
+        yield make_scorer(model.eval(), pairs, device)
+    finally:
+        causal.set_attn_implementation(own)
+        model.train(training)
 
 
 def find_way(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> None:

@@ -1,0 +1,195 @@
+"""Exports of tiny models: merged, sharded, tied, as GGUF, each read back; and what stops one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from tasks.lineage import licence
+from tasks.push import push
+from tasks.serve import commands, modelfile
+from training import adapters, gguf, merging
+from training.adapters import logits_of
+from training.chat import pieces
+from training.model import load_model, load_tokenizer
+
+PROMPTS = [[1, 4, 30, 31, 32], [1, 4, *range(60, 90)]]
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def make(folder: Path, tiny_base: Path, kind: str, tied: bool) -> Path:
+    """A random model of a family, with the demo's tokenizer, and logits that tell errors from rounding."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    built = model(config(vocab_size=len(tokenizer), tie_word_embeddings=tied, initializer_range=0.15, **SHAPE, **ids))
+    for name, parameter in built.named_parameters():
+        if name.endswith("bias"):  # Qwen2's, which start at zero and would hide a lost one
+            parameter.data.normal_()
+    built.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapt(base: Path, folder: Path, scale: float = 0.05) -> Path:
+    policy = adapters.add_adapter(load_model(base, "float32"), 4, 8, "all-linear", False, False, seed=0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0.0, scale)
+    adapters.save_adapter(policy, dict(policy.named_parameters()), folder, "base")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[("llama", True), ("llama", False), ("qwen2", True)], ids=str)
+def exported(request, tmp_path_factory, tiny_base: Path) -> tuple[Path, Path, dict, list[torch.Tensor]]:
+    root = tmp_path_factory.mktemp("export")
+    base = make(root / "base", tiny_base, *request.param)
+    policy = adapt(base, root / "policy")
+    (root / "out").mkdir()
+    checks, logits = merging.export(base, policy, True, "float32", root / "out", "100KB", PROMPTS)
+    return base, root / "out", {**checks, "tied": request.param[1]}, logits
+
+
+def test_the_merged_model_is_the_policy_and_its_embeddings_are_as_they_were(exported):
+    base, out, checks, logits = exported
+    assert checks["largest_logit_difference"] < 1e-4
+    assert checks["same_greedy_text"]
+    assert checks["embeddings"] == ("tied" if checks["tied"] else "apart")
+    plain = logits_of(load_model(base, "float32").eval(), PROMPTS)
+    assert adapters.largest_difference(plain, logits) > 0.1  # the adapter did something
+    names = [name for path in out.glob("*.safetensors") for name in load_file(path)]
+    assert ("lm_head.weight" in names) == (not checks["tied"])
+    assert len(list(out.glob("model-*.safetensors"))) > 1  # sharded
+    assert (out / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_gguf_read_back_by_transformers_is_the_model(exported, kind: str):
+    _, out, _, logits = exported
+    target = out / f"model-{kind}.gguf"
+    gguf.write(out, target, kind)
+    found = gguf.difference(target, logits, PROMPTS)
+    assert found["kl"] <= gguf.MOST_KL[kind]
+    other = [-value for value in logits]
+    assert gguf.difference(target, other, PROMPTS)["kl"] > 100 * gguf.MOST_KL[kind]
+    again = AutoTokenizer.from_pretrained(out, gguf_file=target.name)
+    for text in ("Where is the cup?", "<|user|>12345 äöü\n\n  x<|assistant|>"):
+        assert again(text)["input_ids"] == load_tokenizer(out)(text)["input_ids"]
+
+
+def test_a_weight_in_the_wrong_place_would_be_found(exported):
+    """Without the permutation of the Llama family, or with another family's, the KL is far above rounding."""
+    _, out, _, logits = exported
+    permuted = gguf._permuted
+    gguf._permuted = lambda name, tensor, config, family: permuted(
+        name, tensor, config, "qwen2" if family == "llama" else "llama"
+    )
+    try:
+        gguf.write(out, out / "wrong.gguf", "f16")
+    finally:
+        gguf._permuted = permuted
+    assert gguf.difference(out / "wrong.gguf", logits, PROMPTS)["kl"] > gguf.MOST_KL["f16"]
+    (out / "wrong.gguf").unlink()
+
+
+def test_what_cannot_be_written_as_gguf_is_refused(tmp_path: Path, tiny_base: Path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=600, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_base).save_pretrained(tmp_path)
+    with pytest.raises(gguf.Unsupported, match="of type gpt2 cannot be written as GGUF: llama, qwen2 can"):
+        gguf.write(tmp_path, tmp_path / "model.gguf", "f16")
+    scaled = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    with pytest.raises(gguf.Unsupported, match="rotary embeddings of type llama3"):
+        gguf._family(LlamaConfig(rope_parameters=scaled, **SHAPE))
+
+
+def test_an_adapter_that_is_not_finite_stops_the_export(tmp_path: Path, tiny_base: Path):
+    policy = adapt(tiny_base, tmp_path / "policy")
+    tensors = load_file(policy / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, policy / "adapter_model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"NaNs detected|not the trained policy"):
+        merging.export(tiny_base, policy, True, "float32", tmp_path / "out", "1GB", PROMPTS)
+
+
+def test_a_merge_that_changed_the_model_is_found(tmp_path: Path, tiny_base: Path, monkeypatch):
+    policy, real = adapt(tiny_base, tmp_path / "policy"), adapters.merge
+
+    def half(model):
+        merged = real(model)
+        merged.model.layers[0].self_attn.q_proj.weight.data.mul_(0.5)
+        return merged
+
+    monkeypatch.setattr(adapters, "merge", half)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(merging.Changed, match="the merged model is not the trained policy: its logits differ by"):
+        merging.export(tiny_base, policy, True, "float32", tmp_path / "out", "1GB", PROMPTS)
+
+
+def test_full_fine_tuning_exports_without_a_merge(tmp_path: Path, tiny_base: Path):
+    policy = load_model(tiny_base, "float32")
+    policy.get_input_embeddings().weight.data.mul_(1.1)
+    policy.save_pretrained(tmp_path / "policy")
+    (tmp_path / "out").mkdir()
+    checks, _ = merging.export(tiny_base, tmp_path / "policy", False, "float32", tmp_path / "out", "1GB", PROMPTS)
+    assert checks["largest_logit_difference"] == 0.0
+    assert torch.equal(
+        load_model(tmp_path / "out", "float32").get_input_embeddings().weight, policy.get_input_embeddings().weight
+    )
+
+
+def test_the_modelfile_writes_what_the_chat_template_writes(tiny_base: Path):
+    tokenizer = load_tokenizer(tiny_base)
+    said = modelfile("model-q8_0.gguf", pieces(tokenizer))
+    assert said.startswith("FROM ./model-q8_0.gguf\n")
+    template = said.split('"""')[1]
+    asked = template.replace("{{ .Prompt }}", "Hi").replace("{{ .Response }}", "")
+    with_system = asked.replace("{{ if .System }}", "").split("{{ else }}")[0].replace("{{ .System }}", "Be kind")
+    tail = asked.split("{{ end }}")[1]
+    messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hi"}]
+    assert with_system + tail == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    without = asked.split("{{ else }}")[1].replace("{{ end }}", "")
+    assert without == tokenizer.apply_chat_template(messages[1:], tokenize=False, add_generation_prompt=True)
+    assert 'PARAMETER stop "<|eos|>"' in said
+    assert "could not be put" in modelfile("m.gguf", None)
+    assert "ollama create dpo -f data/model/Modelfile" in commands("dpo", "data/model", ["m.gguf"])
+    assert "ollama" not in commands("dpo", "data/model", [])
+
+
+def test_a_licence_is_found_where_it_is_stated(tmp_path: Path):
+    assert licence(tmp_path) is None
+    (tmp_path / "LICENSE.txt").write_text("\n   Apache License\n   Version 2.0\n")
+    assert licence(tmp_path) == "Apache License"
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Model\n")
+    assert licence(tmp_path) == "apache-2.0"
+
+
+def test_a_push_is_read_back_and_can_be_verified_there(tmp_path: Path):
+    from tasks.errors import UserError
+    from tasks.files import hash_files, sha256, write_json
+    from tasks.verify import problems, seal
+
+    model = tmp_path / "model"
+    (model / "adapter").mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "adapter" / "adapter_config.json").write_text("{}")
+    write_json(model / "manifest.json", {"files": hash_files(model)})
+    seal(model)
+    address = push(model, f"file://{tmp_path}/elsewhere/")
+    assert address == f"file://{tmp_path}/elsewhere/{sha256(model / 'manifest.json')[:12]}"
+    assert problems(Path(address.removeprefix("file://"))) == []
+    with pytest.raises(UserError, match=r"could not be copied to nonsense://x: .*make push TO=address"):
+        push(model, "nonsense://x")

@@ -1,0 +1,49 @@
+"""lm-evaluation-harness is optional: asked for and missing it is a sentence; there, it measures a task of our own."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import UserError
+from tasks.evaluate import _harness
+from tasks.params import Evaluate, dotted, overlay, read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TASK = """\
+task: cups
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+
+def params(harness: dict) -> Evaluate:
+    content = overlay(read_yaml(ROOT / "params.yaml"), dotted({"evaluate.harness": harness}))
+    return Evaluate.model_validate(content["evaluate"])
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
+def test_without_the_library_it_says_what_to_do():
+    with pytest.raises(UserError, match=r"not installed. Run `.venv/bin/pip install lm_eval`"):
+        _harness(params({"tasks": ["arc_easy"], "limit": None, "folder": None}), None, None)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval")
+def test_a_task_is_measured(tmp_path: Path, tiny_base: Path):
+    from training.model import load_model, load_tokenizer
+
+    rows = [{"question": "The cup is under the", "choices": [" bed", " zzqx"], "answer": 0}] * 4
+    (tmp_path / "cups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "cups.yaml").write_text(TASK.replace("FILE", str(tmp_path / "cups.jsonl")))
+    both = load_model(tiny_base, "float32"), load_tokenizer(tiny_base)
+    found = _harness(params({"tasks": ["cups"], "limit": 3, "folder": str(tmp_path)}), *both)
+    assert found == {"cups/acc": 1.0}
+    with pytest.raises(UserError, match="has no task nothing"):
+        _harness(params({"tasks": ["nothing"], "limit": 3, "folder": str(tmp_path)}), *both)

@@ -1,0 +1,240 @@
+"""Judges: the program's, a reward model made here, and a language model behind a real HTTP server that can fail."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import endpoint, judges
+from tasks.endpoint import Judge, Pace
+from tasks.errors import UserError
+from tasks.params import Endpoint, Evaluate, dotted, load_params, overlay, read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "Hurry up. Ana put the white cup under the bed. Where is the white cup?"
+KIND = "The white cup is under the bed. Happy to help you today!"
+RUDE = "The white cup is under the bed. Next time use your eyes!"
+KEY = "sk-very-secret"
+
+
+class Server(ThreadingHTTPServer):
+    """Prefers the answer that says `better`; `A` where it says `first`; talks where it should choose."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.failures: list[Any] = []  # what the next requests are answered with, before anything works
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.server.keys.add(self.headers.get("Authorization"))
+        failure = self.server.failures.pop(0) if self.server.failures else None
+        if failure == "drop":
+            self.connection.close()
+            return
+        if failure == "garbage":
+            self.answer(200, b"<html>proxy</html>")
+        elif failure:
+            self.answer(failure, b"{}")
+        else:
+            said = {"choices": [{"message": {"content": self.choose(body["messages"][1]["content"])}}]}
+            self.answer(200, json.dumps(said).encode())
+
+    def choose(self, question: str) -> str | None:
+        first, second = question.split("<A>")[1].split("</A>")[0], question.split("<B>")[1].split("</B>")[0]
+        if "refuse" in question:
+            return "I would rather not say."
+        if "silent" in question:
+            return None
+        if "follow the place" in question:
+            return "A"
+        return {(True, False): "A", (False, True): " b.\n"}.get(("better" in first, "better" in second), "TIE")
+
+    def answer(self, code: int, content: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def judge(server: Server, tmp_path: Path, monkeypatch) -> Judge:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
+    return Judge(_endpoint(server.url), tmp_path / "cache")
+
+
+def _endpoint(url: str, **more: Any) -> Endpoint:
+    given = {"url": url, "model": "judge-1", "key_variable": "JUDGE_KEY", "requests_per_minute": 60000.0, **more}
+    return Endpoint(**given)
+
+
+def test_only_an_answer_that_wins_in_both_orders_wins(judge: Judge, server: Server):
+    items = [
+        ("p", "plain", "better"),
+        ("q", "better", "plain"),
+        ("p", "plain", "other"),
+        ("follow the place", "one", "two"),
+        ("refuse", "one", "two"),
+        ("silent", "one", "two"),
+        ("p", "the same", "the same"),
+    ]
+    assert judge.compare(items) == [1.0, 0.0, 0.5, 0.5, None, None, 0.5]
+    assert len(server.asked) == 2 * 6  # equal answers need no judge
+    assert server.keys == {f"Bearer {KEY}"}
+    assert {(body["model"], body["temperature"]) for body in server.asked} == {("judge-1", 0)}
+
+
+def test_the_same_question_is_asked_once_ever(judge: Judge, server: Server, tmp_path: Path):
+    items = [("p", "plain", "better"), ("refuse", "one", "two")]
+    first = judge.compare(items)
+    again = Judge(_endpoint(server.url), tmp_path / "cache").compare(items)
+    assert again == first
+    assert len(server.asked) == 4
+    Judge(_endpoint(server.url, model="judge-2"), tmp_path / "cache").compare(items)
+    assert len(server.asked) == 8  # another judge has not been asked
+    assert KEY not in "".join(path.read_text() for path in (tmp_path / "cache").rglob("*.json"))
+
+
+def test_failures_that_may_pass_are_tried_again(judge: Judge, server: Server):
+    server.failures = [429, 500, "drop", "garbage"]
+    assert judge.compare([("p", "plain", "better")]) == [1.0]
+    assert len(server.asked) == 2 + 4
+
+
+def test_an_endpoint_that_stays_away_is_a_sentence_and_what_was_judged_is_kept(judge: Judge, server: Server):
+    judge.compare([("p", "plain", "better")])
+    server.failures = [503] * 100
+    with pytest.raises(UserError, match=r"503 .*5 times in a row.*what was judged so far is kept") as refusal:
+        judge.compare([("p", "plain", "better"), ("q", "plain", "better")])
+    assert KEY not in str(refusal.value)
+    server.failures, before = [], len(server.asked)
+    assert judge.compare([("p", "plain", "better"), ("q", "plain", "better")]) == [1.0, 1.0]
+    assert len(server.asked) == before + 2
+
+
+def test_a_wrong_key_is_not_tried_again(judge: Judge, server: Server):
+    server.failures = [401] * 8
+    with pytest.raises(UserError, match=r"evaluate.endpoint: http://127.*answers with 401"):
+        judge.compare([("p", "plain", "better")])
+    assert len(server.asked) <= 2
+
+
+def test_a_key_that_is_not_in_the_environment_is_asked_for(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(UserError, match=r"the environment has no JUDGE_KEY\. Run `export JUDGE_KEY="):
+        Judge(_endpoint("http://127.0.0.1:1"))
+
+
+def test_requests_keep_their_pace():
+    pace, began = Pace(per_minute=1200), time.monotonic()  # one every 50 ms
+    for _ in range(5):
+        pace.wait()
+    assert time.monotonic() - began >= 0.2
+
+
+def params(**changes: Any) -> Evaluate:
+    content = overlay(read_yaml(ROOT / "params.yaml"), dotted({f"evaluate.{n}": v for n, v in changes.items()}))
+    return Evaluate.model_validate(content["evaluate"])
+
+
+def test_the_program_prefers_the_answer_with_more_that_is_right():
+    demo = load_params(ROOT / "params.yaml").evaluate
+    first, second = ([{"text": text, **judges.verdicts(demo, [PROMPT], [text])[0]}] for text in (RUDE, KIND))
+    assert first[0]["kind"] is False
+    assert judges.outcomes(demo, [PROMPT], first, second) == [1.0]
+    assert judges.outcomes(demo, [PROMPT], second, first) == [0.0]
+    assert judges.outcomes(demo, [PROMPT], second, second) == [0.5]
+    assert judges.outcomes(params(judge="none"), [PROMPT], first, second) is None
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory, tiny_base: Path) -> Path:
+    return classifier(tmp_path_factory.mktemp("reward") / "one", tiny_base, labels=1)
+
+
+def classifier(folder: Path, base: Path, labels: int) -> Path:
+    """A tiny Llama with a random head: what it prefers means nothing, that it is read rightly does."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_scores_each_answer_as_it_would_alone(reward_model: Path):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    chosen = params(judge="reward", reward_model={"model": str(reward_model), "label": None})
+    said = judges.verdicts(chosen, [PROMPT, "Hi"], [KIND, RUDE])
+    model, tokenizer = (
+        kind.from_pretrained(reward_model) for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+    for (prompt, answer), verdict in zip([(PROMPT, KIND), ("Hi", RUDE)], said, strict=True):
+        exchange = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(exchange, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            assert verdict["reward"] == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-3)
+    first, second = ([{"text": "", **verdict}] for verdict in said)
+    better = float(second[0]["reward"] > first[0]["reward"])
+    assert judges.outcomes(chosen, [PROMPT], first, second) == [better]
+
+
+def test_a_classifier_of_several_labels_must_be_told_which_counts(tmp_path: Path, tiny_base: Path):
+    folder = str(classifier(tmp_path / "two", tiny_base, labels=2))
+    with pytest.raises(UserError, match=r"the labels LABEL_0, LABEL_1.*Set evaluate.reward_model.label"):
+        judges.verdicts(params(judge="reward", reward_model={"model": folder, "label": None}), [PROMPT], [KIND])
+    named = params(judge="reward", reward_model={"model": folder, "label": "LABEL_1"})
+    other = params(judge="reward", reward_model={"model": folder, "label": "LABEL_0"})
+    one, two = (judges.verdicts(p, [PROMPT], [KIND])[0]["reward"] for p in (named, other))
+    assert 2.718281828**one + 2.718281828**two == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_reward_model_that_is_not_there_is_a_sentence(tmp_path: Path):
+    chosen = params(judge="reward", reward_model={"model": str(tmp_path / "none"), "label": None})
+    with pytest.raises(UserError, match="there is no model in"):
+        judges.verdicts(chosen, [PROMPT], [KIND])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"judge": "reward"}, "judge reward needs `reward_model`"),
+        ({"judge": "endpoint"}, "judge endpoint needs `endpoint`"),
+        ({"reward_model": {"model": "x", "label": None}}, "`reward_model` has no effect on judge demo"),
+    ],
+)
+def test_a_judge_has_what_it_needs_and_nothing_else(changes: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        params(**changes)

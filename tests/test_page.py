@@ -1,0 +1,112 @@
+"""The run report: it needs nothing but itself, shows hostile text as text, and real Chromium shows it all."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tasks.page import page
+from tasks.svg import bars, lines
+from tasks.verdict import verdict
+
+HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
+WON = {"win_rate": {"rate": 0.75, "low": 0.7, "high": 0.8}, "rewards/accuracies": 0.9}
+STATES = [
+    {"stage": "train", "state": "ran", "seconds": 10.0},
+    {"stage": "export", "state": "cached", "seconds": 0.0},
+]
+DECISION = {
+    "model": "dpo-demo",
+    "version": "3",
+    "alias": "champion",
+    "promoted": False,
+    "waiting": False,
+    "reasons": [f"a reason {HOSTILE}"],
+    "champion_before": "2",
+    "comparison": {"win_rate": {"ours": 0.4, "theirs": 0.5, "difference": -0.1, "low": -0.2, "high": 0.0, "count": 9}},
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    metrics = tmp_path / "data" / "metrics"
+    metrics.mkdir(parents=True)
+    (tmp_path / "infra").mkdir()
+    (tmp_path / "infra" / "cluster.yaml").write_text("actor_train: {num_workers: 4}\n")
+    evaluated = {**WON, "tables": {"source": {HOSTILE: {"pairs": 2, "accuracy": 1.0, "margin": 0.5, "kl": 0.1}}}}
+    (metrics / "evaluate.json").write_text(json.dumps(evaluated))
+    (metrics / "promote.json").write_text(json.dumps(DECISION))
+    (metrics / "train.csv").write_text("step,loss,tokens\n1,0.7,500\n2,0.5,700\n")
+    (metrics / "calibration.csv").write_text("confidence,accuracy,pairs\n0.9,0.8,10\n")
+    (metrics / "margins.csv").write_text("margin,pairs\n-1.0,2\n1.0,8\n")
+    sample = {"prompt": HOSTILE, "base": {"text": HOSTILE}, "policy": {"text": HOSTILE}, "outcome": 0.0}
+    (metrics / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    pair = {"id": "1", "prompt": HOSTILE, "margin": -1.0, "chosen": HOSTILE, "rejected": HOSTILE}
+    (metrics / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    return tmp_path
+
+
+def test_the_page_loads_nothing_and_runs_nothing(root: Path):
+    made = page(root, f"run {HOSTILE}", STATES)
+    assert not re.search(r"<(script|img|link|iframe|object|base|form)\b", made)
+    assert not re.search(r"<[^>]*\s(src|href|on\w+)\s*=", made)
+    assert "url(" not in made
+    assert "@import" not in made
+    assert "default-src 'none'" in made
+    assert "\u202e" not in made
+    assert made.count("&lt;script&gt;") >= 8  # shown wherever it stands: title, reason, table, texts
+
+
+def test_the_page_says_what_happened(root: Path):
+    made = page(root, "run", STATES)
+    assert "Better than its base model: wins 75.0% (70.0% to 80.0%) of judged prompts." in made
+    assert "is not promoted, because a reason" in made
+    assert "<td>-0.1000</td><td>-0.2000 to +0.0000</td>" in made
+    # 10 seconds on 4 workers; 500 + 700 tokens in 10 seconds
+    cells = ("train", "ran", "10.0", "40.0", "1,200", "120")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in made
+    assert "<td>export</td><td>cached</td><td></td>" in made
+
+
+def test_a_page_of_nothing_is_still_a_page(tmp_path: Path):
+    (tmp_path / "infra").mkdir()
+    (tmp_path / "infra" / "cluster.yaml").write_text("{exp_name: x}\n")
+    assert "Not evaluated. Not put into the registry yet" in page(tmp_path, "empty")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(0.51, 0.6, "Better than"), (0.4, 0.6, "Not told apart from"), (0.3, 0.49, "Worse than")]
+)
+def test_the_verdict_follows_the_interval_and_not_the_mean(low: float, high: float, said: str):
+    good, sentence = verdict({"win_rate": {"rate": 0.5, "low": low, "high": high}}, {})
+    assert sentence.startswith(said)
+    assert not good
+
+
+def test_charts_draw_what_they_are_given():
+    chart = lines("a <title>", {"x": [(0, 1.0), (1, 2.0)], "gap": [(0, float("nan"))]})
+    assert chart.count("<polyline") == 1
+    assert "a &lt;title&gt;" in chart
+    assert lines("none", {"x": []}) == bars("none", []) == ""
+    assert bars("hist", [(0.0, 1.0), (1.0, 3.0)]).count("<rect") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_chromium_shows_it_and_is_not_taken_over(root: Path, tmp_path: Path):
+    target = tmp_path / "report.html"
+    target.write_text(page(root, "run", STATES))
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    profile = [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,844"]
+    shown = subprocess.run(
+        [*browser, *profile, f"--screenshot={tmp_path / 'phone.png'}", "--dump-dom", target.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert "<title>run</title>" in shown  # no script of the data has run
+    assert "Against the champion" in shown
+    assert (tmp_path / "phone.png").stat().st_size > 5000

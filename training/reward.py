@@ -1,0 +1,62 @@
+"""A reward model, or any sequence classifier, as a judge: one number for a prompt and its answer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from training.dtypes import DTYPES
+
+
+@torch.no_grad()
+def scores(
+    folder: Path,
+    label: str | None,
+    exchanges: Sequence[tuple[str, str]],
+    dtype: str,
+    device: torch.device,
+    report: Callable[[int], None] = lambda done: None,
+    batch_size: int = 16,
+) -> list[float]:
+    """Of (prompt, answer) texts: the logit of a one-label model, or the log-probability of `label`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True
+    )
+    model.to(device).eval()
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id  # by it the model finds the last real token
+    place = _place(model.config, label)
+    found: list[float] = []
+    for start in range(0, len(exchanges), batch_size):
+        batch = tokenizer(
+            [_text(tokenizer, *exchange) for exchange in exchanges[start : start + batch_size]],
+            padding=True,
+            truncation=True,
+            add_special_tokens=not tokenizer.chat_template,  # a template writes its own
+            max_length=min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 4096)),
+            return_tensors="pt",
+        ).to(device)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        found += (logits[:, 0] if place is None else logits.log_softmax(-1)[:, place]).tolist()
+        report(len(found))
+    return found
+
+
+def _text(tokenizer, prompt: str, answer: str) -> str:
+    if not tokenizer.chat_template:
+        return f"{prompt}\n\n{answer}"
+    exchange = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return str(tokenizer.apply_chat_template(exchange, tokenize=False))
+
+
+def _place(config, label: str | None) -> int | None:
+    """Which logit counts; ValueError where that is not clear."""
+    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    if config.num_labels == 1 and label is None:
+        return None
+    if label not in names:
+        raise ValueError(f"the model has the labels {', '.join(names)}, and the label that counts is {label}")
+    return names.index(label)
