@@ -43,11 +43,12 @@ def compare(params: Evaluate, ours: Side, theirs: Side) -> Comparison:
         found["rewards/accuracies"] = _paired(new, old, asked, params.seed, (-1.0, 1.0))
     if prompts:
         first, second = ([side.answers[prompt] for prompt in prompts] for side in (theirs, ours))
-        for name in judged(first):
+        names = [name for name in judged(second) if name in first[0]]  # another judge may have said other things
+        for name in names:
             new, old = ([float(answer[name]) for answer in side] for side in (second, first))
             limits = (-1.0, 1.0) if isinstance(first[0][name], bool) else None
             found[f"samples/policy/{name}"] = _paired(new, old, prompts, params.seed, limits)
-        said = outcomes(params, prompts, first, second)
+        said = outcomes(params, prompts, first, second) if names == judged(second) else None
         if said and (wins := [(p, o) for p, o in zip(prompts, said, strict=True) if o is not None]):
             chances = [outcome for _, outcome in wins]
             even, asked = [0.5] * len(wins), [prompt for prompt, _ in wins]

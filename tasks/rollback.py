@@ -18,8 +18,8 @@ def rollback() -> str:
         champion = found.at(params.alias)
         if champion is None:
             raise UserError(f"{params.model_name} has no {params.alias} to go back from.")
-        target = _before(found, champion)
-        if target is None:
+        target = _before(found, champion) or found.at(PREVIOUS)  # an alias moved by hand has no tags
+        if target is None or target.number == champion.number:
             raise UserError(f"Version {champion.number} is the first {params.alias} of {params.model_name}.")
         _must_be_whole(found, target)
         earlier = _before(found, target)

@@ -1,6 +1,7 @@
 """The demo, whole and real: `prefect deployment run dpo/full` on a server and a worker, then what it left behind."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -152,16 +153,20 @@ def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Pa
 
 def test_an_export_that_fails_its_checks_leaves_the_one_before(ran: Path) -> None:
     """DVC removes outs before a stage runs; this one is marked to stay."""
-    config = ran / "data/policy/adapter_config.json"
-    before = config.read_text()
+    from safetensors.torch import load_file, save_file
+
+    weights = ran / "data/policy/adapter_model.safetensors"
+    before, tensors = weights.read_bytes(), load_file(weights)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    ours = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", "export"]
     try:
-        config.write_text(before.replace('"r": 16', '"r": 8'))  # not the adapter whose weights are there
-        failed = subprocess.run(
-            [sys.executable, "-m", "dvc", "repro", "-s", "export"], cwd=ran, capture_output=True, text=True
-        )
+        save_file(tensors, weights, metadata={"format": "pt"})
+        failed = subprocess.run(command, cwd=ran, env=ours, capture_output=True, text=True)
     finally:
-        config.write_text(before)
+        weights.write_bytes(before)
     assert failed.returncode != 0
+    assert "Nothing was exported." in failed.stderr
     assert problems(ran / "data/model") == []
     assert "up to date" in dvc(ran, "status")
 

@@ -1,13 +1,17 @@
 """The stages evaluate and export, and promote after them, as commands, on an adapter of random weights."""
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.files import hash_files, read_json
-from tests.workspaces import refusal, run, start
+from tests.workspaces import PROJECT, refusal, run, start
 
 pytestmark = pytest.mark.slow
 MEASURED = ("evaluate.json", "samples.jsonl", "pairs.jsonl", "calibration.csv", "margins.csv")
@@ -58,6 +62,27 @@ def test_the_same_evaluation_twice_gives_the_same_numbers(sabotaged: tuple[Path,
     before = {name: (folder / name).read_bytes() for name in MEASURED}
     run(workspace, "evaluate")
     assert {name: (folder / name).read_bytes() for name in MEASURED} == before
+
+
+def test_a_version_that_was_evaluated_otherwise_is_asked_again(sabotaged: tuple[Path, str]) -> None:
+    """Version 1 is this very policy, merged: asked anew with its own draws it says what it said."""
+    workspace, _ = sabotaged
+    (stored,) = (workspace / ".mlflow" / "artifacts").rglob("model/*/manifest.json")
+    before = stored.read_text()
+    try:
+        stored.write_text(before.replace('"max_new_tokens": 8', '"max_new_tokens": 9'))
+        asked = subprocess.run(
+            [sys.executable, "-m", "tasks.compare", "1"],
+            cwd=workspace,
+            env={**os.environ, "PYTHONPATH": str(PROJECT)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        stored.write_text(before)
+    assert "compare: version 1 answers the held-out prompts of today" in asked.stdout, asked.stderr
+    assert re.search(r"samples/policy/kind .* n = 4", asked.stdout)
+    assert "rewards/accuracies" not in asked.stdout  # its rewards were measured on other pairs
 
 
 def test_a_check_that_fails_keeps_the_export_of_before_and_a_flipped_byte_is_found(sabotaged: tuple[Path, str]) -> None:
