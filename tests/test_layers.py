@@ -21,10 +21,11 @@ HOMES = {
     "peft": {"training/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
-    "datasets": {"tasks/source.py"},
-    "pyarrow": {"tasks/pairs.py", "tasks/formats.py"},
-    "matplotlib": {"tasks/plots.py"},
-    "rich": {"tasks/progress.py", "tasks/report.py"},
+    "datasets": {"tasks/fetch.py"},
+    "fsspec": {"tasks/fetch.py"},
+    "pyarrow": {"tasks/pairs.py", "tasks/readers.py", "tasks/contract.py", "tasks/shards.py"},
+    "matplotlib": {"tasks/plots.py", "tasks/histograms.py"},
+    "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py"},
     "dvc": set(),  # the command alone
 }
 
