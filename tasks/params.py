@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from tasks import formats
 from tasks.errors import UserError
@@ -49,8 +49,14 @@ class Mixed(Section):
     share: Annotated[float, Field(gt=0.0, le=1.0)]  # of its rows that are taken
 
 
+Data = Annotated[
+    Annotated[str, Tag("address")] | Annotated[list[Mixed], Tag("mixture")],
+    Discriminator(lambda value: "mixture" if isinstance(value, list) else "address"),  # for errors that name one place
+]
+
+
 class Source(Section):
-    data: str | list[Mixed]
+    data: Data
     eval: str | None
     model: str
     seed: int
@@ -316,7 +322,9 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
         return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {_with_dot(value)}."
     message = problem["msg"].removeprefix("Value error, ")
-    return f"`{name}`: {message}" + ("" if problem["type"] == "value_error" else f", and it is {value!r}.")
+    return (f"`{name}`: {message}" if name else message) + (
+        "" if problem["type"] == "value_error" else f", and it is {value!r}."
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -119,7 +119,7 @@ def changed(params: Source, root: Path) -> bool:
     raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
     if not (raw.exists() and base.exists()):
         return False  # DVC knows that the stage must run
-    sources = read_json(raw)["sources"]
+    sources = read_json(raw).get("sources", [])
     model = local_path(params.model)
     new_data = any(
         data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}) for one in sources
