@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from tasks.formats import Conversation
-from tasks.messages import check_turns, text_of
+from tasks.messages import Message, check_turns, text_of
 from tasks.minhash import near_duplicates
 from tasks.violations import BadRow
 
@@ -22,7 +22,7 @@ Mask = NDArray[np.bool_]
 def check_pairs(conversations: Sequence[Conversation], max_characters: int) -> list[BadRow | None]:
     """What is wrong with each pair by itself, None where nothing is."""
     found = [_wrong_turns(one) for one in conversations]
-    texts = [(text_of(one.prompt), text_of(one.chosen), text_of(one.rejected)) for one in conversations]
+    texts = [(_asked(one.prompt), _said(one.chosen), _said(one.rejected)) for one in conversations]
     sound = [n for n, three in enumerate(texts) if found[n] is None and _is_unicode(three)]
     for n in {n for n, bad in enumerate(found) if bad is None} - set(sound):
         found[n] = BadRow("invalid_utf8", "half of a surrogate pair")
@@ -35,7 +35,7 @@ def check_pairs(conversations: Sequence[Conversation], max_characters: int) -> l
 
 def _wrong_texts(prompt: Any, chosen: Any, rejected: Any, most: int) -> list[tuple[str, Any]]:
     """(violation, mask), the more telling first."""
-    empty = [pc.equal(pc.binary_length(pc.utf8_trim_whitespace(text)), 0) for text in (prompt, chosen, rejected)]
+    empty = [pc.equal(pc.binary_length(text), 0) for text in (prompt, chosen, rejected)]
     long = [pc.greater(pc.utf8_length(text), most) for text in (prompt, chosen, rejected)]
     return [
         ("empty_prompt", empty[0]),
@@ -54,11 +54,24 @@ def _wrong_turns(one: Conversation) -> BadRow | None:
     return None
 
 
+def _asked(prompt: list[Message]) -> str:
+    """The prompt, where a user says something in it."""
+    return text_of(prompt) if any(turn["role"] == "user" and turn["content"].strip() for turn in prompt) else ""
+
+
+def _said(answer: list[Message]) -> str:
+    """The answer, where every turn of the assistant says or calls something."""
+    turns = [turn for turn in answer if turn["role"] == "assistant"]
+    return text_of(answer) if all(turn["content"].strip() or turn.get("tool_calls") for turn in turns) else ""
+
+
 def _is_unicode(texts: tuple[str, str, str]) -> bool:
     try:
-        return all(text.isascii() or text.encode() for text in texts) or True
+        for text in texts:
+            text.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def check_all(columns: Mapping[str, NDArray[Any]], near: float | None) -> dict[str, Mask]:

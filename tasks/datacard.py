@@ -82,7 +82,9 @@ def compare(report: dict[str, Any], card: Path) -> tuple[list[list[str]], list[P
     if memory.get("current", {}).get("sha256") != report["sha256"]:
         memory = {"previous": memory.get("current"), "current": report}
         write_json(folder / "versions.json", memory)
-    changes = differences(memory["previous"], report) if memory.get("previous") else []
+    if not memory.get("previous"):
+        return [], [card / "card.md", card / "card.html"]
+    changes = differences(memory["previous"], report)
     write_pages(folder, report, read_json(card / "preview.json"), changes)
     return changes, [folder / "card.md", folder / "card.html"]
 

@@ -38,7 +38,7 @@ def from_text(value: Any, column: str) -> list[Message]:
         return to_messages(value, column, "assistant")
     start, *parts = _TURN.split(value)
     if start.strip() or not parts:
-        raise BadRow("not_text", f"{column} is not a transcript that starts with '\\n\\nHuman:'")
+        raise BadRow("not_text", f"{column} is no transcript; a prompt in another column goes into prepare.columns")
     turns: list[Message] = []
     for who, text in zip(parts[0::2], parts[1::2], strict=True):
         role, text = ROLES["user" if who == "Human" else "assistant"], text.strip()

@@ -26,7 +26,7 @@ from tasks.pairs import SPLITS
 from tasks.params import Params, Prepare, load_cluster, load_params
 from tasks.paths import CARD, PAIRS, RAW
 from tasks.progress import Bar
-from tasks.readers import first_row, read_chunks, rows_in
+from tasks.readers import first_rows, read_chunks, rows_in
 from tasks.shards import write_splits
 from tasks.templates import Template, choose_template
 from tasks.tracking import Run
@@ -41,6 +41,9 @@ def prepare(run: Run) -> None:
     template = load_template(params)
     sources = sorted(raw["sources"], key=lambda source: source["key"] != "source.eval")  # held-out data has precedence
     origins = [_origin(source, params.prepare) for source in sources]
+    _check_names(params.prepare, origins)
+    for leftover in PAIRS.parent.glob(f".{PAIRS.name}.*"):
+        shutil.rmtree(leftover)  # the shards of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         worker = Worker(template, origins, params.prepare, pairs / "shards")
         account, outcomes = _work(worker, sources, raw["rows"], card / "quarantine.jsonl")
@@ -68,15 +71,26 @@ def load_template(params: Params) -> Template:
 def _origin(source: dict[str, Any], params: Prepare) -> Origin:
     """A source with its shape, which its first row tells unless it is configured."""
     layout = params.by_source.get(source["name"], params)
-    shape = layout.format
-    if shape == "auto":
-        path, called = _files([source])[0][1:]
-        row = first_row(path, called)
-        if row is None:
-            raise UserError(f"{called}: there is no row that can be read. Is it the right file?")
-        shape = detect(rename(row, layout.columns))
+    _, path, called = _files([source])[0]
+    example = {name: value for row in reversed(first_rows(path, called)) for name, value in row.items()}
+    if not example:
+        raise UserError(f"{called}: there is no row that can be read. Is it the right file?")
+    for ours, theirs in layout.columns.items():
+        if theirs not in example:
+            raise UserError(
+                f"prepare.columns: {ours} is to be read from `{theirs}`, and {called} has no such column. "
+                f"It has: {', '.join(map(str, example))}."
+            )
+    shape = detect(rename(example, layout.columns)) if layout.format == "auto" else layout.format
     held_out = source["key"] == "source.eval"
     return Origin(source["name"], shape, layout.columns, source["weight"], source["share"], held_out)
+
+
+def _check_names(params: Prepare, origins: list[Origin]) -> None:
+    names = [origin.name for origin in origins]
+    for name in params.by_source:
+        if name not in names:
+            raise UserError(f"prepare.by_source: there is no source `{name}`. There are: {', '.join(names)}.")
 
 
 def _files(sources: list[dict[str, Any]]) -> list[tuple[int, Path, str]]:

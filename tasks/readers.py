@@ -5,6 +5,7 @@ depend on the content alone. What is wrong with a whole file is an error here; w
 its place.
 """
 
+import codecs
 import csv
 import gzip
 import io
@@ -12,7 +13,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,6 +101,8 @@ def _jsonl(path: Path, name: str) -> Iterator[Chunk]:
     number = 1
     with _open(path) as file:
         while lines := file.readlines(CHUNK_BYTES):
+            if number == 1:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             if not lines[-1].endswith(b"\n") and isinstance(bad := _parse(lines[-1]), BadRow):
                 raise UserError(
                     f"{name} was cut off: its last line, {number + len(lines) - 1}, does not end and is no whole row "
@@ -202,7 +205,9 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Chunk]]] = {
 }
 
 
-def first_row(path: Path, name: str) -> Row | None:
-    """The first row that is one, to tell the shape by."""
-    rows = chain.from_iterable(rows_in(chunk) for chunk in read_chunks(path, name))
-    return next((row for _, row in rows if isinstance(row, dict)), None)
+def first_rows(path: Path, name: str) -> list[Row]:
+    """Some rows, to tell the shape by: those of the first chunk that has any."""
+    for chunk in read_chunks(path, name):
+        if rows := [row for _, row in rows_in(chunk) if isinstance(row, dict)]:
+            return rows
+    return []

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,7 @@ def _through(pool: ProcessPoolExecutor, tasks: Iterator[Any], ahead: int) -> Ite
 def _begin(work: Callable[[Any], Any]) -> None:
     global _work
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the stage, which ends its workers
     _work = work
 
 

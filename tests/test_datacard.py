@@ -27,9 +27,19 @@ def test_texts_are_checked_in_bulk():
         pair(chosen="ä" * 11),
         pair(chosen="half \ud800"),
         pair(chosen="ä" * 10),
+        Conversation(pair().prompt, [*pair(chosen="").chosen, *pair().prompt, *pair().chosen], pair().rejected),
     ]
     found = [bad and bad.name for bad in check_pairs(pairs, max_characters=10)]
-    expected = [None, "empty_prompt", "empty_answer", "equal_answers", "absurd_length", "invalid_utf8", None]
+    expected = [
+        None,
+        "empty_prompt",
+        "empty_answer",
+        "equal_answers",
+        "absurd_length",
+        "invalid_utf8",
+        None,
+        "empty_answer",
+    ]
     assert found == expected
 
 

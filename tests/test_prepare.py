@@ -208,6 +208,16 @@ def test_a_mixture_has_weights_shares_and_layouts(workspace):
     assert {name: one["train"] + one["eval"] for name, one in report()["by_source"].items()} == {"one": 20, "two": 20}
 
 
+def test_an_option_without_effect_is_an_error(workspace):
+    go(source)
+    change(prepare__columns={"id": "key"})
+    with pytest.raises(UserError, match=r"id is to be read from `key`, and pairs.jsonl has no such column"):
+        go(prepare)
+    change(prepare__columns={}, prepare__by_source={"two": {"format": "auto", "columns": {}}})
+    with pytest.raises(UserError, match=r"prepare.by_source: there is no source `two`. There are: pairs"):
+        go(prepare)
+
+
 def test_bad_rows_name_the_first_and_what_to_do(workspace):
     write_data(Path("pairs.jsonl"), [*rows(8), {**ROW, "rejected": ROW["chosen"]}, {**ROW, "chosen": 3}])
     go(source)
