@@ -32,12 +32,18 @@ def sections(report: dict[str, Any], changes: list[list[str]]) -> list[Section]:
     return made
 
 
-def markdown(report: dict[str, Any], changes: list[list[str]]) -> str:
+def markdown(report: dict[str, Any], previews: list[Any], changes: list[list[str]]) -> str:
     lines = [f"# Data card: {report['source']}", ""]
     for title, blocks in sections(report, changes):
         lines += [f"## {title}", ""]
         for block in blocks:
             lines += [block, ""] if isinstance(block, str) else [*_markdown_table(block), ""]
+    lines += ["## As the model sees them", "", "What stands in «» counts.", ""]
+    for pair in previews:
+        for part, pieces in pair.items():
+            text = "".join(f"«{text}»" if counts else text for text, counts in pieces)
+            lines += [f"    {line}" for line in [f"{part}:", *text.splitlines()]]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -84,11 +90,15 @@ def _shortcuts(report: dict[str, Any]) -> Table:
 
 
 def _left_out(report: dict[str, Any]) -> Table:
+    def by_source(name: str) -> str:
+        counts = {source: one["left_out"].get(name, 0) for source, one in report["by_source"].items()}
+        return ", ".join(f"{source} {count}" for source, count in counts.items() if count)
+
     rows = [
-        [name, VIOLATIONS[name], str(count), "quarantined" if name in BAD else "left out"]
+        [name, VIOLATIONS[name], "quarantined" if name in BAD else "left out", str(count), by_source(name)]
         for name, count in report["left_out"].items()
     ]
-    return ("violation", "meaning", "pairs", ""), rows
+    return ("violation", "meaning", "", "pairs", "by source"), rows
 
 
 def _examples(report: dict[str, Any]) -> Table:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.contract import check_pairs
+from tasks.conversations import Choices, Conversation, Row
 from tasks.errors import UserError
-from tasks.formats import Choices, Conversation, Row, rename, to_conversations
+from tasks.formats import rename, to_conversations
 from tasks.identity import SPACE, identity_of, is_held_out, key_of, mirror_of, prompt_hash
 from tasks.lengths import excess, fit
 from tasks.messages import text_of

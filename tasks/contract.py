@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from tasks.formats import Conversation
+from tasks.conversations import Conversation
 from tasks.messages import Message, check_turns, text_of
 from tasks.minhash import near_duplicates
 from tasks.violations import BadRow

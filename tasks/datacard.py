@@ -67,7 +67,7 @@ def write_card(folder: Path, report: dict[str, Any], pairs: Path, tokenizer: Any
 
 
 def write_pages(folder: Path, report: dict[str, Any], previews: list[Any], changes: list[list[str]]) -> None:
-    (folder / "card.md").write_text(cardpage.markdown(report, changes))
+    (folder / "card.md").write_text(cardpage.markdown(report, previews, changes))
     (folder / "card.html").write_text(cardpage.page(report, previews, changes))
 
 

@@ -125,6 +125,7 @@ def _remote_files(address: str) -> tuple[Any, list[str]]:
     import fsspec
 
     system, path = fsspec.core.url_to_fs(address)
+    system.invalidate_cache()
     found = system.find(path) if system.isdir(path) else [path]
     return system, sorted(file for file in found if _holds_rows(file.rpartition("/")[2]))
 

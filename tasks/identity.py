@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any
 
-from tasks.formats import Conversation
+from tasks.conversations import Conversation
 from tasks.messages import Message
 
 SPACE = 1 << 64

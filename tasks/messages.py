@@ -101,7 +101,7 @@ def _message(turn: Any, column: str) -> Message:
         raise BadRow("wrong_role", f"{role!r} in {column}")
     if content is not None and not isinstance(content, str):
         content = _parts(content, column)
-    more = {name: turn[name] for name in KEPT if turn.get(name) is not None}
+    more = {name: turn[name] for name in KEPT if turn.get(name)}
     return {"role": ROLES[role], "content": content or "", **more}
 
 

@@ -42,8 +42,8 @@ def prepare(run: Run) -> None:
     sources = sorted(raw["sources"], key=lambda source: source["key"] != "source.eval")  # held-out data has precedence
     origins = [_origin(source, params.prepare) for source in sources]
     _check_names(params.prepare, origins)
-    for leftover in PAIRS.parent.glob(f".{PAIRS.name}.*"):
-        shutil.rmtree(leftover)  # the shards of a run that was killed
+    for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
+        shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         worker = Worker(template, origins, params.prepare, pairs / "shards")
         account, outcomes = _work(worker, sources, raw["rows"], card / "quarantine.jsonl")

@@ -6,11 +6,11 @@ as the whole text would at little more than half the work.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tasks.conversations import Conversation
 from tasks.errors import UserError
-from tasks.formats import Conversation
 from tasks.messages import Message
 from tasks.violations import BadRow
 
@@ -69,7 +69,7 @@ def choose_template(
         backend.no_padding()
     added = tokenizer.added_tokens_decoder
     borders = tuple(token.content for token in added.values() if not token.lstrip and not token.single_word)
-    ends = frozenset(number for number, token in added.items() if token.special)
+    ends = frozenset({number for number, token in added.items() if token.special} | {tokenizer.eos_token_id})
     return Template(tokenizer, name, kwargs or {}, loss_on, borders, ends)
 
 
@@ -85,13 +85,8 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def tokenise(template: Template, conversations: Sequence[Conversation]) -> list[Tokens | BadRow]:
     """Tokens of each conversation, or why it has none. The usual kind, one answer each, goes through in bulk."""
-    results: list[Tokens | BadRow | None] = [None] * len(conversations)
-    usual = [n for n, one in enumerate(conversations) if _is_usual(one)]
-    for n, tokens in zip(usual, _in_bulk(template, [conversations[n] for n in usual]), strict=True):
-        results[n] = tokens
-    return [
-        _by_turns(template, one) if done is None else done for one, done in zip(conversations, results, strict=True)
-    ]
+    usual = iter(_in_bulk(template, [one for one in conversations if _is_usual(one)]))
+    return [next(usual) if _is_usual(one) else _by_turns(template, one) for one in conversations]
 
 
 def _is_usual(one: Conversation) -> bool:
@@ -103,14 +98,12 @@ def _in_bulk(template: Template, conversations: Sequence[Conversation]) -> list[
     chosen = _render_all(template, [one.prompt + one.chosen for one in conversations])
     rejected = _render_all(template, [one.prompt + one.rejected for one in conversations])
     triples = [_agree(*triple) for triple in zip(prompts, chosen, rejected, strict=True)]
-    ids = iter(
-        encode(
-            template.tokenizer,
-            [t for texts in triples if not isinstance(texts, BadRow) for t in _cut(template, *texts)],
-        )
-    )
+    if not _cuts_well(template, next((texts for texts in triples if isinstance(texts, tuple)), None)):
+        template = replace(template, borders=())
+    parts = [_cut(template, *texts) for texts in triples if isinstance(texts, tuple)]
+    ids = iter(encode(template.tokenizer, [text for four in parts for text in four]))
     return [
-        texts if isinstance(texts, BadRow) else _tokens(template, texts, *(next(ids) for _ in range(4)))
+        texts if isinstance(texts, BadRow) else _tokens(template, texts, next(ids), next(ids), next(ids), next(ids))
         for texts in triples
     ]
 
@@ -124,10 +117,18 @@ def _agree(prompt: str | BadRow, chosen: str | BadRow, rejected: str | BadRow) -
     return prompt, chosen, rejected
 
 
+def _cuts_well(template: Template, texts: tuple[str, str, str] | None) -> bool:
+    """Proof on the first of many: cut at a border, a text gives the tokens that it gives whole."""
+    if texts is None:
+        return True
+    head, _, rest, _ = _cut(template, *texts)
+    apart, whole = encode(template.tokenizer, [head, rest]), encode(template.tokenizer, [texts[1]])
+    return apart[0] + apart[1] == whole[0]
+
+
 def _cut(template: Template, prompt: str, chosen: str, rejected: str) -> tuple[str, str, str, str]:
     """The prompt up to its last border, the rest of it, and the rest with each response."""
-    at = max((prompt.rfind(border) for border in template.borders), default=0)
-    at = max(at, 0)
+    at = max((0, *(prompt.rfind(border) for border in template.borders)))
     return prompt[:at], prompt[at:], chosen[at:], rejected[at:]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tasks import cardpage, datacard
 from tasks.contract import check_all, check_pairs
-from tasks.formats import Conversation
+from tasks.conversations import Conversation
 from tasks.minhash import near_duplicates, signature
 from tasks.shortcuts import probe_accuracy, warnings
 from tasks.violations import BAD, VIOLATIONS
@@ -129,9 +129,10 @@ def test_the_pages_show_the_data_and_never_run_it(report):
     assert '<span class="chosen">yes</span>' in page
     assert page.count("<svg") == 2
     assert "//" not in page.replace("http://www.w3.org", "")  # nothing is loaded from elsewhere
-    text = cardpage.markdown(report, [["rows", "4", "5"]])
+    text = cardpage.markdown(report, preview, [["rows", "4", "5"]])
     assert "| a \\| \\`b\\` &lt;script&gt; |" in text
     assert "## Since the previous version\n\n|  | before | now |\n| --- | --- | --- |\n| rows | 4 | 5 |" in text
+    assert "    chosen:\n    «yes»" in text
     assert cardpage.page(report, preview, []) == page
 
 

@@ -1,9 +1,12 @@
 """Row shapes: a small one of each, and each way a row can be bad."""
 
+import json
+
 import pytest
 
+from tasks.conversations import Choices, Conversation
 from tasks.errors import UserError
-from tasks.formats import Choices, Conversation, detect, rename, to_conversations
+from tasks.formats import detect, rename, to_conversations
 from tasks.messages import check_turns
 from tasks.violations import BadRow
 
@@ -83,6 +86,8 @@ def test_a_speaker_of_a_transcript_who_goes_on_is_one_turn():
 
 def test_system_prompts_and_tools_belong_to_the_prompt():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
+    assert violation({**PAIR, "tools": "look"}) == "not_text"
     (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
     assert one.prompt == [say("system", "Be brief."), *ASKED]
     assert one.tools == tools

@@ -1,12 +1,14 @@
 """Conversations to tokens: nothing doubled, nothing lost, and prompt + response is the whole text."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from tasks.conversations import Conversation
 from tasks.errors import UserError
-from tasks.formats import Conversation
 from tasks.lengths import fit
 from tasks.templates import CHATML, PLAIN, Template, Tokens, choose_template, encode, tokenise
 from tasks.violations import BadRow
@@ -58,6 +60,14 @@ def test_prompt_and_response_are_the_tokens_of_the_whole_conversation(prompt, an
     else:
         assert tokens.prompt + tokens.chosen == expected
     assert tokens.prompt + tokens.rejected == whole(template, talk.prompt + talk.rejected)
+
+
+def test_a_tokenizer_that_is_not_the_same_in_pieces_is_not_cut():
+    template = make()
+    begins = [say("user", "hello")]
+    broken = replace(template, borders=("ello",))  # no border at all: the word would fall apart
+    talks = [Conversation(begins, GOOD, BAD)]
+    assert tokenise(broken, talks) == tokenise(template, talks)
 
 
 def test_what_chatml_writes_after_the_end_does_not_count():
