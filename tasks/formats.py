@@ -1,193 +1,165 @@
-"""Preference data as it comes: files of rows, and the row shapes that we know.
+"""Row shapes: how preference data says which answer is better. Each is an entry of SHAPES; docs/data.md shows them.
 
-A row becomes a Conversation: the messages of the prompt and one answer each. New shapes are entries of SHAPES.
+A row becomes Conversations: the messages that both sides share, and the messages of each side from there on. A row with
+several ranked or scored answers becomes several.
 """
 
-import csv
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from tasks.conversations import Choices, Conversation, Pairing, Row, asked, number, text
 from tasks.errors import UserError
+from tasks.messages import Message, common_prefix, from_text, own_turns, to_messages
+from tasks.rankings import alpaca, by_score, ranked, votes
+from tasks.violations import BadRow
 
-Message = dict[str, str]
-Row = dict[str, Any]
-
-
-class BadRow(ValueError):
-    """A row that cannot be used; the message is the reason it is counted under."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    prompt: list[Message]
-    chosen: str
-    rejected: str
-
-
-def read_rows(path: Path, name: str) -> Iterator[tuple[int, Row]]:
-    """(line or row number from 1, row). `name` is what the user calls the file."""
-    return READERS[path.suffix](path, name)
-
-
-def _read_jsonl(path: Path, name: str) -> Iterator[tuple[int, Row]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-                raise UserError(
-                    f"{name}, line {number}: not valid JSON ({reason}): {line[:80].decode(errors='replace')!r}. "
-                    "Mend or delete the line."
-                ) from None
-            yield number, _mapping(row, name, number)
-
-
-def _read_json(path: Path, name: str) -> Iterator[tuple[int, Row]]:
-    try:
-        rows = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{name}: not valid JSON ({error}). One object per line belongs in a .jsonl file.") from None
-    if not isinstance(rows, list):
-        raise UserError(f"{name}: a .json file must hold a list of rows, and it holds {type(rows).__name__}.")
-    return ((number, _mapping(row, name, number)) for number, row in enumerate(rows, start=1))
-
-
-def _read_csv(path: Path, name: str) -> Iterator[tuple[int, Row]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        yield from enumerate(csv.DictReader(file), start=1)
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[tuple[int, Row]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{name}: not a Parquet file ({error}).") from None
-    return enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-
-
-READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Row]]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
+# What prepare.columns may name.
+COLUMNS = (
+    *("prompt", "chosen", "rejected", "instruction", "input", "system", "messages", "tools"),
+    *("completions", "scores", "output", "response1", "response2", "annotator1"),
+    *("score_chosen", "score_rejected", "label", "margin", "weight", "id"),
+)
+ALIASES = {
+    "prompt": ("question", "input"),
+    "messages": ("conversations", "conversation"),
+    "completions": ("responses", "answers"),
+    "score_chosen": ("chosen_score", "chosen_rating"),
+    "score_rejected": ("rejected_score", "rejected_rating"),
 }
 
 
+def rename(row: Row, columns: Mapping[str, str]) -> Row:
+    """Columns under our names: as the user maps them, then as others are known to call them."""
+    theirs = set(columns.values())
+    ours = {name: value for name, value in row.items() if name not in theirs}
+    ours |= {name: row[column] for name, column in columns.items() if column in row}
+    for name, aliases in ALIASES.items():
+        if name == "prompt" and ("instruction" in ours or not isinstance(ours.get("input", ""), str)):
+            continue  # then `input` is another thing
+        found = next((alias for alias in aliases if alias in ours), None)
+        if name not in ours and found:
+            ours[name] = ours.pop(found)
+    return ours
+
+
 def detect(row: Row) -> str:
-    """Which of our shapes a row has, by its columns."""
-    for name, (needs, _) in SHAPES.items():
-        if needs <= row.keys():
+    """Which of our shapes a row has, by its columns (already renamed)."""
+    for name, (fits, _) in SHAPES.items():
+        if fits(row):
             return name
-    needed = "; ".join(f"{name}: {', '.join(sorted(needs))}" for name, (needs, _) in SHAPES.items())
+    if {"prompt", "completion", "label"} <= row.keys():
+        raise UserError(
+            "The rows are binary feedback (prompt, completion, label): one answer each, marked good or bad. DPO needs "
+            "two answers to one prompt; join a good and a bad one into prompt, chosen, rejected."
+        )
     raise UserError(
-        f"The rows have the columns {', '.join(map(str, row))}, which is no shape that we know ({needed}). "
+        f"The rows have the columns {', '.join(map(str, row))}, which is no shape that we know "
+        f"({', '.join(SHAPES)}; see docs/data.md). "
         "Name the columns in prepare.columns, for example {prompt: question, chosen: good, rejected: bad}."
     )
 
 
-def rename(row: Row, columns: Mapping[Any, str]) -> Row:
-    """Columns under our names."""
-    theirs = set(columns.values())
-    kept = {name: value for name, value in row.items() if name not in theirs}
-    return {**kept, **{ours: row[name] for ours, name in columns.items() if name in row}}
+def to_conversations(row: Row, shape: str, declared: Mapping[str, str], choices: Choices) -> list[Pairing]:
+    """The pairs of a row, or why there are none; one of several pairs may be a tie and the others not."""
+    try:
+        made = SHAPES[shape][1](row, choices)
+        return [_finish(one, row, declared) if isinstance(one, Conversation) else one for one in made]
+    except BadRow as bad:
+        return [bad]
+    except KeyError as error:
+        return [BadRow("missing_field", str(error))]
 
 
-def to_conversation(row: Row, shape: str) -> Conversation:
-    """The row as a conversation, or BadRow with the reason."""
-    conversation = SHAPES[shape][1](row)
-    if not conversation.prompt or conversation.prompt[-1]["role"] not in ("user", "tool"):
-        raise BadRow("the prompt does not end with a user's turn")
-    if not any(message["content"].strip() for message in conversation.prompt if message["role"] == "user"):
-        raise BadRow("the prompt is empty")
-    if not conversation.chosen.strip() or not conversation.rejected.strip():
-        raise BadRow("an answer is empty")
-    if conversation.chosen == conversation.rejected:
-        raise BadRow("chosen and rejected are the same")
-    return conversation
+def _finish(conversation: Conversation, row: Row, declared: Mapping[str, str]) -> Conversation:
+    """What any shape may have besides: a system prompt, tools, numbers that the user has named."""
+    if system := row.get("system"):
+        prompt = [{"role": "system", "content": text(system, "system")}, *conversation.prompt]
+        conversation = replace(conversation, prompt=prompt)
+    more: dict[str, Any] = {n: number(row[n], n) for n in ("label", "margin", "weight") if n in declared}
+    if not 0.0 <= more.get("label", 1.0) <= 1.0 or more.get("weight", 1.0) < 0.0:
+        raise BadRow("bad_number", f"label {more.get('label')}, weight {more.get('weight')}")
+    if row.get("tools"):
+        more["tools"] = _tools(row["tools"])
+    return replace(conversation, **more) if more else conversation
 
 
-def _pairs(row: Row) -> Conversation:
-    """prompt, chosen, rejected: text, or lists of messages (a response may repeat the prompt's messages)."""
-    prompt = _messages(row["prompt"], "prompt", role="user")
-    return Conversation(prompt, _answer(row["chosen"], prompt, "chosen"), _answer(row["rejected"], prompt, "rejected"))
+def _tools(value: Any) -> list[Any]:
+    """Descriptions of tools, also as the JSON text that tables hold."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    if not isinstance(found, list):
+        raise BadRow("not_text", "tools is not a list")
+    return found
 
 
-def _instruction(row: Row) -> Conversation:
-    """instruction, input (may be empty), chosen, rejected."""
-    text = _text(row["instruction"], "instruction")
-    extra = _text(row["input"], "input").strip() if row.get("input") is not None else ""
-    content = f"{text}\n\n{extra}" if extra else text
-    return Conversation(
-        [{"role": "user", "content": content}], _text(row["chosen"], "chosen"), _text(row["rejected"], "rejected")
-    )
+def _pairs(row: Row, choices: Choices) -> list[Pairing]:
+    """prompt, chosen, rejected: text or messages; an answer may repeat the prompt's messages."""
+    if row["prompt"] is None:
+        raise BadRow("missing_field", "'prompt'")
+    return _two_sides(to_messages(row["prompt"], "prompt", "user"), row, choices)
 
 
-def _transcript(row: Row) -> Conversation:
-    """Anthropic's HH: both conversations whole, as text or as messages; they share all but the last answer."""
-    chosen, rejected = _turns(row["chosen"], "chosen"), _turns(row["rejected"], "rejected")
-    if chosen[:-1] != rejected[:-1]:
-        raise BadRow("the two transcripts part before the last answer")
-    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        raise BadRow("a transcript does not end with the assistant")
-    return Conversation(chosen[:-1], chosen[-1]["content"], rejected[-1]["content"])
+def _instruction(row: Row, choices: Choices) -> list[Pairing]:
+    return _two_sides(asked(row), row, choices)
 
 
-SHAPES: dict[str, tuple[set[str], Callable[[Row], Conversation]]] = {
-    "pairs": ({"prompt", "chosen", "rejected"}, _pairs),
-    "instruction": ({"instruction", "chosen", "rejected"}, _instruction),
-    "transcript": ({"chosen", "rejected"}, _transcript),
+def _messages(row: Row, choices: Choices) -> list[Pairing]:
+    """ShareGPT's or OpenAI's messages up to the answer, and the two answers beside them."""
+    return _two_sides(to_messages(row["messages"], "messages", "user"), row, choices)
+
+
+def _openai(row: Row, choices: Choices) -> list[Pairing]:
+    """OpenAI's preference files: input.messages, preferred_output, non_preferred_output."""
+    asked = row["input"]
+    if not isinstance(asked, dict) or "messages" not in asked:
+        raise BadRow("missing_field", "'input.messages'")
+    sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"], "tools": asked.get("tools")}
+    made = _two_sides(to_messages(asked["messages"], "input.messages", "user"), {**row, **sides}, choices)
+    return [replace(one, tools=sides["tools"] or None) if isinstance(one, Conversation) else one for one in made]
+
+
+def _transcript(row: Row, choices: Choices) -> list[Pairing]:
+    """Both conversations whole, as Anthropic's text or as messages."""
+    return _two_sides([], row, choices)
+
+
+def _two_sides(prompt: list[Message], row: Row, choices: Choices) -> list[Pairing]:
+    """What chosen and rejected have in common is the prompt, and what is left of each is an answer."""
+    if prompt:
+        chosen, rejected = (own_turns(row[side], prompt, side) for side in ("chosen", "rejected"))
+    else:
+        chosen, rejected = (from_text(row[side], side) for side in ("chosen", "rejected"))
+    shared = common_prefix(chosen, rejected)
+    prompt, chosen, rejected = prompt + chosen[:shared], chosen[shared:], rejected[shared:]
+    if not chosen and not rejected:
+        raise BadRow("equal_answers")
+    if not prompt:
+        raise BadRow("no_shared_prompt")
+    return [by_score(Conversation(prompt, chosen, rejected), row, choices)]
+
+
+def _has(*names: str) -> Callable[[Row], bool]:
+    return lambda row: set(names) <= row.keys()
+
+
+def _has_answers(row: Row) -> bool:
+    return "completions" in row and ("prompt" in row or "instruction" in row)
+
+
+Shape = tuple[Callable[[Row], bool], Callable[[Row, Choices], list[Pairing]]]
+# In this order: the first that fits is the one.
+SHAPES: dict[str, Shape] = {
+    "openai": (_has("input", "preferred_output", "non_preferred_output"), _openai),
+    "votes": (_has("response1", "response2", "annotator1"), votes),
+    "messages": (_has("messages", "chosen", "rejected"), _messages),
+    "pairs": (_has("prompt", "chosen", "rejected"), _pairs),
+    "instruction": (_has("instruction", "chosen", "rejected"), _instruction),
+    "transcript": (_has("chosen", "rejected"), _transcript),
+    "scored": (lambda row: _has_answers(row) and "scores" in row, ranked),
+    "ranked": (_has_answers, ranked),
+    "alpaca": (lambda row: "instruction" in row and isinstance(row.get("output"), list), alpaca),
 }
-
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-
-
-def _turns(value: Any, column: str) -> list[Message]:
-    if isinstance(value, list):
-        return _messages(value, column, role="assistant")
-    start, *parts = _TURN.split(_text(value, column))
-    if start.strip() or not parts:
-        raise BadRow(f"{column} is not a transcript that starts with '\\n\\nHuman:'")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": text.strip()} for who, text in zip(parts[0::2], parts[1::2], strict=True)]
-
-
-def _messages(value: Any, column: str, role: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise BadRow(f"{column} is neither text nor a list of messages")
-    for message in value:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise BadRow(f"a message of {column} lacks role or content")
-        _text(message["content"], column)
-    return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
-def _answer(value: Any, prompt: list[Message], column: str) -> str:
-    messages = _messages(value, column, role="assistant")
-    own = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    if len(own) != 1 or own[0]["role"] != "assistant":
-        raise BadRow(f"{column} is not one assistant message after the prompt")
-    return own[0]["content"]
-
-
-def _text(value: Any, column: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"{column} is not text" if value is not None else f"{column} is missing")
-    return value
-
-
-def _mapping(row: Any, name: str, number: int) -> Row:
-    if not isinstance(row, dict):
-        raise UserError(f"{name}, row {number}: must be an object with named columns, and it is {type(row).__name__}.")
-    return row

@@ -28,8 +28,8 @@ PAIR_SCHEMA = pa.schema(
         ("chosen_mask", pa.list_(pa.int8())),
         ("rejected_ids", pa.list_(pa.int32())),
         ("rejected_mask", pa.list_(pa.int8())),
-        ("label", pa.float32()),
-        ("margin", pa.float32()),
+        ("label", pa.float32()),  # how likely it is that chosen is the better one
+        ("margin", pa.float32()),  # by how much, where the data has scores
         ("weight", pa.float32()),
         ("source", pa.string()),
     ]

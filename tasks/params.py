@@ -7,13 +7,16 @@ import difflib
 import inspect
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from tasks import formats
 from tasks.errors import UserError
+from tasks.violations import VIOLATIONS
 from training import objective
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
@@ -22,33 +25,90 @@ RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
 
 Dtype = Literal["float32", "bfloat16"]
 Quantization = Literal["nf4"]
-Column = Literal["prompt", "chosen", "rejected", "instruction", "input"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound=BaseModel)
 
 
+def known(key: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{key}: there is no `{name}`. Known here: {', '.join(allowed)}")
+
+
 class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-class Source(Section):
+class Mixed(Section):
+    """One source of a mixture."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     data: str
+    weight: Positive  # of each of its pairs in the loss
+    share: Annotated[float, Field(gt=0.0, le=1.0)]  # of its rows that are taken
+
+
+Data = Annotated[
+    Annotated[str, Tag("address")] | Annotated[list[Mixed], Tag("mixture")],
+    Discriminator(lambda value: "mixture" if isinstance(value, list) else "address"),  # for errors that name one place
+]
+
+
+class Source(Section):
+    data: Data
+    eval: str | None
     model: str
     seed: int
 
+    @model_validator(mode="after")
+    def _a_mixture_has_names_of_its_own(self) -> "Source":
+        names = [one.name for one in self.data] if isinstance(self.data, list) else ["data"]
+        if not names or len({*names, "eval"}) <= len(names):
+            raise ValueError("a mixture needs sources, each with a name of its own, none of them `eval`")
+        return self
 
-class Prepare(Section):
-    format: Literal["auto", "pairs", "transcript", "instruction"]
-    columns: dict[Column, str]
-    template: Literal["auto", "plain"]
-    max_tokens: Annotated[int, Field(ge=8)]
-    over_length: Literal["drop", "truncate_prompt", "fail"]
+
+class Layout(Section):
+    """How the rows of a source are laid out."""
+
+    format: str
+    columns: dict[str, str]
+
+    @model_validator(mode="after")
+    def _format_and_columns_are_ours(self) -> "Layout":
+        known("format", [self.format], ["auto", *formats.SHAPES])
+        known("columns", self.columns, formats.COLUMNS)
+        return self
+
+
+class Prepare(Layout):
+    by_source: dict[str, Layout]
+    expand: Literal["all", "adjacent", "best_rest"]
+    min_margin: Annotated[float, Field(ge=0.0)]
+    ties: Literal["drop", "soft"]
+    template: str
+    chat_template_kwargs: dict[str, Any]
+    loss_on: Literal["last", "all"]
     apply_loss_mask: bool
-    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)]
+    max_tokens: Annotated[int, Field(ge=8)]
+    over_length: Literal["drop", "truncate_prompt", "truncate_response", "fail"]
+    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     max_pairs: Count | None
+    max_characters: Count
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None
     max_bad_fraction: Fraction
+    thresholds: dict[str, Fraction]
+
+    @model_validator(mode="after")
+    def _thresholds_and_template_are_known(self) -> "Prepare":
+        known("thresholds", self.thresholds, VIOLATIONS)
+        if self.template not in ("auto", "plain", "chatml") and "{" not in self.template:
+            raise ValueError(
+                f"template '{self.template}' is neither auto, plain, chatml nor the text of a Jinja template"
+            )
+        return self
 
 
 class Reference(Section):
@@ -201,9 +261,21 @@ class Params(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _held_out_pairs_come_from_one_place(self) -> "Params":
+        if (self.source.eval is None) == (self.prepare.eval_fraction is None):
+            raise ValueError(
+                "held-out pairs come from `source.eval` or by `prepare.eval_fraction`: give one, and null for the other"
+            )
+        return self
+
 
 class Ray(Section):
     address: str = "local"
+
+
+class PrepareGroup(Section):
+    num_workers: Count | None = None
 
 
 class ReferenceGroup(Section):
@@ -244,6 +316,7 @@ class Cluster(Section):
     tensorboard: bool = False
     output_dir: str = ".scratch"
     ray: Ray = Ray()
+    prepare: PrepareGroup = PrepareGroup()
     reference: ReferenceGroup = ReferenceGroup()
     actor_train: ActorTrainGroup = ActorTrainGroup()
 
@@ -330,7 +403,9 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
         return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {_with_dot(value)}."
     message = problem["msg"].removeprefix("Value error, ")
-    return f"`{name}`: {message}" + ("" if problem["type"] == "value_error" else f", and it is {value!r}.")
+    return (f"`{name}`: {message}" if name else message) + (
+        "" if problem["type"] == "value_error" else f", and it is {value!r}."
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 RAW = Path("data/raw")
 BASE = Path("data/base")
 PAIRS = Path("data/pairs")
+CARD = Path("data/card")
 REFERENCE = Path("data/reference")
 POLICY = Path("data/policy")
 METRICS = Path("data/metrics")

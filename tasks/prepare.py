@@ -1,182 +1,191 @@
 """Stage `prepare`: raw rows to tokenised pairs, split by prompt, with every row accounted for.
 
-Writes data/pairs: train.parquet, eval.parquet, report.json, and quarantine.jsonl with the rows that could not be used.
+Writes data/pairs (train.parquet, eval.parquet) and data/card: the data card (report.json, card.md, card.html) and
+quarantine.jsonl with the rows that could not be used. Rows go through in chunks, over processes, in bounded memory;
+what concerns rows together is decided on hashes when all chunks are done.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tasks import stage
-from tasks.account import Account, check, make_report
-from tasks.errors import UserError
-from tasks.files import publish, read_json, sha256, write_json
-from tasks.formats import BadRow, Conversation, detect, read_rows, rename, to_conversation
-from tasks.models import base_folder
-from tasks.pairs import PAIR_SCHEMA, SPLITS, write_rows
-from tasks.params import Prepare, load_params
-from tasks.paths import PAIRS, RAW
-from tasks.progress import Bar
-from tasks.templates import Tokens, choose_template, tokenise
-from tasks.tracking import Run
+import numpy as np
 
-CHUNK = 2000
+from tasks import datacard, stage, verdicts
+from tasks.account import Account, check
+from tasks.chunks import EXAMPLES, Origin, Outcome, Task, Worker
+from tasks.contract import Mask
+from tasks.errors import UserError
+from tasks.files import publish, read_json, sha256
+from tasks.formats import detect, rename
+from tasks.models import base_folder
+from tasks.pairs import SPLITS
+from tasks.params import Params, Prepare, load_cluster, load_params
+from tasks.paths import CARD, PAIRS, RAW
+from tasks.progress import Bar
+from tasks.readers import first_rows, read_chunks, rows_in
+from tasks.shards import write_splits
+from tasks.templates import Template, choose_template
+from tasks.tracking import Run
+from tasks.violations import BAD, VIOLATIONS, BadRow
+from tasks.workers import cores, in_order
+
+ROWS_PER_PROCESS = 2000  # fewer are not worth one more
 
 
 def prepare(run: Run) -> None:
-    params = load_params()
-    from training.model import load_tokenizer
-
-    tokenizer = load_tokenizer(base_folder(params.source.model))
-    template = choose_template(tokenizer, params.prepare.template)
-    raw = read_json(RAW / "manifest.json")
-    account = Account()
-    splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    seen: set[str] = set()
-    with Bar("prepare", raw["rows"], "rows") as bar:
-        shape, rows = _shaped(RAW / raw["file"], raw["source"], params.prepare)
-        for chunk in _chunks(rows, CHUNK):
-            for split, pair in _pairs(chunk, shape, tokenizer, params.prepare, account, seen):
-                if not params.prepare.max_pairs or account.kept.total() < params.prepare.max_pairs:
-                    splits[split].append(pair)
-                    account.kept[split] += 1
-            bar.update(account.rows)
-    check(account, params.prepare, raw["source"])
-    report = make_report(account, splits, raw["source"], shape, template)
-    with publish(PAIRS) as folder:
-        for split, pairs in splits.items():
-            write_rows(folder / f"{split}.parquet", PAIR_SCHEMA, pairs)
-        (folder / "quarantine.jsonl").write_text(
-            "".join(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in account.bad)
-        )
-        write_json(folder / "report.json", report)
+    params, raw = load_params(), read_json(RAW / "manifest.json")
+    template = load_template(params)
+    sources = sorted(raw["sources"], key=lambda source: source["key"] != "source.eval")  # held-out data has precedence
+    origins = [_origin(source, params.prepare) for source in sources]
+    _check_names(params.prepare, origins)
+    for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
+        shutil.rmtree(leftover)  # of a run that was killed
+    with publish(PAIRS) as pairs, publish(CARD) as card:
+        worker = Worker(template, origins, params.prepare, pairs / "shards")
+        account, outcomes = _work(worker, sources, raw["rows"], card / "quarantine.jsonl")
+        columns = verdicts.together(outcomes)
+        kept, found = verdicts.judge(columns, origins, account, params.prepare)
+        _quarantine(found, columns, outcomes, _files(sources), account, card / "quarantine.jsonl")
+        sizes = {split: int((kept & (columns["held"] == (split == "eval"))).sum()) for split in SPLITS}
+        check(account, sizes, params.prepare, raw["source"])
+        _write(worker.folder, pairs, outcomes, columns, kept)
+        report = datacard.make_report(account, columns, kept, origins, template, raw["source"], pairs)
+        datacard.write_card(card, report, pairs, template.tokenizer)
     _tell(run, report)
 
 
-def _shaped(path: Path, name: str, params: Prepare) -> tuple[str, Iterator[tuple[int, dict[str, Any]]]]:
-    """The rows under our column names, and their shape, which the first row tells unless it is configured."""
-    rows = ((number, rename(row, params.columns)) for number, row in read_rows(path, name))
-    first = next(rows)
-    shape = detect(first[1]) if params.format == "auto" else params.format
+def load_template(params: Params) -> Template:
+    from training.model import load_tokenizer
 
-    def all_rows() -> Iterator[tuple[int, dict[str, Any]]]:
-        yield first
-        yield from rows
-
-    return shape, all_rows()
+    # Processes share the work, not threads: those of the tokenizer would not survive a fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = load_tokenizer(base_folder(params.source.model))
+    wanted = params.prepare
+    return choose_template(tokenizer, wanted.template, wanted.chat_template_kwargs, wanted.loss_on)
 
 
-def _pairs(
-    chunk: Sequence[tuple[int, dict[str, Any]]],
-    shape: str,
-    tokenizer: Any,
-    params: Prepare,
+def _origin(source: dict[str, Any], params: Prepare) -> Origin:
+    """A source with its shape, which its first row tells unless it is configured."""
+    layout = params.by_source.get(source["name"], params)
+    _, path, called = _files([source])[0]
+    example = {name: value for row in reversed(first_rows(path, called)) for name, value in row.items()}
+    if not example:
+        raise UserError(f"{called}: there is no row that can be read. Is it the right file?")
+    for ours, theirs in layout.columns.items():
+        if theirs not in example:
+            raise UserError(
+                f"prepare.columns: {ours} is to be read from `{theirs}`, and {called} has no such column. "
+                f"It has: {', '.join(map(str, example))}."
+            )
+    shape = detect(rename(example, layout.columns)) if layout.format == "auto" else layout.format
+    held_out = source["key"] == "source.eval"
+    return Origin(source["name"], shape, layout.columns, source["weight"], source["share"], held_out)
+
+
+def _check_names(params: Prepare, origins: list[Origin]) -> None:
+    names = [origin.name for origin in origins]
+    for name in params.by_source:
+        if name not in names:
+            raise UserError(f"prepare.by_source: there is no source `{name}`. There are: {', '.join(names)}.")
+
+
+def _files(sources: list[dict[str, Any]]) -> list[tuple[int, Path, str]]:
+    """(number of the source, path, what the user calls it) of every file, in order."""
+    return [
+        (number, RAW / source["name"] / file["file"], file["called"])
+        for number, source in enumerate(sources)
+        for file in source["files"]
+    ]
+
+
+def _work(worker: Worker, sources: list[dict[str, Any]], rows: int, quarantine: Path) -> tuple[Account, list[Outcome]]:
+    """Send every chunk through a worker; what it says of bad rows is written as it comes."""
+    worker.folder.mkdir()
+    account, outcomes = Account(), []
+    quota = verdicts.Quota(verdicts.quota(worker.params.max_pairs, len(sources)))
+    wanted = load_cluster().prepare.num_workers or cores()
+    processes = min(wanted, -(-rows // ROWS_PER_PROCESS))
+    with quarantine.open("w") as file, Bar("prepare", rows, "rows") as bar:
+        for outcome in in_order(worker, _tasks(sources, quota), processes):
+            if quota.full(outcome.origin):
+                continue  # begun before it was known
+            quota.add(outcome)
+            account.add(outcome, worker.origins[outcome.origin].name)
+            file.writelines(line + "\n" for line in outcome.quarantine)
+            outcome.quarantine.clear()
+            outcomes.append(outcome)
+            bar.update(account.rows.total())
+    return account, outcomes
+
+
+def _tasks(sources: list[dict[str, Any]], quota: verdicts.Quota) -> Iterator[Task]:
+    numbers = count()
+    for file, (origin, path, called) in enumerate(_files(sources)):
+        for chunk in read_chunks(path, called):
+            if quota.full(origin):
+                break
+            yield Task(next(numbers), origin, file, called, chunk)
+
+
+def _quarantine(
+    found: dict[str, Mask],
+    columns: verdicts.Columns,
+    outcomes: list[Outcome],
+    files: list[tuple[int, Path, str]],
     account: Account,
-    seen: set[str],
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(split, pair) of each row that can be used; the others are accounted for."""
-    good: list[tuple[int, dict[str, Any], Conversation]] = []
-    for number, row in chunk:
-        account.rows += 1
-        try:
-            good.append((number, row, to_conversation(row, shape)))
-        except (BadRow, KeyError) as error:
-            reason = f"the column {error} is missing" if isinstance(error, KeyError) else str(error)
-            account.quarantine(number, reason, row)
-    for (number, row, conversation), tokens in zip(
-        good, tokenise(tokenizer, [conversation for _, _, conversation in good]), strict=True
-    ):
-        if isinstance(tokens, BadRow):
-            account.quarantine(number, str(tokens), row)
-            continue
-        identity = _identity(conversation)
-        if identity in seen:
-            account.dropped["an exact duplicate"] += 1
-            continue
-        fitted = _fit(tokens, params, account, number)
-        if fitted is not None:
-            seen.add(identity)
-            account.merged += tokens.merged
-            text = _prompt_text(conversation)
-            yield split_of(text, params.eval_fraction), _pair(identity, text, fitted, params.apply_loss_mask)
+    path: Path,
+) -> None:
+    """Rows that are bad for what others are, read once more: by themselves they were good."""
+    wanted: dict[tuple[int, int], dict[int, str]] = {}
+    for name, mask in found.items():
+        for row in columns["row"][mask][: None if name in BAD else EXAMPLES].tolist():
+            wanted.setdefault(outcomes[row >> 32].place, {})[row & 0xFFFFFFFF] = name
+    with path.open("a") as lines:
+        for file in sorted({file for file, _ in wanted}):
+            origin, place, called = files[file]
+            for chunk in read_chunks(place, called):
+                rows = wanted.get((file, chunk.start), {})
+                entry = Outcome(0, origin, called)
+                for number, row in rows_in(chunk) if rows else ():
+                    if number in rows:
+                        entry.leave_out(number, BadRow(rows[number]), row)
+                lines.writelines(line + "\n" for line in entry.quarantine)
+                for name, examples in entry.examples.items():
+                    account.add_examples(name, examples)
 
 
-def _fit(tokens: Tokens, params: Prepare, account: Account, number: int) -> Tokens | None:
-    """Within max_tokens by the configured way; both responses always keep the same prompt."""
-    excess = len(tokens.prompt) + max(len(tokens.chosen), len(tokens.rejected)) - params.max_tokens
-    if excess <= 0:
-        return tokens
-    if params.over_length == "fail":
-        raise UserError(
-            f"Row {number} has {params.max_tokens + excess} tokens, above prepare.max_tokens {params.max_tokens}. "
-            "Raise it, or set prepare.over_length to drop or truncate_prompt."
-        )
-    if params.over_length == "truncate_prompt" and excess < len(tokens.prompt):
-        account.truncated += 1
-        return Tokens(tokens.prompt[excess:], tokens.chosen, tokens.rejected, tokens.merged)
-    account.dropped["longer than max_tokens"] += 1
-    return None
-
-
-def _pair(identity: str, text: str, tokens: Tokens, apply_loss_mask: bool) -> dict[str, Any]:
-    prompt, chosen, rejected = tokens.prompt, tokens.chosen, tokens.rejected
-    if not apply_loss_mask:  # every token counts: the first is the prompt, and all others are predicted
-        prompt, chosen, rejected = prompt[:1], prompt[1:] + chosen, prompt[1:] + rejected
-    return {
-        "id": identity,
-        "prompt": text,
-        "prompt_ids": prompt,
-        "chosen_ids": chosen,
-        "chosen_mask": [1] * len(chosen),
-        "rejected_ids": rejected,
-        "rejected_mask": [1] * len(rejected),
-    }
-
-
-def split_of(prompt: str, eval_fraction: float) -> str:
-    """By a hash of the normalised prompt: a prompt never crosses sides, and new rows move none."""
-    normalised = " ".join(prompt.lower().split())
-    place = int(hashlib.sha256(normalised.encode()).hexdigest()[:12], 16) / 16**12
-    return "eval" if place < eval_fraction else "train"
-
-
-def _identity(conversation: Conversation) -> str:
-    content = json.dumps([conversation.prompt, conversation.chosen, conversation.rejected])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _prompt_text(conversation: Conversation) -> str:
-    if len(conversation.prompt) == 1:
-        return conversation.prompt[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in conversation.prompt)
+def _write(shards: Path, pairs: Path, outcomes: list[Outcome], columns: verdicts.Columns, kept: Mask) -> None:
+    """train.parquet and eval.parquet; the shards have served."""
+    ends = np.cumsum([len(outcome.columns["row"]) for outcome in outcomes])[:-1]
+    paths = [shards / f"{outcome.number:06d}.arrow" for outcome in outcomes]
+    write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held"], ends))
+    shutil.rmtree(shards)
 
 
 def _tell(run: Run, report: dict[str, Any]) -> None:
     pairs, tokens = report["pairs"], report["tokens"]
+    shapes = ", ".join(sorted(set(report["format"].values())))
     print(
-        f"prepare: {pairs['train']} pairs to train on, {pairs['eval']} held out ({report['format']}, "
+        f"prepare: {pairs['train']} pairs to train on, {pairs['eval']} held out (rows: {shapes}; "
         f"{report['template']}); tokens: prompt {tokens['prompt']['mean']}, chosen {tokens['chosen']['mean']}, "
         f"rejected {tokens['rejected']['mean']}"
     )
-    for reason, count in {**report["dropped"], **report["quarantined"]}.items():
-        print(f"prepare: left out {count}: {reason}")
+    for name, number in report["left_out"].items():
+        print(f"prepare: left out {number}: {name}, {VIOLATIONS[name]}")
+    for warning in report["warnings"]:
+        print(f"prepare: note: {warning}")
     for split in SPLITS:
         run.dataset(split, sha256(PAIRS / f"{split}.parquet"), report["source"])
-    run.artifact(PAIRS / "report.json")
-    run.summary({f"pairs_{split}": count for split, count in pairs.items()})
-
-
-def _chunks(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    chunk: list[Any] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
+    changes, pages = datacard.compare(report, CARD)
+    if changes:
+        print(f"prepare: since the previous version: {'; '.join(f'{w} {b} -> {n}' for w, b, n in changes)}")
+    for path in (CARD / "report.json", *pages):
+        run.artifact(path)
+    run.summary({f"pairs_{split}": number for split, number in pairs.items()})
 
 
 if __name__ == "__main__":

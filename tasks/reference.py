@@ -13,12 +13,12 @@ from typing import Any
 from tasks import stage
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
+from tasks.logp_shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
 from tasks.models import base_folder, base_hash
 from tasks.pairs import SPLITS, read_pairs
 from tasks.params import Cluster, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
-from tasks.shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
 from tasks.tracking import Run
 from training.objective import Objective
 from training.packing import Pair

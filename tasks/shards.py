@@ -1,88 +1,72 @@
-"""Reference log-probabilities on disk by what determines them: a pair's tokens, in a folder for model and precision.
+"""Prepared pairs on their way to data/pairs: one Arrow file for each chunk, then Parquet in the rows' order."""
 
-A shard is a Parquet file with the keys of its pairs, named by those keys and by its own hash: it is whole or not there,
-and a damaged one is passed over.
-"""
-
-import hashlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as parquet
+import pyarrow.parquet
+from numpy.typing import NDArray
 
-from tasks.files import fingerprint, sha256
-from tasks.pairs import REFERENCE_SCHEMA
-from training.packing import Pair
+from tasks.pairs import PAIR_SCHEMA, SPLITS
 
-AT_ONCE = 10_000  # rows that are written together
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("chosen_logps", pa.list_(pa.float32())),
-        ("rejected_logps", pa.list_(pa.float32())),
-    ]
-)
+Masks = Sequence[NDArray[np.bool_]]
+GROUP_ROWS = 8192  # of a Parquet row group
 
 
-def key_of(pair: Pair) -> str:
-    """Of a pair's tokens: whatever its id, source or weight, these determine its log-probabilities."""
-    digest = hashlib.sha256()
-    for part in (pair.prompt, pair.chosen, pair.rejected):
-        tokens = np.asarray(part, dtype=np.int32)
-        digest.update(len(tokens).to_bytes(4, "little") + tokens.tobytes())
-    return digest.hexdigest()[:32]
+def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of the pairs' schema. Lists of numbers are laid end to end first: Arrow takes them as they are then."""
+    arrays = [_array([row[field.name] for row in rows], field.type) for field in PAIR_SCHEMA]
+    table = pa.table(arrays, schema=PAIR_SCHEMA)
+    with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(table)
 
 
-def shards(pairs: Sequence[Pair], keys: Sequence[str], size: int) -> Iterator[tuple[list[Pair], list[str]]]:
-    """The pairs by shard, each key once."""
-    first = dict(zip(reversed(keys), reversed(pairs), strict=True))
-    unique = list(dict.fromkeys(keys))
-    for start in range(0, len(unique), size):
-        some = unique[start : start + size]
-        yield [first[key] for key in some], some
+def read_shard(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()
 
 
-def write_shard(folder: Path, keys: Sequence[str], scores: Sequence[tuple[Any, Any]]) -> None:
-    """Written aside, synced, and published under its hash."""
-    table = pa.table([list(keys), *([score[side] for score in scores] for side in (0, 1))], schema=SCHEMA)
-    aside = folder / f".{fingerprint(list(keys))}.{os.getpid()}"
-    parquet.write_table(table, aside, compression="zstd")
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, folder / f"{fingerprint(list(keys))}-{sha256(aside)[:16]}.parquet")
+def first_pairs(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first rows of a Parquet file, without reading the others."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        batch = next(file.iter_batches(batch_size=count), None)
+        return batch.to_pylist() if batch is not None else []
 
 
-def read_shards(folder: Path) -> pa.Table:
-    """Every value that is there, a row for each key."""
-    tables = [SCHEMA.empty_table()]
-    for path in sorted(folder.glob("*.parquet")):
-        if sha256(path)[:16] == path.stem.rpartition("-")[2]:
-            tables.append(parquet.read_table(path))
-        else:
-            print(f"warning: shard {path} is damaged; its pairs are computed again", file=sys.stderr)
-            path.unlink()
-    return pa.concat_tables(tables)
+def write_splits(
+    folder: Path, shards: Sequence[Path], kept: Sequence[NDArray[Any]], held: Sequence[NDArray[Any]]
+) -> None:
+    """train.parquet and eval.parquet from the shards, each with its masks of rows."""
+    for split in SPLITS:
+        masks = [keep & (out if split == "eval" else ~out) for keep, out in zip(kept, held, strict=True)]
+        tables = (
+            read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
+        )
+        options: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["source"], "write_statistics": False}
+        with pyarrow.parquet.ParquetWriter(folder / f"{split}.parquet", PAIR_SCHEMA, **options) as writer:
+            for group in _groups(tables):
+                writer.write_table(group, row_group_size=GROUP_ROWS)
 
 
-def no_values() -> pa.Table:
-    return SCHEMA.empty_table()
+def _groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of GROUP_ROWS."""
+    waiting: pa.Table | None = None
+    for table in tables:
+        waiting = pa.concat_tables([waiting, table]) if waiting is not None else table
+        while len(waiting) >= GROUP_ROWS:
+            yield waiting.slice(0, GROUP_ROWS)
+            waiting = waiting.slice(GROUP_ROWS)
+    if waiting is not None and len(waiting):
+        yield waiting
 
 
-def known_keys(values: pa.Table) -> set[str]:
-    return set(values["key"].to_pylist())
-
-
-def write_values(path: Path, ids: Sequence[str], keys: Sequence[str], values: pa.Table) -> None:
-    """The values by pair id, in the order of the pairs."""
-    place = {key: at for at, key in enumerate(values["key"].to_pylist())}
-    with parquet.ParquetWriter(path, REFERENCE_SCHEMA, compression="zstd") as writer:
-        for start in range(0, len(ids), AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            rows = values.take([place[key] for key in keys[some]])
-            columns = [list(ids[some]), *(rows[name].combine_chunks() for name in ("chosen_logps", "rejected_logps"))]
-            writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA))
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    lengths = np.fromiter(map(len, values), dtype=np.int32, count=len(values))
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+    flat = np.fromiter(chain.from_iterable(values), dtype=kind.value_type.to_pandas_dtype(), count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))

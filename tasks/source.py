@@ -4,19 +4,19 @@ Data lands in data/raw as it came. A model that is already a folder, or is in th
 then holds a manifest with a hash per file.
 """
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from tasks import demo, stage
 from tasks.errors import UserError
-from tasks.files import fingerprint, known_sha256, publish, read_json, sha256, write_json
-from tasks.formats import READERS, read_rows
+from tasks.fetch import changed as data_changed
+from tasks.fetch import check_address, fetch, name_of
+from tasks.files import fingerprint, hash_files, known_sha256, publish, read_json, write_json
 from tasks.models import HUB, hub_address, hub_snapshot, local_path
 from tasks.params import Source, load_params
 from tasks.paths import BASE, RAW
 from tasks.progress import Bar
+from tasks.readers import count_rows, read_chunks
 from tasks.tracking import Run, lineage
 
 BASE_STEPS = 125  # of the demo's supervised base model
@@ -24,27 +24,21 @@ BASE_STEPS = 125  # of the demo's supervised base model
 
 def source(run: Run) -> None:
     params = load_params().source
-    _check_address(params.data, params.model)
+    _check(params)
     with publish(RAW) as raw, publish(BASE) as base:
-        data = fetch_data(params.data, params.seed, raw)
+        data = fetch_data(params, raw)
         model = fetch_model(params.model, params.seed, base)
-    print(f"source: {data['rows']} rows from {params.data}, model {params.model} ({model['sha256'][:12]})")
-    run.dataset("raw", data["sha256"], params.data)
+    print(f"source: {data['rows']} rows from {data['source']}, model {params.model} ({model['sha256'][:12]})")
+    run.dataset("raw", data["sha256"], data["source"])
     run.tags(lineage())
     run.summary({"rows": data["rows"]})
 
 
-def _check_address(data: str, model: str) -> None:
+def _check(params: Source) -> None:
     """What can be wrong with the addresses is said before anything is fetched."""
-    if not data.startswith(HUB) and data != "demo":
-        path = local_path(data)
-        if not path.is_file():
-            raise UserError(
-                f"source.data: there is no file {data}. Give a file, `demo`, or a data set as "
-                "`hub:owner/name@revision`."
-            )
-        if path.suffix not in READERS:
-            raise UserError(f"source.data: {data} must end in one of {', '.join(READERS)}.")
+    for origin in origins(params):
+        check_address(origin["key"], origin["address"])
+    model = params.model
     if not model.startswith(HUB) and model != "demo":
         folder = local_path(model)
         if not (folder / "config.json").is_file():
@@ -56,35 +50,45 @@ def _check_address(data: str, model: str) -> None:
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
 
 
-def fetch_data(address: str, seed: int, raw: Path) -> dict[str, Any]:
-    if address == "demo":
-        target = raw / "pairs.jsonl"
-        target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in demo.rows(seed)))
-    elif address.startswith(HUB):
-        target = raw / "pairs.parquet"
-        _hub_rows(address, target)
+def origins(params: Source) -> list[dict[str, Any]]:
+    """Where rows come from: one address or a mixture, and the held-out data if it has an address of its own."""
+    if isinstance(params.data, str):
+        name = name_of(params.data)
+        made = [{"key": "source.data", "name": name, "address": params.data, "weight": 1.0, "share": 1.0}]
     else:
-        target = raw / ("pairs" + Path(address).suffix)
-        shutil.copyfile(local_path(address), target)
-    rows = sum(1 for _ in read_rows(target, address))  # a broken line is found here
-    if not rows:
-        raise UserError(f"source.data: {address} has no rows.")
-    manifest = {"source": address, "file": target.name, "rows": rows, "sha256": sha256(target)}
+        made = [
+            {"key": "source.data", "name": one.name, "address": one.data, "weight": one.weight, "share": one.share}
+            for one in params.data
+        ]
+    held = {"key": "source.eval", "name": "eval", "address": params.eval, "weight": 1.0, "share": 1.0}
+    return [*made, held] if params.eval else made
+
+
+def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
+    sources = []
+    for origin in origins(params):
+        folder = raw / origin["name"]
+        fetch(origin["key"], origin["address"], params.seed, folder)
+        sources.append({**origin, "files": _inspect(folder, origin)})
+    rows = sum(file["rows"] for one in sources for file in one["files"])
+    hashes = {f"{one['name']}/{file['file']}": file["sha256"] for one in sources for file in one["files"]}
+    address = " + ".join(one["address"] for one in sources)
+    manifest = {"source": address, "sha256": fingerprint(hashes), "rows": rows, "sources": sources}
     write_json(raw / "manifest.json", manifest)
     return manifest
 
 
-def _hub_rows(address: str, target: Path) -> None:
-    from datasets import load_dataset
-
-    name, revision = hub_address(address)
-    try:
-        load_dataset(name, revision=revision, split="train").to_parquet(str(target))
-    except Exception as error:
-        raise UserError(
-            f"source.data: the data set {name} (revision {revision or 'newest'}) could not be loaded from the hub: "
-            f"{str(error).splitlines()[0]} Check the name, your network and HF_TOKEN."
-        ) from error
+def _inspect(folder: Path, origin: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each file's hash and rows; one that is damaged, cut off or empty is found here."""
+    files, hashes = [], hash_files(folder)
+    for name, digest in hashes.items():
+        called = origin["address"] if len(hashes) == 1 else f"{origin['address'].rstrip('/')}/{name}"
+        rows = sum(count_rows(chunk) for chunk in read_chunks(folder / name, called))
+        files.append({"file": name, "called": called, "sha256": digest, "rows": rows})
+    for file in files:
+        if not file["rows"]:
+            raise UserError(f"{origin['key']}: {file['called']} has no rows. Give a file with rows, or take it away.")
+    return files
 
 
 def fetch_model(address: str, seed: int, base: Path) -> dict[str, Any]:
@@ -111,14 +115,16 @@ def _model_hashes(folder: Path) -> dict[str, str]:
 
 
 def changed(params: Source, root: Path) -> bool:
-    """Whether a local file behind an address is no longer what this stage saw: DVC watches params, not addresses."""
-    data, model = local_path(params.data), local_path(params.model)
+    """Whether what an address leads to is no longer what this stage saw: DVC watches params, not addresses."""
     raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
     if not (raw.exists() and base.exists()):
         return False  # DVC knows that the stage must run
-    new_data = data.is_file() and known_sha256(data) != read_json(raw)["sha256"]
-    new_model = model.is_dir() and fingerprint(_model_hashes(model)) != read_json(base)["sha256"]
-    return new_data or new_model
+    sources = read_json(raw).get("sources", [])
+    model = local_path(params.model)
+    new_data = any(
+        data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}) for one in sources
+    )
+    return new_data or (model.is_dir() and fingerprint(_model_hashes(model)) != read_json(base)["sha256"])
 
 
 def _hub_model(address: str) -> tuple[Path, str]:

@@ -1,107 +1,195 @@
-"""Files and row shapes: a small one of each, and each way a row can be bad."""
+"""Row shapes: a small one of each, and each way a row can be bad."""
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from tasks.conversations import Choices, Conversation
 from tasks.errors import UserError
-from tasks.formats import BadRow, Conversation, detect, read_rows, rename, to_conversation
+from tasks.formats import detect, rename, to_conversations
+from tasks.messages import check_turns
+from tasks.violations import BadRow
 
 PAIR = {"prompt": "Q?", "chosen": "good", "rejected": "bad"}
+FIRST, BEST, MIDDLE, WORST = "Q?", "best", "middle", "worst"
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def say(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-ASKED = [message("user", "Q?")]
+ASKED = [say("user", "Q?")]
+GOOD, BAD = [say("assistant", "good")], [say("assistant", "bad")]
 
 
-def test_text_pairs():
-    assert to_conversation(PAIR, detect(PAIR)) == Conversation(ASKED, "good", "bad")
+def read(row, columns=None, **choices):
+    """The pairs of a row by the way that `prepare` takes."""
+    ours = rename(row, columns or {})
+    return to_conversations(ours, detect(ours), columns or {}, Choices(**choices))
 
 
-def test_message_pairs_with_and_without_the_prompt_repeated():
-    system = [message("system", "Be brief."), *ASKED]
-    row = {"prompt": system, "chosen": [message("assistant", "good")], "rejected": [message("assistant", "bad")]}
-    whole = {**row, "chosen": [*system, *row["chosen"]], "rejected": [*system, *row["rejected"]]}
-    assert to_conversation(row, detect(row)) == to_conversation(whole, "pairs") == Conversation(system, "good", "bad")
-
-
-def test_hh_transcripts_share_all_but_the_last_answer():
-    start = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Q?\n\nAssistant:"
-    row = {"chosen": f"{start} good", "rejected": f"{start} bad"}
-    assert detect(row) == "transcript"
-    expected = [message("user", "Hi"), message("assistant", "Hello!"), message("user", "Q?")]
-    assert to_conversation(row, "transcript") == Conversation(expected, "good", "bad")
-
-
-def test_instructions_count_their_input():
-    row = {"instruction": "Translate.", "input": "chat", "output": "x", "chosen": "good", "rejected": "bad"}
-    assert detect(row) == "instruction"
-    assert to_conversation(row, "instruction").prompt == [message("user", "Translate.\n\nchat")]
-    assert to_conversation({**row, "input": ""}, "instruction").prompt == [message("user", "Translate.")]
-
-
-def test_columns_are_renamed_to_ours():
-    row = rename(
-        {"question": "Q?", "yes": "good", "no": "bad"}, {"prompt": "question", "chosen": "yes", "rejected": "no"}
-    )
-    assert row == PAIR
-
-
-def test_unknown_columns_are_told_with_what_would_do():
-    with pytest.raises(UserError, match=r"the columns text, label.*prepare\.columns"):
-        detect({"text": "a", "label": 1})
+def violation(row, columns=None) -> str:
+    (bad,) = read(row, columns)
+    assert isinstance(bad, BadRow), bad
+    return bad.name
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("shape", "row"),
     [
-        ({**PAIR, "rejected": "good"}, "chosen and rejected are the same"),
-        ({**PAIR, "chosen": "  "}, "an answer is empty"),
-        ({**PAIR, "prompt": ""}, "the prompt is empty"),
-        ({**PAIR, "chosen": None}, "chosen is neither text nor a list of messages"),
-        ({**PAIR, "chosen": 3}, "chosen is neither text nor a list of messages"),
-        ({**PAIR, "prompt": [message("assistant", "hm")]}, "the prompt does not end with a user's turn"),
-        ({**PAIR, "chosen": [{"role": "assistant"}]}, "a message of chosen lacks role or content"),
-        ({**PAIR, "chosen": [message("user", "hm")]}, "chosen is not one assistant message after the prompt"),
+        ("pairs", PAIR),
+        ("pairs", {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}),
+        ("pairs", {"system": "", "question": "Q?", "chosen": "good", "rejected": "bad"}),
+        ("pairs", {"system": None, "input": "Q?", "chosen": "good", "rejected": "bad"}),
+        ("pairs", {"prompt": "Q?", "chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]}),
+        ("instruction", {"instruction": "Q?", "input": "", "output": "x", "chosen": "good", "rejected": "bad"}),
+        ("transcript", {"chosen": "\n\nHuman: Q?\n\nAssistant: good", "rejected": "\n\nHuman: Q?\n\nAssistant: bad"}),
+        ("transcript", {"chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *BAD]}),
+        (
+            "messages",
+            {
+                "conversations": [{"from": "human", "value": "Q?"}],
+                "chosen": {"from": "gpt", "value": "good"},
+                "rejected": {"from": "gpt", "value": "bad"},
+            },
+        ),
+        ("messages", {"messages": ASKED, "chosen": GOOD, "rejected": BAD}),
+        ("openai", {"input": {"messages": ASKED}, "preferred_output": GOOD, "non_preferred_output": BAD}),
+        ("ranked", {"prompt": "Q?", "completions": ["good", "bad"]}),
+        ("alpaca", {"instruction": "Q?", "input": None, "output": ["good", "bad"]}),
     ],
 )
-def test_a_bad_row_has_a_reason(row, reason):
-    with pytest.raises(BadRow, match=reason):
-        to_conversation(row, "pairs")
+def test_every_shape_says_the_same(shape, row):
+    assert detect(rename(row, {})) == shape
+    assert read(row) == [Conversation(ASKED, GOOD, BAD)]
 
 
-def test_transcripts_that_part_early_are_bad_rows():
-    row = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"}
-    with pytest.raises(BadRow, match="part before the last answer"):
-        to_conversation(row, "transcript")
-    with pytest.raises(BadRow, match="is not a transcript"):
-        to_conversation({"chosen": "hello", "rejected": "\n\nHuman: x\n\nAssistant: c"}, "transcript")
+def test_the_input_of_an_instruction_counts():
+    row = {"instruction": "Translate.", "input": "chat", "chosen": "good", "rejected": "bad"}
+    assert read(row)[0].prompt == [say("user", "Translate.\n\nchat")]
 
 
-def test_every_file_format_gives_the_same_rows(tmp_path):
-    rows = [PAIR, {**PAIR, "prompt": "Wie heißt du?"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nQ?,good,bad\nWie heißt du?,good,bad\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for suffix in ("jsonl", "json", "csv", "parquet"):
-        read = list(read_rows(tmp_path / f"a.{suffix}", "a"))
-        assert read == [(1, rows[0]), (2, rows[1])], suffix
+def test_a_transcript_parts_where_the_two_sides_do():
+    start = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Q?\n\nAssistant:"
+    (one,) = read({"chosen": f"{start} good", "rejected": f"{start} bad"})
+    assert one == Conversation([say("user", "Hi"), say("assistant", "Hello!"), *ASKED], GOOD, BAD)
+    (early,) = read({"chosen": [*ASKED, *GOOD, say("user", "and?"), *GOOD], "rejected": [*ASKED, *BAD]})
+    assert early.prompt == ASKED
+    assert early.chosen == [*GOOD, say("user", "and?"), *GOOD]
 
 
-def test_a_broken_line_is_named_with_its_number(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(PAIR) + '\n{"prompt": "cut off\n')
-    with pytest.raises(UserError, match=r"mine\.jsonl, line 2: not valid JSON.*cut off.*Mend or delete"):
-        list(read_rows(path, "mine.jsonl"))
-    path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(UserError, match=r"line 1: not valid JSON \(not UTF-8\)"):
-        list(read_rows(path, "mine.jsonl"))
-    path.write_text("[1, 2]\n")
-    with pytest.raises(UserError, match="row 1: must be an object"):
-        list(read_rows(path, "mine.jsonl"))
+def test_a_speaker_of_a_transcript_who_goes_on_is_one_turn():
+    said = "\n\nHuman: Q?\n\nAssistant: one\n\nAssistant: two"
+    (one,) = read({"chosen": said, "rejected": "\n\nHuman: Q?\n\nAssistant: bad"})
+    assert one.chosen == [say("assistant", "one\n\ntwo")]
+
+
+def test_system_prompts_and_tools_belong_to_the_prompt():
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
+    assert violation({**PAIR, "tools": "look"}) == "not_text"
+    (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
+    assert one.prompt == [say("system", "Be brief."), *ASKED]
+    assert one.tools == tools
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    (one,) = read({**PAIR, "chosen": [call, say("tool", "seen"), *GOOD]})
+    assert [turn["role"] for turn in one.chosen] == ["assistant", "tool", "assistant"]
+    assert one.chosen[0]["tool_calls"] == call["tool_calls"]
+    check_turns(one.prompt, one.chosen)
+
+
+@pytest.mark.parametrize(
+    ("how", "pairs"),
+    [
+        ("all", [(BEST, MIDDLE), (BEST, WORST), (MIDDLE, WORST)]),
+        ("adjacent", [(BEST, MIDDLE), (MIDDLE, WORST)]),
+        ("best_rest", [(BEST, MIDDLE), (BEST, WORST)]),
+    ],
+)
+def test_ranked_answers_become_pairs(how, pairs):
+    row = {"prompt": "Q?", "responses": [BEST, MIDDLE, WORST]}
+    assert [(one.chosen[0]["content"], one.rejected[0]["content"]) for one in read(row, expand=how)] == pairs
+
+
+def test_scored_answers_are_ranked_by_score_with_their_margins():
+    row = {"prompt": "Q?", "completions": [WORST, BEST, MIDDLE], "scores": [1.0, 4.0, 3.5]}
+    made = read(row, expand="all", min_margin=1.0)
+    assert [one.margin for one in made if isinstance(one, Conversation)] == [3.0, 2.5]  # 4 - 1 and 3.5 - 1
+    assert [one.name for one in made if isinstance(one, BadRow)] == ["small_margin"]  # 4 - 3.5
+    objects = [{"response": BEST, "overall_score": 5}, {"response": WORST, "overall_score": 2}]
+    (one,) = read({"instruction": "Q?", "completions": objects})
+    assert (one.chosen[0]["content"], one.margin) == (BEST, 3.0)
+
+
+def test_ties_are_dropped_or_kept_as_soft_labels():
+    row = {"prompt": "Q?", "completions": ["one", "other"], "scores": [3, 3]}
+    assert [bad.name for bad in read(row)] == ["tie"]
+    assert [one.label for one in read(row, ties="soft")] == [0.5]
+    scored = {**PAIR, "score_chosen": 8.0, "score_rejected": 8.0}
+    assert [bad.name for bad in read(scored)] == ["tie"]
+    assert read({**scored, "score_rejected": 6.5})[0].margin == 1.5
+
+
+def test_votes_of_annotators_become_soft_labels():
+    row = {"instruction": "Q?", "response1": "bad", "response2": "good", "annotator1": 2, "annotator2": 2}
+    assert read({**row, "annotator3": 2}) == [Conversation(ASKED, GOOD, BAD, label=1.0)]
+    (one,) = read({**row, "annotator3": 0})
+    assert one.label == pytest.approx((1 + 1 + 0.5) / 3)
+    (one,) = read({**row, "annotator3": 1})
+    assert one.label == pytest.approx(2 / 3)
+    assert violation({**row, "annotator2": 1}) == "tie"
+    assert violation({**row, "annotator2": 7}) == "bad_number"
+
+
+def test_columns_are_renamed_to_ours_and_may_carry_numbers():
+    row = {"question": "Q?", "yes": "good", "no": "bad", "sure": "0.75", "weight": 9.0}
+    columns = {"prompt": "question", "chosen": "yes", "rejected": "no", "label": "sure"}
+    (one,) = read(row, columns)
+    assert one == Conversation(ASKED, GOOD, BAD, label=0.75)  # a weight that nobody named is another thing
+    assert violation({**row, "sure": 1.5}, columns) == "bad_number"
+    assert violation({**row, "sure": "very"}, columns) == "bad_number"
+
+
+def test_unknown_columns_and_binary_feedback_are_told_what_would_do():
+    with pytest.raises(UserError, match=r"the columns text, label.*prepare\.columns"):
+        detect({"text": "a", "label": 1})
+    with pytest.raises(UserError, match=r"binary feedback.*two answers to one prompt"):
+        detect({"prompt": "Q?", "completion": "good", "label": True})
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({**PAIR, "chosen": None}, "missing_field"),
+        ({**PAIR, "chosen": 3}, "not_text"),
+        ({**PAIR, "chosen": []}, "not_text"),
+        ({**PAIR, "chosen": [{"role": "assistant"}]}, "missing_field"),
+        ({**PAIR, "chosen": [say("narrator", "hm")]}, "wrong_role"),
+        ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "not_text"),
+        ({"chosen": "hello", "rejected": "\n\nHuman: x\n\nAssistant: c"}, "not_text"),
+        ({"chosen": [*ASKED, *GOOD], "rejected": [say("user", "other"), *BAD]}, "no_shared_prompt"),
+        ({"chosen": [*ASKED, *GOOD], "rejected": [*ASKED, *GOOD]}, "equal_answers"),
+        ({"prompt": "Q?", "completions": ["alone"]}, "not_text"),
+        ({"prompt": "Q?", "completions": ["a", "b"], "scores": [1]}, "bad_number"),
+        ({**PAIR, "score_chosen": 1, "score_rejected": 2}, "bad_number"),
+    ],
+)
+def test_a_bad_row_has_the_name_of_its_violation(row, name):
+    assert violation(row) == name
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ([say("assistant", "hm")], GOOD),
+        (ASKED, [say("user", "hm")]),
+        (ASKED, [*GOOD, *GOOD]),
+        ([*ASKED, *ASKED], GOOD),
+        ([*ASKED, say("system", "late")], GOOD),
+        (ASKED, []),
+    ],
+)
+def test_turns_have_an_order(prompt, answer):
+    with pytest.raises(BadRow) as bad:
+        check_turns(prompt, answer)
+    assert bad.value.name == "turn_order"

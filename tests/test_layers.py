@@ -21,14 +21,14 @@ HOMES = {
     "peft": {"training/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
-    "datasets": {"tasks/source.py"},
-    "pyarrow": {"tasks/pairs.py", "tasks/formats.py", "tasks/shards.py"},
-    "matplotlib": {"tasks/plots.py"},
+    "datasets": {"tasks/fetch.py"},
+    "pyarrow": {"tasks/pairs.py", "tasks/readers.py", "tasks/contract.py", "tasks/shards.py", "tasks/logp_shards.py"},
+    "matplotlib": {"tasks/plots.py", "tasks/histograms.py"},
     "gguf": {"training/gguf.py"},
     "lm_eval": {"training/harness.py"},
     "vllm": {"training/vllm_sampling.py"},
-    "fsspec": {"tasks/push.py"},
-    "rich": {"tasks/progress.py", "tasks/report.py"},
+    "fsspec": {"tasks/push.py", "tasks/fetch.py"},
+    "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py"},
     "dvc": set(),  # the command alone
 }
 

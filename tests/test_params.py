@@ -49,6 +49,24 @@ def test_a_typo_names_the_key_and_the_one_that_was_meant():
     assert "Did you mean `rank`?" in refusal(**{"train.adapter.rnk": 4})
 
 
+def test_a_mixture_is_as_strict_as_the_rest():
+    one = {"name": "a", "data": "a.jsonl", "weight": 1.0, "share": 1.0}
+    assert params(**{"source.data": [one]}).source.data[0].share == 1.0
+    assert "`source.data.mixture.0.share` is missing" in refusal(
+        **{"source.data": [{name: value for name, value in one.items() if name != "share"}]}
+    )
+    assert "each with a name of its own" in refusal(**{"source.data": [one, one]})
+    assert "`source.data.address`" in refusal(**{"source.data": 3})
+
+
+def test_layouts_and_thresholds_know_our_names():
+    assert "there is no `prmpt`. Known here: prompt, chosen" in refusal(**{"prepare.columns": {"prmpt": "q"}})
+    assert "there is no `hh`. Known here: auto, openai" in refusal(**{"prepare.format": "hh"})
+    assert "there is no `dup`. Known here: invalid_json" in refusal(**{"prepare.thresholds": {"dup": 0.1}})
+    assert "neither auto, plain, chatml nor" in refusal(**{"prepare.template": "llama"})
+    assert refusal(**{"source.eval": "held.jsonl"}).startswith("params.yaml: held-out pairs come from `source.eval` or")
+
+
 def test_a_number_that_yaml_reads_as_text_is_told_how_to_be_written():
     assert yaml.safe_load("5e-7") == "5e-7"
     expected = "`train.learning_rate` is the text '5e-7' and not a number: YAML wants a dot there. Write 5.0e-7."

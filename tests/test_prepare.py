@@ -1,24 +1,28 @@
 """Source and prepare: every row accounted for, stable bytes, and a sentence for everything that can be wrong."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tasks import demo, readers
 from tasks.errors import UserError
-from tasks.files import read_json
+from tasks.files import hash_files, read_json
+from tasks.identity import is_held_out, prompt_hash
 from tasks.pairs import read_pairs, read_rows
-from tasks.params import load_params
-from tasks.prepare import prepare, split_of
+from tasks.params import dotted, load_params, overlay, read_yaml
+from tasks.prepare import prepare
 from tasks.source import source
 from tasks.tracking import Run
-from tests.workspaces import make_workspace, write_data
+from tests.workspaces import make_workspace, write_cluster, write_data
 
 ROW = {"prompt": "Where is the cup?", "chosen": "On the table.", "rejected": "Find it yourself."}
 
 
-def rows(count: int) -> list[dict[str, str]]:
-    return [{**ROW, "prompt": f"Where is cup {number}?"} for number in range(count)]
+def rows(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{**ROW, "prompt": f"Where is cup {number}?"} for number in range(start, start + count)]
 
 
 @pytest.fixture
@@ -34,62 +38,82 @@ def go(*stages) -> None:
         stage(Run(Path("journals"), stage.__name__))
 
 
-def change(old: str, new: str) -> None:
-    text = Path("params.yaml").read_text()
-    assert old in text
-    Path("params.yaml").write_text(text.replace(old, new))
+def change(**values) -> None:
+    """params.yaml of the workspace, with these values by dotted names."""
+    content = overlay(read_yaml(Path("params.yaml")), dotted({k.replace("__", "."): v for k, v in values.items()}))
+    Path("params.yaml").write_text(yaml.safe_dump(content))
+
+
+def report() -> dict:
+    return read_json("data/card/report.json")
+
+
+def prompts(split: str) -> set[str]:
+    return {row["prompt"] for row in read_rows(Path(f"data/pairs/{split}.parquet"))}
+
+
+def quarantined() -> list[dict]:
+    return [json.loads(line) for line in Path("data/card/quarantine.jsonl").read_text().splitlines()]
 
 
 def test_pairs_have_masks_and_a_report_that_accounts_for_every_row(workspace):
     broken = {**ROW, "rejected": ROW["chosen"]}
     write_data(Path("pairs.jsonl"), [*rows(50), rows(1)[0], broken, {"prompt": "x", "chosen": "y"}])
-    change("max_bad_fraction: 0.0", "max_bad_fraction: 0.1")
     go(source, prepare)
-    report = read_json("data/pairs/report.json")
-    assert report["rows"] == 53
-    assert sum(report["pairs"].values()) == 50
-    assert report["dropped"] == {"an exact duplicate": 1}
-    assert report["quarantined"] == {
-        "chosen and rejected are the same": 1,
-        "the column 'rejected' is missing": 1,
-    }
-    quarantine = [json.loads(line) for line in Path("data/pairs/quarantine.jsonl").read_text().splitlines()]
-    assert [entry["row"] for entry in quarantine] == [52, 53]
+    assert report()["rows"] == 53
+    assert sum(report()["pairs"].values()) == 50
+    assert report()["left_out"] == {"duplicate": 1, "equal_answers": 1, "missing_field": 1}
+    assert report()["format"] == {"pairs": "pairs"}
+    assert [(entry["row"], entry["violation"]) for entry in quarantined()] == [
+        (52, "equal_answers"),
+        (53, "missing_field"),
+    ]
+    assert report()["examples"]["duplicate"][0]["row"] == 51
     for pair in read_pairs("train"):
         assert len(pair.chosen) == len(pair.chosen_mask) == sum(pair.chosen_mask)
+    (first, *_) = read_rows(Path("data/pairs/train.parquet"))
+    assert [first[name] for name in ("label", "margin", "weight", "source")] == [1.0, 0.0, 1.0, "pairs"]
 
 
-def test_the_same_rows_give_the_same_bytes(workspace):
-    write_data(Path("pairs.jsonl"), rows(40))
-    go(source, prepare)
-    first = {path: path.read_bytes() for path in Path("data/pairs").iterdir()}
-    go(source, prepare)
-    assert first == {path: path.read_bytes() for path in Path("data/pairs").iterdir()}
+def test_the_same_rows_give_the_same_bytes_for_any_number_of_processes(workspace, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 4000)  # some forty rows
+    monkeypatch.setattr("tasks.prepare.ROWS_PER_PROCESS", 1)
+    write_data(Path("pairs.jsonl"), [*rows(200), {**ROW, "chosen": ""}, *rows(20)])
+    made = []
+    for processes in (1, 2, 3):
+        write_cluster(workspace, {"prepare.num_workers": processes})
+        go(source, prepare)
+        made.append(hash_files(Path("data/pairs")) | hash_files(Path("data/card")))
+    assert set(made[0]) == {
+        *("train.parquet", "eval.parquet", "report.json", "card.md", "card.html", "preview.json", "quarantine.jsonl")
+    }
+    assert made[0] == made[1] == made[2]
+    assert report()["left_out"] == {"empty_answer": 1, "duplicate": 20}
+    assert [int(row["prompt"].split()[-1][:-1]) for row in read_rows(Path("data/pairs/train.parquet"))] == sorted(
+        n for n in range(200) if f"Where is cup {n}?" in prompts("train")
+    )
 
 
 def test_a_prompt_never_crosses_the_split_and_new_rows_move_none(workspace):
     write_data(Path("pairs.jsonl"), rows(60))
     go(source, prepare)
-    before = {
-        split: {row["prompt"] for row in read_rows(Path(f"data/pairs/{split}.parquet"))} for split in ("train", "eval")
-    }
+    before = {split: prompts(split) for split in ("train", "eval")}
     more = [{**row, "chosen": "Near the window."} for row in rows(90)]
     write_data(Path("pairs.jsonl"), [*rows(60), *more])
     go(source, prepare)
-    after = {
-        split: {row["prompt"] for row in read_rows(Path(f"data/pairs/{split}.parquet"))} for split in ("train", "eval")
-    }
-    assert not after["train"] & after["eval"]
-    assert before["train"] <= after["train"]
-    assert before["eval"] <= after["eval"]
-    assert split_of("  Where IS\nit? ", 0.5) == split_of("where is it?", 0.5)
+    assert not prompts("train") & prompts("eval")
+    assert before["train"] <= prompts("train")
+    assert before["eval"] <= prompts("eval")
+    assert prompt_hash("  Where IS\nit? ") == prompt_hash("where is it?")
+    assert not is_held_out(1 << 63, 0.5)
+    assert is_held_out((1 << 63) - 1, 0.5)
 
 
 def test_without_the_loss_mask_every_token_but_the_first_counts(workspace):
     write_data(Path("pairs.jsonl"), rows(30))
     go(source, prepare)
     masked = read_pairs("train")[0]
-    change("apply_loss_mask: true", "apply_loss_mask: false")
+    change(prepare__apply_loss_mask=False)
     go(prepare)
     whole = read_pairs("train")[0]
     assert list(whole.prompt) == list(masked.prompt)[:1]
@@ -97,81 +121,183 @@ def test_without_the_loss_mask_every_token_but_the_first_counts(workspace):
     assert sum(whole.chosen_mask) == len(whole.chosen)
 
 
-@pytest.mark.parametrize("policy", ["drop", "truncate_prompt", "fail"])
+@pytest.mark.parametrize("policy", ["drop", "truncate_prompt", "truncate_response", "fail"])
 def test_pairs_above_max_tokens(workspace, policy):
-    write_data(Path("pairs.jsonl"), [*rows(30), {**ROW, "prompt": "Where? " * 200}])
-    change("max_tokens: 512", "max_tokens: 64")
-    change("over_length: drop", f"over_length: {policy}")
+    long = {"prompt": {**ROW, "prompt": "Where? " * 200}, "response": {**ROW, "chosen": "There. " * 200}}
+    one = long["response" if policy == "truncate_response" else "prompt"]
+    write_data(Path("pairs.jsonl"), [*rows(30), one])
+    change(prepare__max_tokens=64, prepare__over_length=policy)
     go(source)
     if policy == "fail":
-        with pytest.raises(UserError, match=r"Row 31 has .* tokens, above prepare\.max_tokens 64"):
+        with pytest.raises(UserError, match=r"pairs\.jsonl: row 31 has .* tokens, above prepare\.max_tokens 64"):
             go(prepare)
         assert not Path("data/pairs").exists()
         return
     go(prepare)
-    report = read_json("data/pairs/report.json")
-    assert report["dropped"] == ({"longer than max_tokens": 1} if policy == "drop" else {})
-    assert report["prompts_truncated"] == (0 if policy == "drop" else 1)
+    assert report()["left_out"] == ({"over_length": 1} if policy == "drop" else {})
+    assert report()["truncated"] == (0 if policy == "drop" else 1)
     longest = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for s in ("train", "eval") for p in read_pairs(s))
     assert longest <= 64
 
 
-def test_max_pairs_stops_there(workspace):
+def test_max_pairs_stops_there(workspace, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 1000)
     write_data(Path("pairs.jsonl"), rows(60))
-    change("max_pairs: null", "max_pairs: 20")
+    change(prepare__max_pairs=20)
     go(source, prepare)
-    assert sum(read_json("data/pairs/report.json")["pairs"].values()) == 20
+    assert sum(report()["pairs"].values()) == 20
+    assert report()["rows"] < 60  # the rest was not read
 
 
-def test_two_equal_answers_name_the_row_and_what_to_do(workspace):
-    write_data(Path("pairs.jsonl"), [*rows(9), {**ROW, "rejected": ROW["chosen"]}])
+def test_what_concerns_rows_together_is_found(workspace):
+    turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows(2)]
+    given = [{**row, "key": n} for n, row in enumerate([*rows(50), *turned, *rows(1, start=70)])]
+    given[-1]["key"] = 5
+    write_data(Path("pairs.jsonl"), given)
+    change(prepare__columns={"id": "key"}, prepare__max_bad_fraction=0.2)
+    go(source, prepare)
+    assert report()["left_out"] == {"contradiction": 4, "id_not_unique": 1}  # both sides of a contradiction
+    assert [(entry["row"], entry["violation"]) for entry in quarantined()] == [
+        (1, "contradiction"),
+        (2, "contradiction"),
+        (51, "contradiction"),
+        (52, "contradiction"),
+        (53, "id_not_unique"),
+    ]
+    assert quarantined()[-1]["content"] == given[-1]
+
+
+def test_near_duplicates_are_left_out_on_request(workspace):
+    long = "Please tell me in a few words where the red cup is that Xaver put on the table this morning before he left"
+    near = [{**ROW, "prompt": f"{long} for {place}."} for place in ("school", "work")]
+    write_data(Path("pairs.jsonl"), [*demo.rows(0)[:40], *near])
+    change(prepare__near_duplicates=0.7, prepare__eval_fraction=0.5)
+    go(source, prepare)
+    assert report()["left_out"] == {"near_duplicate": 1}
+    assert sum("Xaver" in prompt for split in ("train", "eval") for prompt in prompts(split)) == 1
+
+
+def test_held_out_data_of_its_own_keeps_its_prompts_to_itself(workspace):
+    write_data(Path("pairs.jsonl"), rows(30))
+    write_data(Path("held.jsonl"), [{**row, "chosen": "Near the window."} for row in rows(5, start=27)])
+    change(source__eval="held.jsonl", prepare__eval_fraction=None, prepare__max_bad_fraction=0.2)
+    go(source, prepare)
+    assert report()["pairs"] == {"train": 27, "eval": 5}
+    assert report()["left_out"] == {"prompt_in_eval": 3}
+    change(prepare__eval_fraction=0.2)
+    with pytest.raises(UserError, match=r"`source.eval` or by `prepare.eval_fraction`"):
+        load_params()
+
+
+def test_a_mixture_has_weights_shares_and_layouts(workspace):
+    write_data(Path("one.jsonl"), rows(40))
+    write_data(Path("two.jsonl"), [{"q": f"Where is hat {n}?", "a": "Here.", "b": "No."} for n in range(400)])
+    two = {"name": "two", "data": "two.jsonl", "weight": 0.5, "share": 0.25}
+    change(
+        source__data=[{"name": "one", "data": "one.jsonl", "weight": 2.0, "share": 1.0}, two],
+        prepare__by_source={"two": {"format": "auto", "columns": {"prompt": "q", "chosen": "a", "rejected": "b"}}},
+    )
+    go(source, prepare)
+    made = [row for split in ("train", "eval") for row in read_rows(Path(f"data/pairs/{split}.parquet"))]
+    assert {(row["source"], row["weight"]) for row in made} == {("one", 2.0), ("two", 0.5)}
+    taken = sum(row["source"] == "two" for row in made)
+    assert 70 <= taken <= 130  # 400 rows, a quarter by hash: 100 and three standard deviations of 8.7
+    assert report()["by_source"]["two"]["left_out"] == {"not_sampled": 400 - taken}
+    change(prepare__max_pairs=40)
+    go(prepare)
+    assert {name: one["train"] + one["eval"] for name, one in report()["by_source"].items()} == {"one": 20, "two": 20}
+
+
+def test_an_option_without_effect_is_an_error(workspace):
+    go(source)
+    change(prepare__columns={"id": "key"})
+    with pytest.raises(UserError, match=r"id is to be read from `key`, and pairs.jsonl has no such column"):
+        go(prepare)
+    change(prepare__columns={}, prepare__by_source={"two": {"format": "auto", "columns": {}}})
+    with pytest.raises(UserError, match=r"prepare.by_source: there is no source `two`. There are: pairs"):
+        go(prepare)
+
+
+def test_bad_rows_name_the_first_and_what_to_do(workspace):
+    write_data(Path("pairs.jsonl"), [*rows(8), {**ROW, "rejected": ROW["chosen"]}, {**ROW, "chosen": 3}])
     go(source)
     with pytest.raises(UserError) as error:
         go(prepare)
-    for part in (
-        "1 of 10 rows",
-        "first row 10",
-        "chosen and rejected are the same",
-        "at least 0.101",
-        "quarantine.jsonl",
-    ):
+    for part in ("2 of 10 rows", "first row 9 of pairs.jsonl", "chosen and rejected are the same", "not_text", "0.201"):
         assert part in str(error.value)
     assert not Path("data/pairs").exists()
+    assert not Path("data/card").exists()
+    change(prepare__thresholds={"equal_answers": 0.1, "not_text": 0.05})
+    with pytest.raises(UserError, match=r"1 of 10 rows .* raise prepare\.thresholds\.not_text \(now 0\.05\)"):
+        go(prepare)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "sentence"),
+    ("key", "value", "sentence"),
     [
-        ("data: pairs.jsonl", "data: nothing.jsonl", "source.data: there is no file nothing.jsonl. Give a file"),
-        ("data: pairs.jsonl", "data: params.yaml", "must end in one of .jsonl, .json, .csv, .parquet"),
-        ("model: /", "model: /nowhere/", r"source.model: there is no model in /nowhere/.*\(no config.json\)"),
+        ("source__data", "nothing.jsonl", "source.data: there is no file nothing.jsonl. Give a file"),
+        ("source__data", "params.yaml", "must end in one of .jsonl, .ndjson, .json, .csv"),
+        ("source__data", "infra", "there is no file of rows in the folder infra"),
+        ("source__data", "s4://bucket/a.jsonl", "source.data: s4://bucket/a.jsonl could not be read"),
+        ("source__model", "/nowhere", r"source.model: there is no model in /nowhere.*\(no config.json\)"),
     ],
 )
-def test_what_is_not_there_is_said_before_anything_is_written(workspace, old, new, sentence):
-    change(old, new)
+def test_what_is_not_there_is_said_before_anything_is_written(workspace, key, value, sentence):
+    change(**{key: value})
     with pytest.raises(UserError, match=sentence):
         go(source)
-    assert not Path("data").exists()
+    assert not list(Path().glob("data/*"))
 
 
-def test_an_empty_file_and_a_broken_line_leave_nothing_half_written(workspace):
-    for content, sentence in (("", "has no rows"), ('{"prompt": \n', "pairs.jsonl, line 1: not valid JSON")):
-        Path("pairs.jsonl").write_text(content)
-        with pytest.raises(UserError, match=sentence):
-            go(source)
-        assert not list(Path("data").glob("*"))
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", b"", "source.data: a.jsonl has no rows"),
+        ("a.jsonl", b'{"prompt": "cut', "a.jsonl was cut off: its last line, 1,"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 500)[:-9], "a.jsonl.gz is damaged or was cut off"),
+    ],
+)
+def test_a_damaged_or_empty_file_leaves_nothing_half_written(workspace, name, content, sentence):
+    Path(name).write_bytes(content)
+    change(source__data=name)
+    with pytest.raises(UserError, match=sentence):
+        go(source)
+    assert not list(Path("data").glob("*"))
+
+
+def test_a_folder_an_address_and_a_data_set_give_what_a_file_gives(workspace):
+    """The same rows from each; the hub's library loads a local folder as it would a repository."""
+    Path("folder/more").mkdir(parents=True)
+    write_data(Path("folder/a.jsonl"), rows(20))
+    write_data(Path("folder/more/b.jsonl"), rows(20, start=20))
+    Path("folder/README.md").write_text("not rows")
+    hashes = []
+    for address in ("folder", f"file://{workspace}/folder", f"hub:{workspace}/folder?split=train"):
+        change(source__data=address)
+        go(source, prepare)
+        assert report()["rows"] == 40
+        hashes.append(hash_files(Path("data/pairs")))
+    assert hashes[0] == hashes[1] == hashes[2]
+
+
+def test_content_that_changed_behind_an_address_is_noticed(workspace):
+    from tasks.source import changed
+
+    for address in ("pairs.jsonl", f"file://{workspace}/pairs.jsonl"):
+        write_data(Path("pairs.jsonl"), rows(20))
+        change(source__data=address)
+        go(source)
+        assert not changed(load_params().source, Path())
+        write_data(Path("pairs.jsonl"), rows(21))
+        assert changed(load_params().source, Path())
 
 
 def test_a_base_model_that_changed_since_source_is_noticed(workspace, tiny_base, tmp_path):
     import shutil
 
     copy = Path(shutil.copytree(tiny_base, tmp_path / "copy"))
-    change(f"model: {tiny_base}", f"model: {copy}")
+    change(source__model=str(copy))
     go(source)
     (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     with pytest.raises(UserError, match=r"config\.json is not the file that the source stage saw"):
         go(prepare)
-
-
-def test_the_params_of_the_workspace_are_read(workspace):
-    assert load_params().source.data == "pairs.jsonl"
