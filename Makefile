@@ -55,6 +55,9 @@ test: $(READY) ## all tests, fast ones first
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
+doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name
+	@python -m tasks.doctor $(RECIPE)
+
 lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 	@ruff check .
 	@ruff format --check .
@@ -99,5 +102,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast lint bench ui server \
+.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
   worker lock

@@ -60,6 +60,7 @@ class Source(Section):
     data: Data
     eval: str | None
     model: str
+    adapter: str | None
     seed: int
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ def source(run: Run) -> None:
     _check(params)
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
-        model = fetch_model(params.model, params.seed, base)
+        model = fetch_model(params, base)
     print(f"source: {data['rows']} rows from {data['source']}, model {params.model} ({model['sha256'][:12]})")
     run.dataset("raw", data["sha256"], data["source"])
     run.tags(lineage())
@@ -48,6 +48,11 @@ def _check(params: Source) -> None:
             )
         if not list(folder.glob("*.safetensors")):
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
+    if params.adapter and not (local_path(params.adapter) / "adapter_config.json").is_file():
+        raise UserError(
+            f"source.adapter: there is no adapter in {params.adapter} (no adapter_config.json). Give a folder as "
+            "peft's `save_pretrained` writes it, or null."
+        )
 
 
 def origins(params: Source) -> list[dict[str, Any]]:
@@ -91,20 +96,39 @@ def _inspect(folder: Path, origin: dict[str, Any]) -> list[dict[str, Any]]:
     return files
 
 
-def fetch_model(address: str, seed: int, base: Path) -> dict[str, Any]:
-    revision = None
+def fetch_model(params: Source, base: Path) -> dict[str, Any]:
+    """The base model's manifest; its files lie in data/base only where they were made here."""
+    address, revision = params.model, None
     if address == "demo":
-        _make_demo_model(base, seed)
+        _make_demo_model(base, params.seed)
         folder = base
     elif address.startswith(HUB):
         folder, revision = _hub_model(address)
     else:
         folder = local_path(address)
+    came = {"model": address, "revision": revision, "origin": fingerprint(_model_hashes(folder))}
+    if params.adapter:
+        came |= {"adapter": params.adapter, "adapter_sha256": fingerprint(_model_hashes(local_path(params.adapter)))}
+        _merge(folder, local_path(params.adapter), base)
+        folder = base
     files = _model_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
-    manifest = {"model": address, "revision": revision, "sha256": fingerprint(files), "files": files, "sizes": sizes}
+    manifest = {**came, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
     return manifest
+
+
+def _merge(folder: Path, adapter: Path, base: Path) -> None:
+    """The reference of a run that follows an SFT is the model with that adapter, never the bare model."""
+    from training.adapters import merge_folders
+
+    try:
+        merge_folders(folder, adapter, base)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"source.adapter: {adapter} does not fit the model {folder}: {str(error).splitlines()[0]} "
+            "Give the adapter that was trained on this model, or null."
+        ) from error
 
 
 def _model_hashes(folder: Path) -> dict[str, str]:
@@ -124,7 +148,11 @@ def changed(params: Source, root: Path) -> bool:
     new_data = any(
         data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}) for one in sources
     )
-    return new_data or (model.is_dir() and fingerprint(_model_hashes(model)) != read_json(base)["sha256"])
+    seen = read_json(base)
+    new_model = model.is_dir() and fingerprint(_model_hashes(model)) != seen["origin"]
+    adapter = local_path(params.adapter) if params.adapter else None
+    new_adapter = adapter is not None and fingerprint(_model_hashes(adapter)) != seen["adapter_sha256"]
+    return new_data or new_model or new_adapter
 
 
 def _hub_model(address: str) -> tuple[Path, str]:

@@ -26,6 +26,7 @@ from tasks.pairs import read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.progress import Bar
+from tasks.tensorboard import Events
 from tasks.tracking import Run, read_lines
 from training import batches, checkpoint
 from training.objective import Objective
@@ -40,7 +41,7 @@ def train(run: Run) -> None:
     folder = home() / cluster.output_dir / "train" / _address(params, cluster)
     if cluster.actor_train.resume_from_checkpoint == "never":
         shutil.rmtree(folder, ignore_errors=True)
-    settings = _settings(params, cluster, folder)
+    settings = make_settings(params, cluster, base_folder(params.source.model), folder)
     checkpoint.claim(folder, settings.attempt)
     pairs = len(read_pairs("train"))
     steps = batches.total_steps(pairs, settings.global_batch_size, settings.epochs, settings.max_steps)
@@ -48,7 +49,8 @@ def train(run: Run) -> None:
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
     if last:
         print(f"train: going on from the checkpoint of step {int(last.name.removeprefix('step-'))}", flush=True)
-    with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar):
+    events = Events(run.folder / "tensorboard" if cluster.tensorboard else None)
+    with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar, events):
         _fit(settings, cluster, folder)
     _publish(run, folder)
 
@@ -66,13 +68,13 @@ def _address(params: Params, cluster: Cluster) -> str:
     )
 
 
-def _settings(params: Params, cluster: Cluster, folder: Path) -> Settings:
+def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path) -> Settings:
     train, group = params.train, cluster.actor_train
     known = {field.name for field in fields(Settings)}
     same = {name: getattr(train, name) for name in known & type(train).model_fields.keys() - {"adapter"}}
     place = {name: getattr(group, name) for name in known & type(group).model_fields.keys()}
     return Settings(
-        model=str(base_folder(params.source.model).resolve()),
+        model=str(model.resolve()),
         model_name=params.source.model if params.source.model.startswith("hub:") else Path(params.source.model).name,
         folder=str(folder),
         attempt=uuid.uuid4().hex[:8],
@@ -187,19 +189,20 @@ def _refuse(settings: Settings, sentence: str) -> None:
 
 
 @contextmanager
-def _watched(journal: Path, run: Run, bar: Bar) -> Iterator[None]:
+def _watched(journal: Path, run: Run, bar: Bar, events: Events) -> Iterator[None]:
     """Forward what rank 0 logs, while it trains."""
     over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(journal, run, bar, over), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(journal, run, bar, events, over), daemon=True)
     watcher.start()
     try:
         yield
     finally:
         over.set()
         watcher.join()
+        events.close()
 
 
-def _watch(journal: Path, run: Run, bar: Bar, over: threading.Event) -> None:
+def _watch(journal: Path, run: Run, bar: Bar, events: Events, over: threading.Event) -> None:
     offset, last = 0, False
     while not last:
         last = over.wait(0.5)
@@ -209,6 +212,7 @@ def _watch(journal: Path, run: Run, bar: Bar, over: threading.Event) -> None:
                 bar.say(f"train: {line['text']}")
                 continue
             run.metrics(line["step"], line["values"])
+            events.add(line["step"], line["values"])
             if "loss" in line["values"]:
                 values = line["values"]
                 note = f"loss {values['loss']:.3f}, reward accuracy {values['rewards/accuracies']:.2f}"

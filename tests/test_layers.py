@@ -29,6 +29,7 @@ HOMES = {
     "vllm": {"training/vllm_sampling.py"},
     "fsspec": {"tasks/push.py", "tasks/fetch.py"},
     "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py"},
+    "tensorboardX": {"tasks/tensorboard.py"},
     "dvc": set(),  # the command alone
 }
 
@@ -46,6 +47,7 @@ PLUMBING = {
         "progress",
         "runs",
         "stage",
+        "tensorboard",
         "tracking",
     )
 }

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
 def add_adapter(
@@ -49,6 +49,13 @@ def switched_off(model: PeftModel) -> Iterator[nn.Module]:
 def merge(model: PeftModel) -> PreTrainedModel:
     """Fold the adapter into the weights; NaN in an adapter is an error."""
     return model.merge_and_unload(safe_merge=True)
+
+
+def merge_folders(model: Path, adapter: Path, target: Path) -> None:
+    """A model with an adapter folded in, as a model of its own with the same tokenizer, in its own precision."""
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto", use_safetensors=True, local_files_only=True)
+    merge(load_adapter(whole, adapter)).save_pretrained(target)
+    AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(target)
 
 
 @torch.no_grad()

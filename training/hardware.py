@@ -6,6 +6,12 @@ import platform
 import torch
 
 
+def gpus() -> list[tuple[str, int]]:
+    """Name and bytes of each GPU here."""
+    every = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [(torch.cuda.get_device_name(n), torch.cuda.get_device_properties(n).total_memory) for n in every]
+
+
 def hardware() -> dict[str, str | int]:
     found: dict[str, str | int] = {"machine": platform.machine(), "cpus": os.cpu_count() or 0}
     if torch.cuda.is_available():

@@ -1,0 +1,137 @@
+"""`make doctor`: is this machine ready, and will the configured run fit it? Says what is wrong and what to do.
+
+python -m tasks.doctor [RECIPE]
+"""
+
+import os
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tasks import params as parameters
+from tasks.errors import UserError
+from tasks.files import home
+from tasks.paths import BASE
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+LEAST_DISK = 10  # GiB, for checkpoints and the cache
+
+
+class Findings:
+    """Lines as they come; whether any of them is bad."""
+
+    def __init__(self) -> None:
+        self.bad = 0
+
+    def good(self, sentence: str) -> None:
+        print(f"  ok     {sentence}")
+
+    def note(self, sentence: str) -> None:
+        print(f"  note   {sentence}")
+
+    def wrong(self, sentence: str) -> None:
+        self.bad += 1
+        print(f"  WRONG  {sentence}")
+
+
+def look(recipe: str | None) -> int:
+    found = Findings()
+    tools(found)
+    packages(found, ROOT / "requirements.lock")
+    machine(found)
+    try:
+        params, cluster = _configured(recipe)
+    except UserError as error:
+        found.wrong(str(error))
+    else:
+        found.good("params.yaml and infra/cluster.yaml are good" + (f" with recipe {recipe}" if recipe else ""))
+        fit(found, params, cluster)
+    print("ready" if not found.bad else f"{found.bad} to mend")
+    return 1 if found.bad else 0
+
+
+def _configured(recipe: str | None) -> tuple[parameters.Params, parameters.Cluster]:
+    content, place = parameters.read_yaml(parameters.PARAMS), parameters.read_yaml(parameters.CLUSTER)
+    if recipe:
+        content = parameters.overlay(content, parameters.read_recipe(recipe))
+        place = parameters.overlay(place, parameters.read_recipe(recipe, "cluster"), parameters.Cluster)
+    return (
+        parameters.validate(parameters.Params, content, parameters.PARAMS),
+        parameters.validate(parameters.Cluster, place, parameters.CLUSTER),
+    )
+
+
+def tools(found: Findings) -> None:
+    running = ".".join(map(str, sys.version_info[:3]))
+    (found.good if sys.version_info >= (3, 11) else found.wrong)(f"Python {running} (3.11 or newer is needed)")
+    for name in ("git", "dvc"):
+        where = shutil.which(name)
+        found.good(f"{name}: {where}") if where else found.wrong(f"{name} is not on the PATH. Install it.")
+
+
+def packages(found: Findings, lock: Path) -> None:
+    """What is installed against the lock file."""
+    wanted = dict(line.split("==", 1) for line in lock.read_text().split() if "==" in line)
+    other = []
+    for name, locked in wanted.items():
+        try:
+            if version(name).split("+")[0] != locked.split("+")[0]:
+                other.append(f"{name} {version(name)} (locked: {locked})")
+        except PackageNotFoundError:
+            other.append(f"{name} is missing (locked: {locked})")
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        found.wrong(
+            f"the environment is not the locked one: {', '.join(other[:3])}{more}. Run `rm .venv/.ready; make lint`."
+        )
+    else:
+        found.good(f"{len(wanted)} packages as locked")
+
+
+def machine(found: Findings) -> None:
+    from training.hardware import gpus
+
+    free = shutil.disk_usage(home()).free / GIB
+    memory = psutil.virtual_memory().available / GIB
+    (found.good if free > LEAST_DISK else found.wrong)(f"{free:.0f} GiB of disk are free ({LEAST_DISK} are needed)")
+    found.good(f"{os.cpu_count()} CPUs, {memory:.0f} GiB of memory free")
+    for name, size in gpus():
+        found.good(f"{name}, {size / GIB:.0f} GiB")
+
+
+def fit(found: Findings, params: parameters.Params, cluster: parameters.Cluster) -> None:
+    """The training run's memory on each device, as far as the model is known here."""
+    from tasks.models import base_folder, local_path
+    from tasks.train import make_settings
+    from training import memory
+    from training.hardware import gpus
+
+    made = (BASE / "manifest.json").exists()
+    folder = base_folder(params.source.model) if made else local_path(params.source.model)
+    if not (folder / "config.json").exists():
+        found.note(
+            f"{params.source.model} is not here yet; `dvc repro source` fetches it, then its memory is estimated"
+        )
+        return
+    settings = make_settings(params, cluster, folder, home() / cluster.output_dir)
+    group = cluster.actor_train
+    needed: Any = memory.estimate(settings, group.num_workers)
+    sentence = f"train needs about {needed} on each of {group.num_workers} workers"
+    cards = gpus()
+    if group.gpus_per_worker and not cards:
+        found.note(f"{sentence}; there is no GPU on this machine to hold it against")
+    elif group.gpus_per_worker and needed.total > cards[0][1]:
+        found.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {memory.advice(settings)}.")
+    elif not group.gpus_per_worker and needed.total * group.num_workers > psutil.virtual_memory().total:
+        found.wrong(f"{sentence}, more than this machine's memory: {memory.advice(settings)}.")
+    else:
+        found.good(sentence)
+
+
+if __name__ == "__main__":
+    sys.exit(look(sys.argv[1] if len(sys.argv) > 1 else None))
