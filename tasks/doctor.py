@@ -14,7 +14,7 @@ import psutil
 
 from tasks import params as parameters
 from tasks.errors import UserError
-from tasks.files import home
+from tasks.files import home, read_json
 from tasks.paths import BASE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,9 +86,7 @@ def packages(found: Findings, lock: Path) -> None:
             other.append(f"{name} is missing (locked: {locked})")
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-        found.wrong(
-            f"the environment is not the locked one: {', '.join(other[:3])}{more}. Run `rm .venv/.ready; make lint`."
-        )
+        found.wrong(f"not as locked: {', '.join(other[:3])}{more}. Run `rm .venv/.ready`, then `make doctor`.")
     else:
         found.good(f"{len(wanted)} packages as locked")
 
@@ -111,12 +109,11 @@ def fit(found: Findings, params: parameters.Params, cluster: parameters.Cluster)
     from training import memory
     from training.hardware import gpus
 
-    made = (BASE / "manifest.json").exists()
-    folder = base_folder(params.source.model) if made else local_path(params.source.model)
+    manifest = BASE / "manifest.json"
+    seen = manifest.exists() and read_json(manifest)["model"] == params.source.model
+    folder = base_folder(params.source.model) if seen else local_path(params.source.model)
     if not (folder / "config.json").exists():
-        found.note(
-            f"{params.source.model} is not here yet; `dvc repro source` fetches it, then its memory is estimated"
-        )
+        found.note(f"{params.source.model} is not here yet: `dvc repro source` fetches it, and then this can say more")
         return
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir)
     group = cluster.actor_train
