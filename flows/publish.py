@@ -63,11 +63,10 @@ def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
 
 
 def result(place: Workspace) -> str:
-    from tasks.verdict import verdict
+    from tasks.verdict import decision_of, verdict
 
-    folder = place.root / "data" / "metrics"
-    measured, decision = (_read_json(folder / name) for name in ("evaluate.json", "promote.json"))
-    metrics, said = flatten(measured), escape(verdict(measured, decision)[1], longest=2000)
+    measured = _read_json(place.root / "data" / "metrics" / "evaluate.json")
+    metrics, said = flatten(measured), escape(verdict(measured, decision_of(place.root))[1], longest=2000)
     parts = ["# Result", said, _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -18,7 +18,7 @@ from tasks.gate import by_slash
 from tasks.markup import charts, escape, section, table, text
 from tasks.paths import METRICS, MODEL, PAIRS
 from tasks.style import STYLE
-from tasks.verdict import verdict
+from tasks.verdict import decision_of, verdict
 
 SHOWN = 8  # samples, and disagreements
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a page that could load or run nothing
@@ -42,7 +42,7 @@ CURVES = (
 
 
 def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), logs: Path | None = None) -> str:
-    metrics, decision = (_json(root / METRICS / name) for name in ("evaluate.json", "promote.json"))
+    metrics, decision = _json(root / METRICS / "evaluate.json"), decision_of(root)
     good, sentence = verdict(metrics, decision)
     parts = [
         f"<h1>{escape(title)}</h1>",

@@ -16,7 +16,7 @@ from rich.text import Text
 from tasks.files import home, read_json
 from tasks.params import load_cluster
 from tasks.paths import METRICS, MODEL
-from tasks.verdict import decided
+from tasks.verdict import decided, decision_of
 
 SHOWN = 3
 WHAT = {"kind": "answers kindly", "correct": "answers correctly", "finished": "ends by itself", "words": "words"}
@@ -82,8 +82,7 @@ def _short(text: str, limit: int = 300) -> str:
 
 def _where(console: Console) -> None:
     console.print(f"model      {MODEL} (merged safetensors, adapter, model card, manifest)")
-    decision = read_json(METRICS / "promote.json") if (METRICS / "promote.json").exists() else {}
-    console.print(f"registry   {decided(decision)}", soft_wrap=True, markup=False)
+    console.print(f"registry   {decided(decision_of(Path()))}", soft_wrap=True, markup=False)
     console.print("metrics    dvc metrics show, dvc plots show")
     if (page := _page()) is not None:
         console.print(f"report     {page}", soft_wrap=True)

@@ -1,8 +1,18 @@
 """A run in one sentence, from what it left in data/metrics."""
 
+from pathlib import Path
 from typing import Any
 
+from tasks.files import read_json, sha256
 from tasks.gate import by_slash
+from tasks.paths import METRICS, MODEL
+
+
+def decision_of(root: Path) -> dict[str, Any]:
+    """The registry's decision about the export that is here; none where it was about another."""
+    decision, manifest = root / METRICS / "promote.json", root / MODEL / "manifest.json"
+    found = read_json(decision) if decision.exists() else {}
+    return {} if manifest.exists() and found.get("manifest_sha256") != sha256(manifest) else found
 
 
 def verdict(metrics: dict[str, Any], decision: dict[str, Any]) -> tuple[bool, str]:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.files import hash_files, read_json
+from tasks.registry import Registry
 from tests.workspaces import PROJECT, refusal, run, start
 
 pytestmark = pytest.mark.slow
@@ -40,10 +41,14 @@ def test_random_weights_are_registered_and_not_promoted(sabotaged: tuple[Path, s
     assert not decision["promoted"]
     assert any("samples/policy/correct is 0 " in reason for reason in decision["reasons"])
 
+    assert registered(workspace).at("challenger") is not None
+    assert registered(workspace).at("champion") is None
+
+
+def registered(workspace: Path) -> Registry:
     from mlflow import MlflowClient
 
-    found = MlflowClient(f"sqlite:///{workspace}/.mlflow/mlflow.db").get_registered_model("dpo-demo")
-    assert set(found.aliases) == {"challenger"}
+    return Registry(MlflowClient(f"sqlite:///{workspace}/.mlflow/mlflow.db"), "dpo-demo")
 
 
 def test_evaluation_measured_all_of_it(sabotaged: tuple[Path, str]) -> None:
@@ -67,7 +72,8 @@ def test_the_same_evaluation_twice_gives_the_same_numbers(sabotaged: tuple[Path,
 def test_a_version_that_was_evaluated_otherwise_is_asked_again(sabotaged: tuple[Path, str]) -> None:
     """Version 1 is this very policy, merged: asked anew with its own draws it says what it said."""
     workspace, _ = sabotaged
-    (stored,) = (workspace / ".mlflow" / "artifacts").rglob("model/*/manifest.json")
+    found = registered(workspace)
+    stored = found.fetch(found.versions()[0], "model", "manifest.json")
     before = stored.read_text()
     try:
         stored.write_text(before.replace('"max_new_tokens": 8', '"max_new_tokens": 9'))

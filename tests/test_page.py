@@ -10,7 +10,7 @@ import pytest
 
 from tasks.page import page
 from tasks.svg import bars, lines
-from tasks.verdict import verdict
+from tasks.verdict import decision_of, verdict
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
 WON = {"win_rate": {"rate": 0.75, "low": 0.7, "high": 0.8}, "rewards/accuracies": 0.9}
@@ -69,6 +69,16 @@ def test_the_page_says_what_happened(root: Path):
     cells = ("train", "ran", "10.0", "40.0", "1,200", "120")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in made
     assert "<td>export</td><td>cached</td><td></td>" in made
+
+
+def test_a_decision_about_another_export_is_not_told(root: Path):
+    (root / "data" / "model").mkdir()
+    (root / "data" / "model" / "manifest.json").write_text("{}")
+    assert decision_of(root) == {}
+    (root / "data" / "metrics" / "promote.json").write_text(
+        json.dumps({**DECISION, "manifest_sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"})
+    )  # sha256 of "{}"
+    assert decision_of(root)["version"] == "3"
 
 
 def test_a_page_of_nothing_is_still_a_page(tmp_path: Path):
