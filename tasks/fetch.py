@@ -61,7 +61,7 @@ def name_of(address: str) -> str:
 def changed(address: str, files: dict[str, str]) -> bool:
     """Whether what an address leads to is no longer these files (name: sha256), as far as can be told from here."""
     if address == "demo" or address.startswith(HUB):
-        return False  # made from a seed, or fixed by a revision
+        return False  # made from a seed; a hub data set is as new as its revision, or as the stage
     if REMOTE in address:
         known = _stamps().get(address)
         return known is not None and known["files"] == files and _stamp(address) not in (None, known["stamp"])

@@ -5,12 +5,14 @@
 
 Rows are generated: conversational, about 300 tokens each. Both start from the same JSONL file, in a process that has
 its libraries loaded; ours ends with Parquet, card and quarantine on disk, TRL's with its tokenised data set. Memory is
-the peak over all processes of a side, as the sum of their own shares (PSS) and of their resident sets (RSS).
+the peak over all processes of a side, as the sum of their own shares (PSS) and of their resident sets (RSS). On a busy
+machine compare pairs per second of processor time.
 """
 
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -71,12 +73,12 @@ def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
         values = {"source.data": str(rows), "prepare.max_tokens": 2048, "prepare.eval_fraction": 0.01}
         os.chdir(make_workspace(Path(folder) / "workspace", model, cluster=cluster, **values))
         source(Run(Path(folder), "source"))
-        began = time.perf_counter()
+        began = clock()
         prepare(Run(Path(folder), "prepare"))
-        seconds = time.perf_counter() - began
+        spent = since(began)
         report = read_json("data/card/report.json")
     tokens = sum(spread["mean"] for spread in report["tokens"].values())
-    return {"pairs": sum(report["pairs"].values()), "seconds": seconds, "tokens": round(tokens, 1)}
+    return {"pairs": sum(report["pairs"].values()), **spent, "tokens": tokens}
 
 
 def trl(rows: Path, model: Path, processes: int) -> dict[str, float]:
@@ -89,34 +91,48 @@ def trl(rows: Path, model: Path, processes: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     wanted = SimpleNamespace(dataset_num_proc=processes, max_length=2048, truncation_mode="keep_start")
     with tempfile.TemporaryDirectory(dir=rows.parent) as folder:
-        began = time.perf_counter()
+        began = clock()
         data = load_dataset("json", data_files=str(rows), split="train", cache_dir=folder)
         made = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokenizer), data, tokenizer, wanted, "train")
-        seconds = time.perf_counter() - began
-        some = made.select(range(min(1000, len(made))))
-        tokens = sum(len(row[name]) for row in some for name in ("prompt_ids", "chosen_ids", "rejected_ids")) / len(
-            some
-        )
-    return {"pairs": len(made), "seconds": seconds, "tokens": round(tokens, 1)}
+        spent = since(began)
+        parts = ("prompt_ids", "chosen_ids", "rejected_ids")
+        tokens = sum(len(row[name]) for row in made.select(range(1000)) for name in parts) / 1000
+    return {"pairs": len(made), **spent, "tokens": tokens}
+
+
+def clock() -> tuple[float, float]:
+    """Now, and the processor time of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def since(began: tuple[float, float]) -> dict[str, float]:
+    now = clock()
+    return {"seconds": now[0] - began[0], "cpu_seconds": now[1] - began[1]}
 
 
 def watched(side: str, rows: Path, model: Path, processes: int) -> dict[str, float]:
     """A side in a process of its own, its figures, and the most memory that it and its children had."""
     command = [sys.executable, __file__, str(model), "--side", side, "--file", str(rows), "--processes", str(processes)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = rows.with_suffix(".log")  # not a pipe: hours of progress would fill it
+    with log.open("w") as file:
+        child = subprocess.Popen(command, stdout=file)
     peak = {"pss": 0, "rss": 0}
     family = psutil.Process(child.pid)
     while child.poll() is None:
         sizes = [memory(member) for member in [family, *family.children(recursive=True)]]
         for place, name in enumerate(peak):
             peak[name] = max(peak[name], sum(size[place] for size in sizes))
-        time.sleep(0.25)
-    assert child.stdout is not None
-    said = child.stdout.read()
+        time.sleep(0.5)
+    said = log.read_text()
     if child.returncode:
         sys.exit(said or f"{side} ended with {child.returncode}")
     result = json.loads(said.splitlines()[-1])
-    return {**result, "per_second": result["pairs"] / result["seconds"], **{n: v / 2**30 for n, v in peak.items()}}
+    speed = {
+        "per_second": result["pairs"] / result["seconds"],
+        "per_cpu_second": result["pairs"] / result["cpu_seconds"],
+    }
+    return {**result, **speed, **{f"{name}_gib": size / 2**30 for name, size in peak.items()}}
 
 
 def memory(process: psutil.Process) -> tuple[int, int]:
@@ -155,7 +171,8 @@ def compare(sides: list[str], rows: Path, model: Path, processes: int) -> None:
         figures = ", ".join(f"{name} {value:,.2f}" for name, value in made[side].items())
         print(f"{side:5} {figures}", flush=True)
     if len(made) == 2:
-        print(f"ratio {made['ours']['per_second'] / made['trl']['per_second']:.2f}")
+        for name in ("per_second", "per_cpu_second"):
+            print(f"ours/trl {name} {made['ours'][name] / made['trl'][name]:.2f}", flush=True)
 
 
 def importable(name: str) -> bool:
