@@ -38,7 +38,12 @@ NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memor
 
 def train(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
-    folder = home() / cluster.output_dir / "train" / _address(params, cluster)
+    if params.train.quantization and cluster.actor_train.zero_stage == 3:
+        raise UserError(
+            "infra/cluster.yaml: actor_train.zero_stage 3 cannot split a base of 4 bits. Set it to 2, or "
+            "train.quantization and reference.quantization to null."
+        )
+    folder = home() / cluster.output_dir / "train" / _address(params)
     if cluster.actor_train.resume_from_checkpoint == "never":
         shutil.rmtree(folder, ignore_errors=True)
     settings = make_settings(params, cluster, base_folder(params.source.model), folder)
@@ -55,7 +60,7 @@ def train(run: Run) -> None:
     _publish(run, folder)
 
 
-def _address(params: Params, cluster: Cluster) -> str:
+def _address(params: Params) -> str:
     """Everything that determines the weights but for rounding: another cluster goes on from the same checkpoints."""
     return fingerprint(
         {

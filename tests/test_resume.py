@@ -78,13 +78,21 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undi
     assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(undisturbed, tmp_path):
+def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(undisturbed, tmp_path):
     workspace = Path(shutil.copytree(undisturbed, tmp_path / "damaged"))
     shutil.rmtree(workspace / "data/policy")
     newest = max(workspace.glob(".scratch/train/*/step-*"))
     part = next(newest.rglob("*optim_states.pt"))
     part.write_bytes(part.read_bytes()[:-100])
-    said = run(workspace, "train")
+    stopped = start(workspace, "train")
+    while not list(workspace.glob(".scratch/train/*/.step-*")):  # being written
+        assert stopped.poll() is None, stopped.communicate()[0]
+        time.sleep(0.002)
+    stopped.send_signal(signal.SIGTERM)
+    said, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode != 0
     assert f"{newest.name} is damaged" in said
+    assert not (workspace / "data/policy").exists()
+    run(workspace, "train")
     weights = "data/policy/adapter_model.safetensors"
     assert (workspace / weights).read_bytes() == (undisturbed / weights).read_bytes()
