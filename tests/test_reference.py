@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tasks.pairs import read_rows
 from tests.workspaces import run, start, write_cluster
@@ -62,3 +63,12 @@ def test_another_beta_computes_nothing(referenced, tmp_path):
     text = (other / "params.yaml").read_text()
     (other / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
     assert "reference: 120 of 120 pairs were computed before" in run(other, "reference")
+
+
+def test_a_loss_without_a_reference_computes_none(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "free"))
+    params = yaml.safe_load((other / "params.yaml").read_text())
+    params["train"] |= {"loss": {"simpo": 1.0}, "gamma": 0.5}
+    (other / "params.yaml").write_text(yaml.safe_dump(params))
+    assert "loss simpo has no reference; nothing to compute" in run(other, "reference")
+    assert values(other) == {}

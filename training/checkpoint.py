@@ -58,8 +58,10 @@ def find(folder: Path, zero_stage: int) -> Found | None:
 def load(engine: Any, found: Found) -> None:
     path, _ = engine.load_checkpoint(str(found.path), tag=TAG, load_module_strict=False)
     assert path is not None, f"DeepSpeed found nothing to load in {found.path}"
-    if found.universal and dist.get_rank() == 0:
-        shutil.rmtree(found.path)
+    if found.universal:
+        dist.barrier()  # all have read it
+        if dist.get_rank() == 0:
+            shutil.rmtree(found.path)
 
 
 def _universal(path: Path) -> Path:

@@ -6,7 +6,7 @@ Runs under any launcher that sets the usual rank variables (Ray Train here, torc
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def train_step(
     """One update by the mean loss over the pairs of the global batch, whichever rows and ranks they fell on."""
     window, world = course.window, dist.get_world_size()
     rows = [(row.to(window.device), counts) for row, counts in step.rows]
-    ranked = rank_batch(policy, objective, rows, len(step.numbers), step.numbers) if objective.needs_ranks else {}
+    ranked = rank_batch(policy, objective, rows, step.numbers, window.device) if objective.needs_ranks else {}
     engine.set_learning_rate(policy, rate)
     losses, zeros = [], None
     for place, (row, counts) in enumerate(rows):
@@ -177,13 +177,19 @@ def row_loss(
 
 @torch.no_grad()
 def rank_batch(
-    policy: nn.Module, objective: Objective, rows: Sequence[tuple[Row, bool]], size: int, numbers: Sequence[int]
+    policy: nn.Module,
+    objective: Objective,
+    rows: Iterable[tuple[Row, bool]],
+    numbers: Sequence[int],
+    device: torch.device,
 ) -> dict[int, Ranked]:
     """For losses that sort: one more pass, whose sums of the whole global batch tell each row its pairs' ranks."""
     place = {number: at for at, number in enumerate(numbers)}
-    table = torch.zeros(4, size, dtype=torch.float64, device=rows[0][0].input_ids.device)
-    spots = [torch.tensor([place[number] for number in row.pairs], device=table.device) for row, _ in rows]
-    for spot, (row, counts) in zip(spots, rows, strict=True):
+    table = torch.zeros(4, len(numbers), dtype=torch.float64, device=device)
+    spots = []
+    for row, counts in rows:
+        spot = torch.tensor([place[number] for number in row.pairs], device=device)
+        spots.append(spot)
         given = row_pairs(row, row_logps(policy, row), objective)
         sums = torch.stack([given.chosen, given.rejected, given.ref_chosen, given.ref_rejected])
         table[:, spot] += sums.double() * float(counts)
@@ -218,10 +224,14 @@ def evaluate(
     ]
     training = policy.training
     policy.eval()
-    rows = [(build_row(pairs, members).to(device), counts) for members, counts in dealt]
-    ranked = rank_batch(policy, objective, rows, len(pairs), range(len(pairs))) if objective.needs_ranks else {}
+
+    def rows() -> Iterator[tuple[Row, bool]]:
+        for members, counts in dealt:
+            yield build_row(pairs, members).to(device), counts
+
+    ranked = rank_batch(policy, objective, rows(), range(len(pairs)), device) if objective.needs_ranks else {}
     window = Window(device)
-    for place, (row, counts) in enumerate(rows):
+    for place, (row, counts) in enumerate(rows()):
         _, values = row_loss(policy, objective, row, reward_mean, ranked.get(place))
         window.add(values, row.weight, len(row.input_ids), counts)
         if each and counts:
