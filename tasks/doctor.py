@@ -47,7 +47,8 @@ def look(recipe: str | None) -> int:
     try:
         params, cluster = _configured(recipe)
     except UserError as error:
-        found.wrong(str(error))
+        for sentence in str(error).splitlines():
+            found.wrong(sentence)
     else:
         found.good("params.yaml and infra/cluster.yaml are good" + (f" with recipe {recipe}" if recipe else ""))
         fit(found, params, cluster)

@@ -47,7 +47,7 @@ def test_the_base_is_the_model_with_its_adapter(tiny_base, adapter, tmp_path, mo
 
 
 def test_a_folder_without_an_adapter_is_refused_before_anything_is_fetched(tiny_base, tmp_path):
-    with pytest.raises(UserError, match="source.adapter: there is no adapter in"):
+    with pytest.raises(UserError, match=r"source\.adapter: there is no adapter in"):
         _check(params(tiny_base, tmp_path))
 
 
