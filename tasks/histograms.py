@@ -20,7 +20,7 @@ def histogram(values: NDArray[Any], low: float, high: float) -> dict[str, Any]:
 def lengths_figure(report: Mapping[str, Any]) -> str:
     """How long the parts are, and how much longer chosen is than rejected."""
     pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.2))
     for part, colour in COLOURS.items():
         shape = report["tokens"][part]["histogram"]
         left.stairs(shape["counts"], shape["edges"], label=part, color=colour)
@@ -37,7 +37,7 @@ def sources_figure(report: Mapping[str, Any]) -> str:
     """Where the rows of each source went."""
     pyplot = _pyplot()
     sources = report["by_source"]
-    figure, axis = pyplot.subplots(figsize=(10, 0.9 + 0.5 * len(sources)), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(10, 0.9 + 0.5 * len(sources)))
     names = ["train", "eval", *sorted({name for one in sources.values() for name in one["left_out"]})]
     place = np.zeros(len(sources))
     for name in names:
@@ -63,6 +63,8 @@ def _pyplot() -> Any:
 
 def _svg(figure: Any) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    figure.savefig(
+        buffer, format="svg", bbox_inches="tight", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    )
     _pyplot().close(figure)
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
