@@ -104,7 +104,9 @@ class Tally:
         self.pairs, self.tokens, self.bar, self.begun = found, 0, bar, time.monotonic()
         self.workers: dict[int, tuple[int, float]] = {}
 
-    def add(self, worker: int, pairs: int, tokens: int, seconds: float) -> None:
+    def add(self, worker: int, pairs: int, tokens: int, seconds: float, note: str | None) -> None:
+        if note and not self.workers:
+            self.bar.say(f"reference: {note}")
         before = self.workers.get(worker, (0, 0.0))
         self.workers[worker] = (before[0] + tokens, before[1] + seconds)
         self.pairs, self.tokens = self.pairs + pairs, self.tokens + tokens
@@ -126,21 +128,26 @@ class Scorer:
         self.number, self.device, self.compiled = number, best_device(), compiled
         self.model = load_model(Path(model), dtype, self.device, quantization).eval()
         self.scorer: Any = None
+        self.note: str | None = None
 
-    def score(self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int) -> tuple[int, int, int, float]:
-        """Compute a shard and publish it: worker, pairs, tokens, seconds."""
+    def score(
+        self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int
+    ) -> tuple[int, int, int, float, str | None]:
+        """Compute a shard and publish it: worker, pairs, tokens, seconds, and what is slow about it."""
         from training.logps import score_pairs
 
         self.scorer = self.scorer or self._scorer(pairs)
         begun = time.monotonic()
         write_shard(Path(folder), keys, score_pairs(self.scorer, pairs, row_tokens, self.device))
-        return self.number, len(pairs), sum(map(len, pairs)), time.monotonic() - begun
+        return self.number, len(pairs), sum(map(len, pairs)), time.monotonic() - begun, self.note
 
     def _scorer(self, pairs: list[Pair]) -> Any:
+        from training import logps
         from training.model import compile_layers
-        from training.proof import make_scorer
+        from training.proof import find_way
 
-        scorer = make_scorer(self.model, pairs, self.device)
+        scorer = logps.Scorer(self.model)
+        self.note = find_way(scorer, pairs, self.device)
         if self.compiled and self.device.type == "cuda" and scorer.how != "plain":
             compile_layers(self.model)
         return scorer

@@ -68,7 +68,7 @@ def train(
     memory.fits(settings, pairs, world, device)
     course, folder = Course(settings, device), Path(settings.folder)
     found = checkpoint.find(folder, settings.zero_stage)
-    policy = start(settings, pairs, device, found)
+    policy = start(settings, pairs, device, found, say)
     if found:
         course.load(found.state)
     elif settings.objective.needs_reference:
@@ -79,7 +79,7 @@ def train(
     ids = [pair.id for pair in pairs]
     steps = batches.total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
     first = found.state["step"] if found else 0
-    speed = Speed(policy.module, device, world)
+    speed, done, looked = Speed(policy.module, device, world), first, -1
     for step in feed.steps(first, steps, rank, world, device):
         done = step.number + 1
         logs = done % settings.logging_steps == 0 or done == steps
@@ -97,19 +97,27 @@ def train(
                 say(f"alarm at step {done}: {sentence}")
         if settings.eval_steps and done % settings.eval_steps == 0 and done < steps:
             _look(policy, settings, held_out, done, course, log, device)
+            looked = done
             speed.pause()
         if _over(settings, course, done, say):
             break
         if done % settings.save_steps == 0 and done < steps:
             checkpoint.save(policy, folder, settings.attempt, done, course.state(), settings.keep_checkpoints)
             speed.pause()
-    _look(policy, settings, held_out, done if first < steps else steps, course, log, device)
+    if looked != done:
+        _look(policy, settings, held_out, done, course, log, device)
     if settings.select and course.best.step is not None:
         say(f"the policy is that of step {course.best.step}, {settings.select} {course.best.value:.4g}")
     _finish(policy.module.model, settings)
 
 
-def start(settings: Settings, pairs: Sequence[Pair], device: torch.device, found: checkpoint.Found | None) -> Any:
+def start(
+    settings: Settings,
+    pairs: Sequence[Pair],
+    device: torch.device,
+    found: checkpoint.Found | None,
+    say: Callable,
+) -> Any:
     """The policy in its engine, as new or as the checkpoint left it."""
     config = engine.deepspeed_config(
         settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, bool(found and found.universal)
@@ -118,7 +126,9 @@ def start(settings: Settings, pairs: Sequence[Pair], device: torch.device, found
         scorer = Scorer(build_policy(settings, device))
     scorer.whole_head = settings.zero_stage < 3
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
-    find_way(scorer, pairs, device)
+    note = find_way(scorer, pairs, device)
+    if note:
+        say(note)
     if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.how != "plain":
         compile_layers(scorer.causal)
     if found:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
@@ -27,9 +26,11 @@ _SLOWER = {
 
 
 def make_scorer(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Scorer:
-    """A scorer in the fastest way that gives the model's own numbers."""
+    """A scorer in the fastest way that gives the model's own numbers; a slower one is said."""
     scorer = Scorer(model)
-    find_way(scorer, pairs, device)
+    note = find_way(scorer, pairs, device)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     return scorer
 
 
@@ -45,8 +46,8 @@ def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> It
         model.train(training)
 
 
-def find_way(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> None:
-    """Set the fastest way that gives the model's own numbers on a sample; a slower way is said once.
+def find_way(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> str | None:
+    """Set the fastest way that gives the model's own numbers on a sample; what is slow about it, if it is.
 
     An architecture whose layers ignore the mask (recurrent ones, say) must never train on wrong numbers. The passes
     are collectives under ZeRO-3.
@@ -64,8 +65,8 @@ def find_way(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> Non
         scorer.how = "plain"
         causal.set_attn_implementation(own)
     model.train(training)
-    if scorer.how != "fused" and not (dist.is_initialized() and dist.get_rank()):
-        print(f"note: {type(causal).__name__} is computed the slower way: {_SLOWER[scorer.how]}", file=sys.stderr)
+    slow = _SLOWER[scorer.how]
+    return f"{type(causal).__name__} is computed the slower way: {slow}" if slow else None
 
 
 @torch.no_grad()
