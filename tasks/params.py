@@ -1,23 +1,25 @@
-"""The typed, strict view of params.yaml (what changes a result) and infra/cluster.yaml (place and speed).
+"""The typed, strict view of params.yaml (what changes a result); infra/cluster.yaml is in place.py.
 
 `python -m tasks.params` checks both files; `python -m tasks.params RECIPE` prints params.yaml with a recipe laid over.
 """
 
-import difflib
-import inspect
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from tasks import formats
+from tasks.configuration import Count, Fraction, Positive, Section, dotted, lay_over, read_yaml, validate
 from tasks.errors import UserError
+from tasks.place import Cluster
 from tasks.violations import VIOLATIONS
 from training import objective
+
+__all__ = ["Cluster", "Params", "dotted", "overlay", "read_yaml", "validate"]
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
 CLUSTER = Path("infra/cluster.yaml")
@@ -25,20 +27,12 @@ RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
 
 Dtype = Literal["float32", "bfloat16"]
 Quantization = Literal["nf4"]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Count = Annotated[int, Field(ge=1)]
-T = TypeVar("T", bound=BaseModel)
 
 
 def known(key: str, names: Iterable[str], allowed: Iterable[str]) -> None:
     for name in names:
         if name not in allowed:
             raise ValueError(f"{key}: there is no `{name}`. Known here: {', '.join(allowed)}")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
 class Mixed(Section):
@@ -271,57 +265,6 @@ class Params(Section):
         return self
 
 
-class Ray(Section):
-    address: str = "local"
-
-
-class PrepareGroup(Section):
-    num_workers: Count | None = None
-
-
-class ReferenceGroup(Section):
-    num_workers: Count = 1
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
-    row_tokens: Annotated[int, Field(ge=64)] = 8192
-    shard_pairs: Count = 512
-    compile: bool = True
-
-
-class ActorTrainGroup(Section):
-    num_workers: Count = 1
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    zero_stage: Literal[1, 2, 3] = 2
-    offload: Literal["none", "optimizer", "all"] = "none"
-    row_tokens: Annotated[int, Field(ge=64)] = 8192
-    activation_checkpointing: bool = False
-    compile: bool = True
-    save_steps: Count = 100
-    keep_checkpoints: Count = 2
-    resume_from_checkpoint: Literal["auto", "never"] = "auto"
-    max_failures: Annotated[int, Field(ge=0)] = 2
-
-    @model_validator(mode="after")
-    def _parameters_leave_the_device_under_zero_3_alone(self) -> "ActorTrainGroup":
-        if self.offload == "all" and self.zero_stage != 3:
-            raise ValueError(f"offload: all needs zero_stage: 3, and zero_stage is {self.zero_stage}")
-        return self
-
-
-class Cluster(Section):
-    exp_name: str = "dpo"
-    tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
-    logging_dir: str = ".scratch/runs"
-    tensorboard: bool = False
-    output_dir: str = ".scratch"
-    ray: Ray = Ray()
-    prepare: PrepareGroup = PrepareGroup()
-    reference: ReferenceGroup = ReferenceGroup()
-    actor_train: ActorTrainGroup = ActorTrainGroup()
-
-
 def load_params(path: Path = PARAMS) -> Params:
     return validate(Params, read_yaml(path), path)
 
@@ -329,18 +272,6 @@ def load_params(path: Path = PARAMS) -> Params:
 def load_cluster(path: Path | None = None) -> Cluster:
     path = path or Path(os.environ.get("DPO_CLUSTER", CLUSTER))
     return validate(Cluster, read_yaml(path), path)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there. Restore it with `git checkout -- {path.name}`.") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {str(error).replace(chr(10), ' ')}. Mend that line.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a mapping of sections, and it holds {type(content).__name__}.")
-    return content
 
 
 def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
@@ -356,71 +287,7 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
 
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
     """Lay `over` on `base`: sections are merged, every other value (a loss mixture, a column map) is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        section = _section(model, key)
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = overlay(base[key], value, section) if section and both else value
-    return merged
-
-
-def dotted(overrides: dict[str, Any]) -> dict[str, Any]:
-    """{"train.beta": 0.2} as {"train": {"beta": 0.2}}."""
-    nested: dict[str, Any] = {}
-    for name, value in overrides.items():
-        *sections, key = name.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    return nested
-
-
-def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    field = model.model_fields.get(key)
-    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
-    return next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), None)
-
-
-def validate(model: type[T], content: dict[str, Any], path: Path) -> T:
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        sentences = [_sentence(model, problem) for problem in error.errors()]
-        raise UserError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from None
-
-
-def _sentence(model: type[BaseModel], problem: Any) -> str:
-    where = [str(part) for part in problem["loc"]]
-    name, value = ".".join(where), problem.get("input")
-    if problem["type"] == "extra_forbidden":
-        for part in where[:-1]:
-            model = _section(model, part) or model
-        near = difflib.get_close_matches(where[-1], model.model_fields, n=1)
-        known = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(model.model_fields)}."
-        return f"`{name}` is not a key of ours. {known}"
-    if problem["type"] == "missing":
-        return f"`{name}` is missing. Add it."
-    if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
-        return f"`{name}` is the text '{value}' and not a number: YAML wants a dot there. Write {_with_dot(value)}."
-    message = problem["msg"].removeprefix("Value error, ")
-    return (f"`{name}`: {message}" if name else message) + (
-        "" if problem["type"] == "value_error" else f", and it is {value!r}."
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _with_dot(text: str) -> str:
-    mantissa, _, exponent = text.lower().partition("e")
-    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
-    return f"{mantissa}e{exponent if exponent[:1] in '+-' else '+' + exponent}" if exponent else mantissa
+    return lay_over(base, over, model)
 
 
 def main() -> None:

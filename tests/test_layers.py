@@ -38,11 +38,13 @@ PLUMBING = {
     f"tasks/{name}.py"
     for name in (
         "cluster",
+        "configuration",
         "errors",
         "forward",
         "lock",
         "params",
         "paths",
+        "place",
         "plots",
         "progress",
         "runs",
