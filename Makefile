@@ -49,8 +49,8 @@ reproduce: $(READY) ## repeat a run from its commit and compare hashes and metri
 report: $(READY) ## the page of the last run: .scratch/report.html
 	@python -m tasks.page
 
-test: $(READY) ## all tests, fast ones first
-	@python -m pytest
+test: $(READY) ## all tests, in two processes, fast ones first
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
