@@ -24,8 +24,9 @@ def main() -> None:
     for path in (given.pairs, given.model):
         if not path.exists():
             sys.exit(f"error: there is no {path}: give a file of pairs and a folder with a model.")
-    courses = {variant: _courses(given, variant) for variant in given.variants}
-    for variant, (ours, peer) in courses.items():
+    courses = {}
+    for variant in given.variants:
+        courses[variant] = ours, peer = _courses(given, variant)
         print(f"\n{variant}\n\n{table(ours, peer)}\n\n{_apart(ours, peer)}", flush=True)
     if given.plot:
         plot(courses, given.plot)

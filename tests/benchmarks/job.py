@@ -117,7 +117,7 @@ def check_peer(sides: list[str]) -> None:
     if "trl" in sides and importlib.util.find_spec("trl") is None:
         sys.exit(
             "error: TRL, which this compares with, is not installed: run `pip install -r "
-            "tests/benchmarks/requirements.txt`, or measure ours alone with `--sides ours`."
+            "tests/benchmarks/requirements.txt` (the GPU benchmark can measure ours alone with `--sides ours`)."
         )
 
 
