@@ -2,7 +2,8 @@
 
 On a GPU in half precision it is FlashAttention over variable lengths: each pair is the sequence prompt + chosen, and
 the sequence rejected, whose keys are the prompt's again and its own. That is the row's mask without a mask: nothing to
-build, nothing to compile, a sliding window included. Elsewhere the same mask is dense and goes through SDPA.
+build, nothing to compile, a sliding window included. Elsewhere SDPA gets the row's pairs as a batch of blocks with a
+dense mask each, or the row as one block where its pairs are too unlike for that to be less work.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def row_inputs(row: Row, flash: bool) -> dict[str, Any]:
             "row_key_ends": row.key_ends,
             "row_longest": row.longest,
         }
-    return {"row_mask": row_mask(row), "row_positions": row.position_ids}
+    return blocks(row)
 
 
 def can_flash(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
@@ -40,10 +41,29 @@ def can_flash(device: torch.device, dtype: torch.dtype, softcap: float | None) -
 
 def row_mask(row: Row) -> Tensor:
     """Dense mask, (queries, keys): earlier tokens of the own pair, of its prompt or of the own response."""
-    earlier = torch.ones(len(row.pair), len(row.pair), dtype=torch.bool, device=row.pair.device).tril()
     same_pair = row.pair[:, None] == row.pair[None, :]
-    visible_part = (row.part[None, :] == PROMPT) | (row.part[:, None] == row.part[None, :])
-    return earlier & same_pair & visible_part
+    return same_pair & _visible(row.part[None])[0]
+
+
+def _visible(part: Tensor) -> Tensor:
+    """(blocks, tokens) to (blocks, queries, keys): earlier tokens of a prompt, or of the same part."""
+    earlier = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril()
+    return earlier & ((part[:, None, :] == PROMPT) | (part[:, :, None] == part[:, None, :]))
+
+
+def blocks(row: Row) -> dict[str, Tensor]:
+    """Which tokens make up each block (padded with a block's first), where a token went, and who sees whom there."""
+    lengths = row.pair.bincount()
+    count, longest, tokens = len(lengths), int(lengths.max()), len(row.pair)
+    if count * longest**2 >= tokens**2:
+        return {"row_mask": row_mask(row)[None], "row_positions": row.position_ids[None]}
+    starts = lengths.cumsum(0) - lengths
+    within = torch.arange(longest, device=row.pair.device)
+    real = within < lengths[:, None]
+    index = starts[:, None] + torch.where(real, within, 0)
+    places = row.pair * longest + torch.arange(tokens, device=row.pair.device) - starts[row.pair]
+    mask = _visible(row.part[index]) & real[:, None, :]
+    return {"row_blocks": index, "row_places": places, "row_mask": mask, "row_positions": row.position_ids[index]}
 
 
 def attend(
@@ -59,6 +79,8 @@ def attend(
     row_query_ends: Tensor | None = None,
     row_key_ends: Tensor | None = None,
     row_longest: int = 0,
+    row_blocks: Tensor | None = None,
+    row_places: Tensor | None = None,
     row_mask: Tensor | None = None,
     row_positions: Tensor | None = None,
     **_: Any,
@@ -68,12 +90,23 @@ def attend(
         out = _flash(query[0], key[0], value[0], row_keys, ends, row_longest, scaling, sliding_window)
         return out[None], None
     if row_mask is None:  # an ordinary pass over one whole text
-        row_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        row_positions = torch.arange(key.shape[2], device=query.device)
+        row_mask = torch.ones(1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        row_positions = torch.arange(key.shape[2], device=query.device)[None]
     if sliding_window is not None:
         assert row_positions is not None
-        row_mask = row_mask & (row_positions[:, None] - row_positions[None, :] < sliding_window)
-    return _dense(query, key, value, row_mask, scaling, softcap).transpose(1, 2), None
+        row_mask = row_mask & (row_positions[:, :, None] - row_positions[:, None, :] < sliding_window)
+    if row_blocks is not None:
+        query, key, value = (_to_blocks(part, row_blocks) for part in (query, key, value))
+    out = _dense(query, key, value, row_mask[:, None], scaling, softcap).transpose(1, 2)
+    if row_places is not None:
+        out = out.flatten(0, 1).index_select(0, row_places)[None]
+    return out, None
+
+
+def _to_blocks(part: Tensor, index: Tensor) -> Tensor:
+    """(1, heads, tokens, size) to (blocks, heads, tokens of a block, size)."""
+    chosen = part[0].transpose(0, 1).index_select(0, index.flatten())
+    return chosen.unflatten(0, index.shape).transpose(1, 2)
 
 
 def _flash(
@@ -112,7 +145,7 @@ def _dense(
 ) -> Tensor:
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, mask[None, None], scale=scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
