@@ -114,8 +114,7 @@ def _data(data: dict[str, Any], report: dict[str, Any]) -> list[tuple[str, Any]]
     return [
         ("source", f"{data['source']} ({data['rows']} rows, sha256 `{data['sha256'][:16]}`)"),
         ("pairs", f"{pairs['train']} to train on, {pairs['eval']} held out"),
-        ("dropped", sum(report["dropped"].values())),
-        ("quarantined", sum(report["quarantined"].values())),
+        ("left out", ", ".join(f"{number} {name}" for name, number in report["left_out"].items()) or "nothing"),
         ("tokens (mean)", ", ".join(f"{part} {tokens[part]['mean']:g}" for part in tokens)),
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.files import read_json
 from tasks.params import Cluster, load_cluster
-from tasks.paths import METRICS, PAIRS
+from tasks.paths import CARD, METRICS
 from tasks.tracking import read_lines
 
 Row = tuple[str, str, str, str, str, str]
@@ -36,7 +36,7 @@ def _workers(cluster: Cluster, stage: str) -> int:
 
 def _pair_tokens(root: Path) -> float | None:
     """The reference model reads every pair once: its prompt once, and both answers."""
-    path = root / PAIRS / "report.json"
+    path = root / CARD / "report.json"
     if not path.exists():
         return None
     report = read_json(path)

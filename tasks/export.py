@@ -17,7 +17,7 @@ from tasks.lineage import manifest
 from tasks.models import base_folder
 from tasks.pairs import read_rows
 from tasks.params import Params, load_params
-from tasks.paths import MODEL, PAIRS, POLICY
+from tasks.paths import CARD, MODEL, PAIRS, POLICY
 from tasks.tracking import Run
 from tasks.verify import MANIFEST, seal
 
@@ -33,7 +33,7 @@ def export(run: Run) -> None:
             shutil.copytree(POLICY, out / "adapter")
         _share(out)
         content = manifest(params, checks, base)
-        (out / "README.md").write_text(model_card(params, content, read_json(PAIRS / "report.json")))
+        (out / "README.md").write_text(model_card(params, content, read_json(CARD / "report.json")))
         write_json(out / MANIFEST, {**content, "files": hash_files(out)})
         seal(out)
     print(f"export: {MODEL} verified, logits differ by at most {checks['largest_logit_difference']:.2g}")

@@ -16,7 +16,7 @@ from tasks.cost import costs
 from tasks.files import read_json
 from tasks.gate import by_slash
 from tasks.markup import charts, escape, section, table, text
-from tasks.paths import METRICS, MODEL, PAIRS
+from tasks.paths import CARD, METRICS, MODEL
 from tasks.style import STYLE
 from tasks.verdict import decision_of, verdict
 
@@ -53,7 +53,7 @@ def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), logs:
         section("Held-out pairs", charts(_held_out(root)) + _tables(metrics)),
         section("Answers, before and after", _samples(_lines(root / METRICS / "samples.jsonl"))),
         section("Pairs it most disagrees with", _disagreements(_lines(root / METRICS / "pairs.jsonl"))),
-        section("Data", _data(_json(root / PAIRS / "report.json"))),
+        section("Data", _data(_json(root / CARD / "report.json"))),
         section("Lineage", _lineage(_json(root / MODEL / "manifest.json"), decision)),
         section(
             "Cost", table(("stage", "", "seconds", "device-seconds", "tokens", "tokens/s"), costs(root, states, logs))
@@ -174,8 +174,20 @@ def _pair(prompt: str, tag: str, *sides: tuple[str, str]) -> str:
 
 
 def _data(report: dict[str, Any]) -> str:
-    shown = {name: value for name, value in by_slash(report).items() if isinstance(value, str | int | float)}
-    return table(("data card", ""), list(shown.items()))
+    if not report:
+        return ""
+    pairs, tokens = report["pairs"], report["tokens"]
+    shown = [
+        ("source", report["source"]),
+        ("rows", f"{report['rows']}, read as {', '.join(sorted(set(report['format'].values())))}"),
+        ("pairs", f"{pairs['train']} to train on, {pairs['eval']} held out"),
+        ("left out", ", ".join(f"{number} {name}" for name, number in report["left_out"].items()) or "nothing"),
+        ("truncated", report["truncated"]),
+        ("tokens (mean)", ", ".join(f"{part} {values['mean']:g}" for part, values in tokens.items())),
+        ("template", report["template"]),
+        *(("note", warning) for warning in report["warnings"]),
+    ]
+    return table(("data card", ""), [(name, str(value)) for name, value in shown])
 
 
 def _lineage(manifest: dict[str, Any], decision: dict[str, Any]) -> str:
