@@ -205,14 +205,23 @@ def test_nothing_outlives_a_stopped_run(repo: Path, by_hand: Env, sign: signal.S
     env = {**by_hand, "DUMMY": "train:sleep"}
     quiet = subprocess.DEVNULL
     command = [sys.executable, "-m", "flows.dpo"]
-    run = subprocess.Popen(command, cwd=repo, env=env, stdout=quiet, stderr=quiet, start_new_session=True)
+    run = subprocess.Popen(
+        command,
+        cwd=repo,
+        env=env,
+        stdout=quiet,
+        stderr=quiet,
+        start_new_session=True,
+        # Whoever runs tests in the background has Ctrl-C switched off, and we would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         wait_for(lambda: (repo / ".scratch" / "pids").exists(), 120)
         below = psutil.Process(run.pid).children(recursive=True)
         assert len(below) >= 5  # the server, dvc, the stage, its child, and what guards them
         os.killpg(run.pid, sign)  # as Ctrl-C does
         run.wait(timeout=60)
-        wait_for(lambda: not any(map(alive, below)), 15)
+        wait_for(lambda: not any(map(alive, below)), 40)
     finally:
         run.kill()
         run.wait()

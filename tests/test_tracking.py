@@ -88,7 +88,7 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
 
 def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     code = (
-        "import os, time\nfrom tasks.params import *\nfrom tasks.tracking import tracked\n"
+        "import os, time\nfrom tasks.params import load_cluster, load_params\nfrom tasks.tracking import tracked\n"
         "with tracked('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n    os.kill(os.getpid(), 9)\n"
     )
