@@ -50,7 +50,7 @@ report: $(READY) ## the page of the last run: .scratch/report.html
 	@python -m tasks.page
 
 test: $(READY) ## all tests, in two processes, fast ones first
-	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"

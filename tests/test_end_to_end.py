@@ -169,28 +169,3 @@ def test_an_export_that_fails_its_checks_leaves_the_one_before(ran: Path) -> Non
     assert "Nothing was exported." in failed.stderr
     assert problems(ran / "data/model") == []
     assert "up to date" in dvc(ran, "status")
-
-
-def test_a_changed_model_folder_or_file_would_be_noticed(ran: Path, tmp_path: Path, monkeypatch) -> None:
-    """The flow asks `source` whether its addresses still hold what it saw."""
-    from tasks.params import Source
-    from tasks.source import changed, fetch_data, fetch_model
-
-    monkeypatch.chdir(tmp_path)
-    data, model = tmp_path / "pairs.jsonl", tmp_path / "model"
-    shutil.copy(ran / "data/raw/pairs.jsonl", data)
-    shutil.copytree(ran / "data/base", model, ignore=shutil.ignore_patterns("manifest.json"))
-    for folder in ("data/raw", "data/base"):
-        (tmp_path / folder).mkdir(parents=True)
-    source = Source(data=str(data), model=str(model), seed=0)
-    fetch_data(source.data, 0, tmp_path / "data/raw")
-    fetch_model(source.model, 0, tmp_path / "data/base")
-    assert not changed(source, tmp_path)
-    data.write_text(data.read_text().replace("Ana", "Eva", 1))
-    assert changed(source, tmp_path)
-    fetch_data(source.data, 0, tmp_path / "data/raw")
-    assert not changed(source, tmp_path)
-    weights = bytearray((model / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (model / "model.safetensors").write_bytes(weights)
-    assert changed(source, tmp_path)

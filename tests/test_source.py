@@ -1,14 +1,17 @@
-"""A base model with an SFT adapter: what is trained from and referred to is the two together."""
+"""What the source stage sees behind its addresses: that it changed, and a base model with an SFT adapter."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from tasks import demo
 from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.params import Source
-from tasks.source import _check, fetch_model
+from tasks.source import _check, changed, fetch_data, fetch_model
+from tests.workspaces import write_data
 from training import adapters
 from training.model import load_model, load_tokenizer
 
@@ -61,3 +64,32 @@ def test_an_adapter_of_another_model_is_refused(tiny_base, adapter, tmp_path, mo
     (tmp_path / "base").mkdir()
     with pytest.raises(UserError, match="does not fit the model"):
         fetch_model(params(tmp_path / "other", adapter), tmp_path / "base")
+
+
+def test_a_changed_file_model_or_adapter_is_noticed(tiny_base, adapter, tmp_path, monkeypatch):
+    """The flow asks whether the addresses still hold what the stage saw: DVC does not watch them."""
+    monkeypatch.chdir(tmp_path)
+    data, model, own = tmp_path / "pairs.jsonl", tmp_path / "model", tmp_path / "adapter"
+    write_data(data, demo.rows(0)[:20])
+    shutil.copytree(tiny_base, model)
+    shutil.copytree(adapter, own)
+    given = Source(data=str(data), eval=None, model=str(model), adapter=str(own), seed=0)
+
+    def fetch() -> None:
+        for folder in ("data/raw", "data/base"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+            (tmp_path / folder).mkdir(parents=True)
+        fetch_data(given, tmp_path / "data/raw")
+        fetch_model(given, tmp_path / "data/base")
+
+    fetch()
+    assert not changed(given, tmp_path)
+    write_data(data, demo.rows(0)[:21])
+    assert changed(given, tmp_path)
+    fetch()
+    for weights in (model / "model.safetensors", own / "adapter_model.safetensors"):
+        assert not changed(given, tmp_path)
+        content = bytearray(weights.read_bytes())
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert changed(given, tmp_path), weights
+        weights.write_bytes(content)
