@@ -73,7 +73,7 @@ ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
 	  --artifacts-destination $(CURDIR)/.mlflow/artifacts --workers 1
 
 server: $(READY) ## Prefect's server and pages on http://127.0.0.1:4200 (PREFECT_PORT=...)
-	@prefect server start --host 127.0.0.1 --port $(PREFECT_PORT)
+	@PREFECT_SERVER_UI_API_URL=http://127.0.0.1:$(PREFECT_PORT)/api prefect server start --host 127.0.0.1 --port $(PREFECT_PORT)
 
 worker: export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
 worker: $(READY) ## deploys dpo/full and dpo/smoke to that server and works for it
