@@ -6,7 +6,6 @@ import pickle
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +91,18 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
 
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
     """The first real rows with at most `longest` tokens in a sequence, tokenised as the stage `prepare` does."""
-    from tasks.formats import BadRow, detect, to_conversation
-    from tasks.templates import choose_template, tokenise
+    from tasks.conversations import Choices
+    from tasks.formats import detect, to_conversations
+    from tasks.templates import Tokens, choose_template, tokenise
+    from tasks.violations import BadRow
     from training.model import load_tokenizer
 
     rows = list(rows)
-    tokenizer, shape, conversations = load_tokenizer(model), detect(rows[0]), []
-    choose_template(tokenizer, "auto")
-    for row in rows:
-        with suppress(BadRow):
-            conversations.append(to_conversation(row, shape))
-    good = [tokens for tokens in tokenise(tokenizer, conversations) if not isinstance(tokens, BadRow)]
+    template = choose_template(load_tokenizer(model), "auto", {}, "last")
+    shape, choices = detect(rows[0]), Choices("all", 0.0, "drop")
+    found = (one for row in rows for one in to_conversations(row, shape, {}, choices))
+    conversations = [one for one in found if not isinstance(one, BadRow)]
+    good = [tokens for tokens in tokenise(template, conversations) if isinstance(tokens, Tokens)]
     short = [t for t in good if len(t.prompt) + max(len(t.chosen), len(t.rejected)) <= longest][:count]
     if len(short) < count:
         sys.exit(f"error: {len(short)} of {len(rows)} rows have at most {longest} tokens, and {count} are needed.")
