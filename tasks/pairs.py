@@ -1,6 +1,5 @@
 """The pairs and reference artefacts on disk: Parquet with fixed columns, read back as training.packing.Pair."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,12 +42,12 @@ REFERENCE_SCHEMA = pa.schema(
 )
 
 
-def write_rows(path: Path, schema: pa.Schema, rows: Iterable[Mapping[str, Any]]) -> None:
-    parquet.write_table(pa.Table.from_pylist(list(rows), schema=schema), path, compression="zstd")
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return parquet.read_table(path).to_pylist()
+
+
+def count_pairs(split: str) -> int:
+    return parquet.read_metadata(PAIRS / f"{split}.parquet").num_rows
 
 
 def read_pairs(split: str, root: Path = Path()) -> list[Pair]:

@@ -40,16 +40,17 @@ def reference(run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pairs = {split: read_pairs(split) for split in SPLITS}
     keys = {split: [key_of(pair) for pair in pairs[split]] for split in SPLITS}
-    known = known_keys(read_shards(folder))
-    missing = _missing(pairs, keys, known, cluster.reference.shard_pairs)
+    values = read_shards(folder)
+    missing = _missing(pairs, keys, known_keys(values), cluster.reference.shard_pairs)
     total = sum(map(len, pairs.values()))
     left = sum(len(some) for some, _ in missing)
     print(f"reference: {total - left} of {total} pairs were computed before", flush=True)
     if missing:
         model = base_folder(params.source.model)
         run.summary(_compute(missing, total - left, total, model, params.reference, cluster, folder))
+        values = read_shards(folder)
     ids = {split: [pair.id for pair in pairs[split]] for split in SPLITS}
-    _publish(ids, keys, read_shards(folder), basis)
+    _publish(ids, keys, values, basis)
     run.summary({"reference_pairs": total, "reference_pairs_computed": left})
 
 

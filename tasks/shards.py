@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from tasks.pairs import PAIR_SCHEMA, SPLITS
 
-Masks = Sequence[NDArray[np.bool_]]
 GROUP_ROWS = 8192  # of a Parquet row group
 
 

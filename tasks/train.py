@@ -22,7 +22,7 @@ from tasks import plots, stage
 from tasks.errors import UserError
 from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
 from tasks.models import base_folder, base_hash
-from tasks.pairs import read_pairs, read_sources, with_reference
+from tasks.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.progress import Bar
@@ -48,8 +48,7 @@ def train(run: Run) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     settings = make_settings(params, cluster, base_folder(params.source.model), folder)
     checkpoint.claim(folder, settings.attempt)
-    pairs = len(read_pairs("train"))
-    steps = batches.total_steps(pairs, settings.global_batch_size, settings.epochs, settings.max_steps)
+    steps = batches.total_steps(count_pairs("train"), settings.global_batch_size, settings.epochs, settings.max_steps)
     last = next(checkpoint.whole_checkpoints(folder), None)
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
     if last:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from flows import child
+from tests.workspaces import wait_for
 
 pytestmark = pytest.mark.slow
 Env = dict[str, str]
@@ -104,10 +105,3 @@ def runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.2)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flows import publish, workspace
 from flows.dpo import override, run_here
 from tasks.errors import UserError
 from tasks.lock import workspace_lock
+from tests.workspaces import wait_for
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 ALWAYS = {"promote": "ran"}  # who is champion now is nothing that DVC could know
@@ -234,13 +234,6 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ python -m pytest tests/test_gpu.py
 """
 
 import importlib.util
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from training.metrics import row_pairs
 from training.model import compile_layers, load_model
 from training.objective import Objective
 from training.packing import Pair, build_row
-from training.proof import ROUNDING, make_scorer, prove_start
+from training.proof import ROUNDING, make_scorer, prove_start, scoring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 GPU = torch.device("cuda")
@@ -45,7 +46,7 @@ def make_pairs(count: int = 6) -> list[Pair]:
 
 def make_model(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]).to(GPU, torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name])).to(GPU, torch.bfloat16).eval()
 
 
 def gradients(model: torch.nn.Module, scorer: torch.nn.Module, row: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +102,8 @@ def test_four_bits_start_as_their_reference_and_learn(tmp_path: Path):
     make_model("llama").save_pretrained(tmp_path)
     pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1})
     base = load_model(tmp_path, "bfloat16", GPU, "nf4").eval()
-    reference = make_scorer(base, pairs, GPU)
-    pairs = with_scores(pairs, reference)
+    with scoring(base, pairs, GPU) as reference:
+        pairs = with_scores(pairs, reference)
     policy = adapters.add_adapter(base, 8, 16.0, "all-linear", False, False, seed=0)
     scorer = make_scorer(policy.train(), pairs, GPU)
     prove_start(scorer, objective, pairs, 2048, GPU)

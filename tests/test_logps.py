@@ -2,6 +2,7 @@
 cost is counted."""
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from training import adapters, head
-from training.logps import Scorer, plain_logps, row_logps, score_pairs
+from training.logps import plain_logps, row_logps, score_pairs
 from training.packing import Pair, build_row
 from training.proof import make_scorer
 
@@ -60,7 +61,7 @@ def make_pairs(count: int, seed: int = 0) -> list[Pair]:
 
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(ARCHITECTURES[name])).to(dtype).eval()
     for parameter in model.parameters():
         parameter.data.mul_(3)  # distributions that are not flat
     return model
@@ -117,10 +118,11 @@ def test_a_model_that_ignores_the_mask_falls_back():
             return lambda **given: self.model(input_ids=given["input_ids"], use_cache=False)
 
     torch.manual_seed(0)
-    model, pairs = Deaf(ARCHITECTURES["llama"]).eval(), make_pairs(3)
+    model, pairs = Deaf(deepcopy(ARCHITECTURES["llama"])).eval(), make_pairs(3)
+    plain = plainly(model, pairs)
     scorer = make_scorer(model, pairs, CPU)
     assert scorer.how == "plain"
-    torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plainly(model, pairs))
+    torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plain)
 
 
 def test_an_unknown_treatment_of_logits_leaves_the_head_to_the_model(capsys):
@@ -131,11 +133,12 @@ def test_an_unknown_treatment_of_logits_leaves_the_head_to_the_model(capsys):
             return output
 
     torch.manual_seed(0)
-    model, pairs = Louder(ARCHITECTURES["llama"]).eval(), make_pairs(3)
+    model, pairs = Louder(deepcopy(ARCHITECTURES["llama"])).eval(), make_pairs(3)
+    plain = plainly(model, pairs)
     scorer = make_scorer(model, pairs, CPU)
     assert scorer.how == "packed"
     assert "its vocabulary head is not fused" in capsys.readouterr().err
-    torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plainly(model, pairs))
+    torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plain)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], ["q_proj", "lm_head"]], ids=["layers", "head"])
@@ -171,8 +174,7 @@ def test_scores_do_not_depend_on_the_row_budget():
 def test_every_token_is_computed_once_and_only_responses_reach_the_vocabulary(monkeypatch):
     """The work that a row costs, counted: calls of the model, its tokens, and positions in the head."""
     model, pairs = make_model("llama"), make_pairs(8)
-    scorer = Scorer(model)
-    make_scorer(model, pairs, CPU)
+    scorer = make_scorer(model, pairs, CPU)
     tokens, projected = [], []
     model.model.layers[0].register_forward_hook(lambda m, args, out: tokens.append(out.shape[1]))
     project = head._project

@@ -204,7 +204,8 @@ def test_half_label_smoothing_does_not_see_a_swap():
 OPTIONS = {"beta": 0.1, "label_smoothing": 0.1, "gamma": 0.5}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# aot_unpaired carries part of its gradient without value: it is checked against the sorted formula above.
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "aot_unpaired"])
 def test_gradients_are_those_of_finite_differences(name):
     objective = Objective({name: 1.0}, OPTIONS)
     fixed = pairs()
@@ -215,8 +216,6 @@ def test_gradients_are_those_of_finite_differences(name):
         return objective.losses(replace(given, ranked=partners if name == "aot" else None))["loss"]
 
     inputs = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (C, R)]
-    if name == "aot_unpaired":  # carries part of its gradient without value: checked against the formula above
-        return
     assert torch.autograd.gradcheck(loss, inputs)
 
 

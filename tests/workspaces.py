@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,10 @@ def refusal(workspace: Path, stage: str) -> str:
     assert "Traceback" not in said
     (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
     return sentence
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)

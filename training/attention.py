@@ -19,7 +19,7 @@ NAME = "packed_rows"
 
 
 def use_rows(model: PreTrainedModel) -> None:
-    """Let the model's attention follow packed rows, and be causal where it is given none."""
+    """Let the model's attention follow packed rows; it can do nothing else then."""
     model.set_attn_implementation(NAME)
 
 
@@ -89,11 +89,9 @@ def attend(
         ends = row_query_ends, row_key_ends
         out = _flash(query[0], key[0], value[0], row_keys, ends, row_longest, scaling, sliding_window)
         return out[None], None
-    if row_mask is None:  # an ordinary pass over one whole text
-        row_mask = torch.ones(1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        row_positions = torch.arange(key.shape[2], device=query.device)[None]
+    if row_mask is None or row_positions is None:  # an ordinary pass, or a model that does not hand the row on
+        raise ValueError(f"{type(module).__name__} was not given a packed row")
     if sliding_window is not None:
-        assert row_positions is not None
         row_mask = row_mask & (row_positions[:, :, None] - row_positions[:, None, :] < sliding_window)
     if row_blocks is not None:
         query, key, value = (_to_blocks(part, row_blocks) for part in (query, key, value))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import batches, checkpoint, engine, memory
 from training.feed import Feed, Step
 from training.guards import Alarms, Best, Skips, not_finite
-from training.logps import Scorer, row_logps
+from training.logps import AT_ONCE, Scorer, row_logps
 from training.losses import Pairs, Ranked
 from training.losses import rank as rank_pairs
 from training.metrics import Window, row_metrics, row_pairs
@@ -30,7 +30,6 @@ from training.settings import Settings
 from training.speed import Speed
 
 Log = Callable[[int, dict[str, float]], None]
-AT_ONCE = 512  # held-out pairs that are packed into rows together
 
 
 class Course:
@@ -72,7 +71,8 @@ def train(
     if found:
         course.load(found.state)
     elif settings.objective.needs_reference:
-        prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
+        proof = prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
+        say(f"the policy starts as the reference: tokens within {proof['token']:.1g}, loss within {proof['loss']:.1g}")
 
     hidden = policy.module.causal.config.get_text_config().hidden_size
     feed = Feed(pairs, hidden, settings.global_batch_size, settings.row_tokens, settings.seed)

@@ -82,12 +82,12 @@ def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
             if default is inspect.Parameter.empty and option not in options:
                 raise ValueError(f"loss '{name}' needs `{option}`: set it")
     for option in options:
-        _check_effect(option, weights)
+        _check_effect(option, weights, options)
     _check_values(weights, options)
 
 
-def _check_effect(option: str, weights: Mapping[str, float]) -> None:
-    readers = [name for name in LOSSES if _reads(name, option)]
+def _check_effect(option: str, weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
+    readers = [name for name in LOSSES if _reads(name, option, options)]
     if not set(readers).intersection(weights):
         raise ValueError(
             f"`{option}` has no effect on loss {', '.join(weights)}: set it to null, or choose one of "
@@ -105,15 +105,13 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
         raise ValueError(f"there is no `f_divergence` '{divergence}': there are {', '.join(DIVERGENCES)}")
     if ("f_alpha" in options) != (divergence == "alpha"):
         raise ValueError("`f_alpha` belongs to `f_divergence: alpha`: set both or neither")
-    if "ld_alpha" in options and "simpo" in weights and not options.get("reference") and len(weights) == 1:
-        raise ValueError("`ld_alpha` has no effect on simpo without a reference: set it to null")
 
 
-def _reads(name: str, option: str) -> bool:
+def _reads(name: str, option: str, options: Mapping[str, Option]) -> bool:
     if option == "wpo":
         return True
-    if option == "ld_alpha":  # weighs the tokens of sums
-        return name not in ("orpo", "sft")
+    if option == "ld_alpha":  # weighs the tokens of sums, which these read none of
+        return name not in ("orpo", "sft") and (name != "simpo" or bool(options.get("reference")))
     return option in _signature(name)
 
 

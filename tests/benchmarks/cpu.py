@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.job import SIDES, Job, check_peer, run
+from tests.benchmarks.job import SIDES, Job, check_peer, job_of, run
 from tests.benchmarks.table import markdown
 
 NAME = ("variant", "side", "size")
@@ -55,19 +55,15 @@ def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int],
     pairs = write_pairs(tokenised(demo.rows(0), folder / "model", count, LONGEST), folder / "pairs")
     sizes = [("ours", size) for size in given.row_tokens] + [("trl", size) for size in given.micro_batches]
     return {
-        (variant, side, size): Job(
-            side=side,
-            model=str(folder / "model"),
-            pairs=str(pairs),
-            batch=given.batch,
-            warmup=given.warmup,
-            steps=given.steps,
-            row_tokens=size,
-            micro_batch=size,
+        (variant, side, size): job_of(
+            given,
+            side,
+            size,
+            folder / "model",
+            pairs,
             lora=variant == "lora",
             loss=("sigmoid", "sft"),
             learning_rate=1e-3,
-            logging_steps=given.warmup,
             threads=given.threads,
         )
         for variant, (side, size) in product(given.variants, sizes)

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.job import SIDES, Job, check_peer, run
+from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 
 VARIANTS = ("full", "lora", "full-checkpointed", "lora-checkpointed")
@@ -51,23 +51,8 @@ def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str)
     for variant, side in product(given.variants, sides):
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
-            yield (
-                name,
-                Job(
-                    side=side,
-                    model=str(model),
-                    pairs=str(pairs),
-                    batch=given.batch,
-                    warmup=given.warmup,
-                    steps=given.steps,
-                    row_tokens=size,
-                    micro_batch=size,
-                    dtype=dtype,
-                    lora=variant.startswith("lora"),
-                    checkpointing=variant.endswith("checkpointed"),
-                    logging_steps=given.warmup or 1,
-                ),
-            )
+            kind = {"lora": variant.startswith("lora"), "checkpointing": variant.endswith("checkpointed")}
+            yield name, job_of(given, side, size, model, pairs, dtype=dtype, **kind)
 
 
 def table(lines: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 run(job) starts it and returns what it found; the process itself is `python -m tests.benchmarks.job JOB RESULT`.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -44,6 +45,12 @@ class Job:
     @property
     def total(self) -> int:
         return self.warmup + self.steps
+
+
+def job_of(given: argparse.Namespace, side: str, size: int, model: Path, pairs: Path, **more: Any) -> Job:
+    """What both benchmarks take from their arguments; `size` is a row's tokens, or TRL's micro-batch."""
+    steps = {"batch": given.batch, "warmup": given.warmup, "steps": given.steps, "logging_steps": given.warmup or 1}
+    return Job(side, str(model), str(pairs), row_tokens=size, micro_batch=size, **steps, **more)
 
 
 class Stopwatch:
