@@ -256,7 +256,8 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_run_goes_on(t
 
 
 def test_nothing_but_skipped_steps_stops_the_run_and_names_pairs(two_ranks):
-    (line,) = two_ranks["all-poisoned"]
+    start, line = two_ranks["all-poisoned"]
+    assert start["said"].startswith("the policy starts as the reference: tokens within ")
     assert "3 updates in a row up to step 3 were skipped" in line["refused"]
     assert "pairs: " in line["refused"]
 
