@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+BUCKET = 10**8  # gradients that travel together
+
 
 def deepspeed_config(
     zero_stage: int, offload: str, dtype: str, max_grad_norm: float, universal: bool = False
 ) -> dict[str, Any]:
     """Accumulation is 1 here: the loop scales its losses and says itself which backward pass ends a step."""
     zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": torch.cuda.is_available()}
+    if zero_stage < 3:
+        zero["reduce_bucket_size"] = BUCKET  # there are two of them, beside the gradients
     if offload in ("optimizer", "all"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload == "all":
@@ -77,7 +81,27 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if fused and config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
+        _look_once_at_gradients(engine.optimizer)
     return engine
+
+
+def _look_once_at_gradients(optimizer: Any) -> None:
+    """DeepSpeed launches a dozen kernels for each gradient, to see whether it is finite and how long.
+
+    One launch for many of them tells the norm, and DeepSpeed skips an update whose norm is not finite anyway.
+    """
+
+    def norm(gradients: list[Tensor], params: list[nn.Parameter]) -> Tensor:
+        real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        lengths = torch._foreach_norm(real[: len(params)], 2, dtype=torch.float32)
+        total = torch.stack(lengths).double().square().sum() if lengths else torch.zeros((), device="cuda").double()
+        dist.all_reduce(total)
+        length = total.sqrt().float()
+        return torch.where(torch.isfinite(length), length, -1.0)  # DeepSpeed's sign of one that is not
+
+    optimizer.get_grad_norm_direct = norm
+    optimizer.check_overflow = lambda **_: None
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
@@ -95,7 +119,9 @@ def zero_gradients(engine: Any) -> float | None:
     parts = getattr(engine.optimizer, "averaged_gradients", None)
     if not parts or any(part is None for part in parts.values()):
         return None
-    zeros = torch.stack([(part == 0).sum() for group in parts.values() for part in group]).sum()
+    every = [part for group in parts.values() for part in group]
+    others = torch.stack([torch.linalg.vector_norm(part, 0, dtype=torch.float32) for part in every]).double().sum()
+    zeros = sum(part.numel() for part in every) - others
     dist.all_reduce(zeros)
     return zeros.item()
 

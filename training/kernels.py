@@ -52,9 +52,10 @@ def _grads_kernel(logits, targets, normalisers, grads, width: tl.constexpr, bloc
 def stats(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probability of the targets, normaliser, entropy, log collision probability; (positions,) float32 each."""
     rows, width = logits.shape
-    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
-    _stats_kernel[(rows,)](logits, targets, out[0], out[1], out[2], out[3], width, BLOCK, num_warps=8)
-    return out[0], out[1], out[2], out[3]
+    # Four tensors and not one: Triton compiles again for addresses that are less aligned.
+    logps, normaliser, entropy, collision = (torch.empty(rows, device=logits.device) for _ in range(4))
+    _stats_kernel[(rows,)](logits, targets, logps, normaliser, entropy, collision, width, BLOCK, num_warps=8)
+    return logps, normaliser, entropy, collision
 
 
 def grads_(logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor) -> None:

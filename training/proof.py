@@ -17,7 +17,7 @@ from training.objective import Objective
 from training.packing import Pair, build_row
 from training.settings import Mismatch
 
-START = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}  # of the first loss and rewards
+START = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}  # of the first loss and rewards, at least
 _SLOWER = {
     "fused": "",
     "packed": "its vocabulary head is not fused, so each row's logits are kept whole",
@@ -115,7 +115,9 @@ def prove_start(
         "loss": abs(-logsigmoid(margin).mean().item() - math.log(2)),
     }
     dtype = next(policy.parameters()).dtype
-    near = max(found["reward"], found["loss"]) <= START[dtype]
+    # Rounding is as often up as down, so that its sum over a response grows with the root of the tokens.
+    walk = ROUNDING[dtype] * math.sqrt(len(row.targets) / (2 * len(sample)))
+    near = max(found["reward"], found["loss"]) <= max(START[dtype], beta * walk)
     if not (near and same(tokens.logps, row.reference, dtype)):
         raise Mismatch(
             f"the stored reference log-probabilities differ by up to {found['token']:.3g} from those of the model that "
