@@ -1,6 +1,6 @@
-"""Our training beside TRL's on this machine's CPU, with the demo's model, pairs, loss and batch.
+"""Our training beside TRL's on this machine's CPU, with the demo's model, loss and batch, on its pairs or given ones.
 
-    python -m tests.benchmarks.cpu
+    python -m tests.benchmarks.cpu [--data PAIRS.jsonl]
 
 Both sides have the same number of threads. Their runs alternate and the figures are medians over the rounds, so that a
 machine that is busy for a while does not decide; pairs per CPU second do not count the time that others had. Each side
@@ -52,7 +52,8 @@ def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int],
     # Barely trained: how fast it is does not depend on what it knows.
     tiny.make(folder / "model", demo.conversations(0)[:300], seed=0, steps=5)
     count = (given.warmup + given.steps) * given.batch
-    pairs = write_pairs(tokenised(demo.rows(0), folder / "model", count, LONGEST), folder / "pairs")
+    rows = map(json.loads, given.data.open()) if given.data else demo.rows(0)
+    pairs = write_pairs(tokenised(rows, folder / "model", count, LONGEST), folder / "pairs")
     sizes = [("ours", size) for size in given.row_tokens] + [("trl", size) for size in given.micro_batches]
     return {
         (variant, side, size): job_of(
@@ -93,6 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--variants", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    add("--data", type=Path, help="JSON lines of preference pairs of any shape; the demo's own otherwise")
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=1)
     add("--batch", type=int, default=16, help="pairs of one update")
