@@ -15,19 +15,26 @@ import yaml
 from prefect import flow, get_run_logger, runtime
 
 from flows import promote, publish, server, terminal, workspace
+from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.stage import StageFailed, stage
 from flows.workspace import Workspace
 from tasks.errors import UserError
 
 
 @flow
-def dpo(recipe: str | None = None, overrides: dict[str, Any] | None = None, name: str | None = None) -> dict[str, Any]:
+def dpo(
+    recipe: Recipe = NO_RECIPE,
+    name: Name = NO_NAME,
+    only_if_new: bool = False,
+    overrides: Overrides = {},  # noqa: B006 (None would make a form that asks for a type)
+) -> dict[str, Any]:
     """From preference data to a registered model.
 
     Args:
-        recipe: a named overlay of params.yaml, from flows/recipes.
-        overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
+        recipe: a named overlay of params.yaml, from flows/recipes; none: params.yaml as it stands.
         name: of the run's worktree and branch, when recipe or overrides change params.yaml.
+        only_if_new: end at once when neither the data nor what matters of code and params changed.
+        overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
     """
     key = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
     files = workspace.plan(recipe, overrides)

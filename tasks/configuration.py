@@ -36,9 +36,9 @@ def lay_over(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel])
     """Lay `over` on `base`: sections are merged, every other value (a loss mixture, a column map) is replaced."""
     merged = dict(base)
     for key, value in over.items():
-        section = _section(model, key)
+        below = section(model, key)
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = lay_over(base[key], value, section) if section and both else value
+        merged[key] = lay_over(base[key], value, below) if below and both else value
     return merged
 
 
@@ -54,7 +54,7 @@ def dotted(overrides: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+def section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     field = model.model_fields.get(key)
     candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
     return next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), None)
@@ -73,7 +73,7 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     name, value = ".".join(where), problem.get("input")
     if problem["type"] == "extra_forbidden":
         for part in where[:-1]:
-            model = _section(model, part) or model
+            model = section(model, part) or model
         near = difflib.get_close_matches(where[-1], model.model_fields, n=1)
         known = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(model.model_fields)}."
         return f"`{name}` is not a key of ours. {known}"

@@ -1,0 +1,95 @@
+"""The parameters of our flows as Prefect's pages show them: a form with choices, and a refusal before a run starts.
+
+The server checks a run's parameters against the JSON schema that is made from these types when the flow is deployed;
+what a schema cannot say (an option that the chosen loss does not take) is checked when the run begins.
+"""
+
+import difflib
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic.fields import FieldInfo
+
+from flows import ROOT
+from tasks.configuration import section
+from tasks.params import RECIPES, Params
+
+# A form offers a choice or a text field only where nothing may be null: these words stand for it.
+NO_RECIPE, NO_NAME = "none", ""
+CHOICES = [NO_RECIPE, *sorted(path.stem for path in RECIPES.glob("*.yaml"))]
+NAME = r"^([A-Za-z0-9][A-Za-z0-9.-]*)?$"
+
+
+def _nothing(value: str | None) -> str | None:
+    return None if value in (NO_RECIPE, NO_NAME) else value
+
+
+if TYPE_CHECKING:
+    Recipe = str | None
+else:
+    Recipe = Annotated[
+        Literal[tuple(CHOICES)] | None, AfterValidator(_nothing), WithJsonSchema({"type": "string", "enum": CHOICES})
+    ]
+Name = Annotated[
+    Annotated[str, Field(pattern=NAME)] | None,
+    AfterValidator(_nothing),
+    WithJsonSchema({"type": "string", "pattern": NAME}),
+]
+
+
+def keys(model: type[BaseModel] = Params, above: str = "") -> dict[str, FieldInfo]:
+    """Every key of params.yaml by its dotted name, as `train.beta`."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        if above:
+            found[above + name] = field
+        below = section(model, name)
+        if below and get_origin(field.annotation) is not dict:
+            found |= keys(below, f"{above}{name}.")
+    return found
+
+
+def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Each key is ours and each value has its type; whether they go together is seen when they are laid over."""
+    ours = keys()
+    for name, value in overrides.items():
+        if name not in ours:
+            near = difflib.get_close_matches(name, ours, n=1)
+            raise ValueError(f"`{name}` is not a key of params.yaml. " + (f"Did you mean `{near[0]}`?" * bool(near)))
+        try:
+            _adapter(ours[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(f"`{name}`: {problem['msg']}, and it is {value!r}.") from None
+    return overrides
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[field.annotation, field])
+
+
+def schema() -> dict[str, Any]:
+    """Of overrides: one field for each key, its comment in params.yaml as its description."""
+    said = comments((ROOT / "params.yaml").read_text())
+    fields = {name: {**_field_schema(field), **said.get(name, {}), "title": name} for name, field in keys().items()}
+    return {"type": "object", "properties": fields, "additionalProperties": False}
+
+
+def _field_schema(field: FieldInfo) -> dict[str, Any]:
+    made = _adapter(field).json_schema()
+    return {} if "$defs" in made else made  # a nested model is checked when the run begins
+
+
+def comments(text: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    path: list[str] = []
+    for line in text.splitlines():
+        if match := re.match(r"^((?:  )*)([\w]+):(.*?)(?: # ?(.*))?$", line):
+            path[len(match[1]) // 2 :] = [match[2]]
+            if match[4]:
+                found[".".join(path)] = {"description": match[4].strip()}
+    return found
+
+
+Overrides = Annotated[Annotated[dict[str, Any], AfterValidator(known_and_typed)] | None, WithJsonSchema(schema())]

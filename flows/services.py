@@ -1,0 +1,178 @@
+"""The servers that outlive the command that started them: how one is started, found again and ended.
+
+A service is known by its process id and the moment at which that process began, since ids are used again; both stand in
+.services/<name>.json, with its log beside. What a service starts inherits a mark in its environment, so that what was
+left behind by a killed one is found too.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from flows import ROOT, child
+from tasks.errors import UserError
+
+FOLDER = ROOT / ".services"
+MARK = "DPO_SERVICE"
+PATIENCE = 180.0  # seconds; a first start makes a database
+NEWS = 10.0  # seconds between lines that say that we still wait
+
+
+@dataclass(frozen=True)
+class Service:
+    name: str
+    pid: int
+    began: float  # seconds after the machine's start, which no change of the clock moves
+    port: int
+    address: str  # of its pages, or of its health
+    health: str  # answers when it works
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The process itself, while it lives; not another one that got its number."""
+        try:
+            process = psutil.Process(self.pid)
+            ours = abs(_began(process) - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if ours else None
+
+    @property
+    def log(self) -> Path:
+        return FOLDER / f"{self.name}.log"
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health, timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def last_words(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, address: str, health: str) -> Service:
+    """Start it in a session of its own: neither Ctrl-C nor the end of our terminal reaches it."""
+    end_leftovers(name)
+    FOLDER.mkdir(exist_ok=True)
+    log = FOLDER / f"{name}.log"
+    if log.exists():
+        log.replace(log.with_suffix(".log.1"))
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**env, MARK: _mark(name)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    service = Service(name, process.pid, _began(psutil.Process(process.pid)), port, address, health)
+    note = FOLDER / f"{name}.json"
+    note.with_suffix(".tmp").write_text(json.dumps(asdict(service)) + "\n")
+    note.with_suffix(".tmp").replace(note)
+    return service
+
+
+def _began(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()
+
+
+def known(name: str) -> Service | None:
+    """As it was last started; it may be gone by now."""
+    try:
+        return Service(**json.loads((FOLDER / f"{name}.json").read_text()))
+    except (FileNotFoundError, json.JSONDecodeError, TypeError):
+        return None
+
+
+def running(name: str) -> Service | None:
+    service = known(name)
+    return service if service and service.process else None
+
+
+def wait_for(service: Service, title: str) -> None:
+    """Until it answers; says so now and then, and what it wrote when it gave up."""
+    began = said = time.monotonic()
+    while not service.answers():
+        now = time.monotonic()
+        if service.process is None or now - began > PATIENCE:
+            what = "ended at once" if service.process is None else f"did not answer within {PATIENCE:.0f} s"
+            raise UserError(
+                f"{title} {what}. It wrote to {service.log}:\n{service.last_words()}\n"
+                "Mend that and run `make up` again; `make down` ends what did start."
+            )
+        if now - said > NEWS:
+            print(f"  {title}: {now - began:.0f} s, not there yet", flush=True)
+            said = now
+        time.sleep(0.2)
+
+
+def end(name: str) -> bool:
+    """End it and all that it started; whether there was anything to end."""
+    service = running(name)
+    if service:
+        child.end(service.pid)
+    rest = end_leftovers(name)
+    (FOLDER / f"{name}.json").unlink(missing_ok=True)
+    return bool(service) or rest
+
+
+def end_leftovers(name: str) -> bool:
+    """What a killed service left behind, which still holds its port, say."""
+    left = [process for process in psutil.process_iter() if _is_marked(process, name)]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=child.GRACE)
+    for process in stubborn:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return bool(left)
+
+
+def _is_marked(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.pid != os.getpid() and process.environ().get(MARK) == _mark(name)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _mark(name: str) -> str:
+    return f"{name} of {ROOT}"
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Two commands that start or end services would undo each other."""
+    FOLDER.mkdir(exist_ok=True)
+    with (FOLDER / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another `make up` or `make down` is at work here; waiting for it", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,137 @@
+"""What `make up` starts: Prefect's server, MLflow's server and a worker, where, and with which settings.
+
+Everything binds to loopback. BIND=address opens the pages to others, and is refused without authentication:
+PREFECT_SERVER_API_AUTH_STRING=user:password. PREFECT_PORT and PORT choose Prefect's and MLflow's port.
+"""
+
+import ipaddress
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows import ROOT, services
+from flows.server import free_port
+from flows.services import Service
+from tasks.errors import UserError
+from tasks.stage import QUIET
+
+LOOPBACK = "127.0.0.1"
+POOL = "dpo"
+TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
+PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
+LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+HEARTBEAT = 30  # seconds, the least that Prefect takes; flows/automations.py counts on it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for, checked."""
+
+    bind: str
+    secret: str | None  # user:password
+    ports: Mapping[str, int]  # those that were asked for by name
+    webhook: str | None  # None: leave notifications as they are; "": no more of them
+
+    @property
+    def open(self) -> bool:
+        return not _is_loopback(self.bind)
+
+
+def settings(env: Mapping[str, str]) -> Settings:
+    bind, secret = env.get("BIND") or LOOPBACK, env.get("PREFECT_SERVER_API_AUTH_STRING") or None
+    if secret is not None and not all(secret.partition(":")):
+        raise UserError("PREFECT_SERVER_API_AUTH_STRING must be user:password. Set it so, or unset it.")
+    if not _is_loopback(bind) and secret is None:
+        raise UserError(
+            f"BIND={bind} would let in everybody who reaches this machine. Set PREFECT_SERVER_API_AUTH_STRING="
+            "user:password as well, or leave BIND out and come through an SSH tunnel."
+        )
+    ports = {name: _port(variable, env[variable]) for name, (variable, _) in PORTS.items() if env.get(variable)}
+    return Settings(bind, secret, ports, env.get("DPO_WEBHOOK_URL"))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _port(variable: str, text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UserError(f"{variable} must be a port, a number from 1 to 65535, and it is '{text}'.")
+    return int(text)
+
+
+def port(name: str, asked: Settings) -> int:
+    """The one that was asked for, or where it was before, or the usual one, or a free one."""
+    variable, usual = PORTS[name]
+    if name in asked.ports:
+        if not services.is_free(asked.bind, asked.ports[name]):
+            raise UserError(
+                f"Port {asked.ports[name]} is taken by another program. Choose another {variable}, or leave it out: "
+                "then a free one is found."
+            )
+        return asked.ports[name]
+    before = services.known(name)
+    wanted = ([before.port] if before else []) + [usual]
+    return next((number for number in wanted if services.is_free(asked.bind, number)), 0) or free_port()
+
+
+def common(asked: Settings) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    secret = {"PREFECT_SERVER_API_AUTH_STRING": asked.secret, "PREFECT_API_AUTH_STRING": asked.secret}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("BIND", "DPO_WEBHOOK_URL", *secret)}
+    env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
+    return {**env, **{name: value for name, value in secret.items() if value}}
+
+
+def api_of(server: Service) -> str:
+    return f"{server.address}/api"
+
+
+def prefect(asked: Settings) -> Service:
+    number = port("prefect", asked)
+    page = f"http://{_reached_by(asked.bind)}:{number}"
+    env = {
+        **common(asked),
+        "PREFECT_API_URL": f"{page}/api",
+        "PREFECT_UI_URL": page,  # links in notifications
+        "PREFECT_SERVER_UI_API_URL": "/api",  # of whichever address a browser came by
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,  # in memory, a restart would crash the runs that hold one
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", asked.bind, "--port", str(number)]
+    return services.start("prefect", command, env, number, page, f"{page}/api/health")
+
+
+def mlflow(asked: Settings, store: str) -> Service:
+    """The pages over the same store that runs write to, so runs need no server."""
+    number = port("mlflow", asked)
+    page = f"http://{LOOPBACK}:{number}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(number), "--workers", "1"]
+    command += ["--backend-store-uri", store, "--artifacts-destination", str(ROOT / ".mlflow" / "artifacts")]
+    command += ["--allowed-hosts", f"localhost:{number},{LOOPBACK}:{number}"]
+    return services.start("mlflow", command, common(asked), number, page, f"{page}/health")
+
+
+def worker(asked: Settings, api: str) -> Service:
+    number = free_port()
+    env = {
+        **common(asked),
+        "PREFECT_API_URL": api,
+        "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,  # every interface, as it comes
+        "PREFECT_WORKER_WEBSERVER_PORT": str(number),
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # a run begins that much later at most
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
+    }
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+    address = f"http://{LOOPBACK}:{number}"
+    return services.start("worker", [*command, "--with-healthcheck"], env, number, address, f"{address}/health")
+
+
+def _reached_by(bind: str) -> str:
+    return LOOPBACK if bind in ("0.0.0.0", "localhost") else bind
