@@ -13,9 +13,6 @@ export DVC_NO_ANALYTICS := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-PORT ?= 5000
-PREFECT_PORT ?= 4200
-
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
@@ -66,20 +63,18 @@ lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 bench: $(READY) ## our training beside TRL's: BENCH=cpu (as it comes), gpu or convergence, with ARGS="..."
 	@python -m tests.benchmarks.$(or $(BENCH),cpu) $(ARGS)
 
-ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
-	@mkdir -p .mlflow
-	@echo "MLflow: http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning  (Ctrl-C ends it)"
-	@mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///$(CURDIR)/.mlflow/mlflow.db \
-	  --artifacts-destination $(CURDIR)/.mlflow/artifacts --workers 1
+up: $(READY) ## Prefect, MLflow and a worker in the background, with pages, deployments, automations (docs/operations.md)
+	@python -m flows.up
 
-server: $(READY) ## Prefect's server and pages on http://127.0.0.1:4200 (PREFECT_PORT=...)
-	@PREFECT_SERVER_UI_API_URL=http://127.0.0.1:$(PREFECT_PORT)/api prefect server start --host 127.0.0.1 --port $(PREFECT_PORT)
+down: $(READY) ## end what `make up` started, and no more
+	@python -m flows.down
 
-worker: export PREFECT_API_URL := http://127.0.0.1:$(PREFECT_PORT)/api
-worker: $(READY) ## deploys dpo/full and dpo/smoke to that server and works for it
-	@prefect work-pool create dpo --type process --overwrite
-	@prefect --no-prompt deploy --all --prefect-file infra/prefect.yaml
-	@prefect worker start --pool dpo
+status: $(READY) ## what runs, since when, where; schedules; the last runs
+	@python -m flows.status
+
+logs: ## what the services of `make up` said last; SERVICE=worker one of them, FOLLOW=1 as it comes
+	@ls .services/$(or $(SERVICE),*).log >/dev/null 2>&1 || { echo "error: there is no such log; \`make up\` starts one"; exit 1; }
+	@tail -n 40 $(if $(FOLLOW),-F) .services/$(or $(SERVICE),*).log
 
 lock: $(READY) ## resolve pyproject.toml anew and pin what came out
 	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev .
@@ -102,5 +97,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
-  worker lock
+.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench up down \
+  status logs lock

@@ -11,6 +11,7 @@ SETTINGS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the first start makes a database
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",  # flows/terminal.py shows what concerns a person
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; flows/automations.py counts on it
     "DO_NOT_TRACK": "1",
 }
 

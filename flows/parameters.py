@@ -66,7 +66,7 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[field.annotation, field])
+    return TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
 
 
 def schema() -> dict[str, Any]:

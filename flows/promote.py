@@ -14,6 +14,7 @@ from uuid import UUID
 
 from prefect import get_run_logger, pause_flow_run, resume_flow_run, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
 from prefect.input import RunInput
 
 from flows import child
@@ -22,6 +23,7 @@ from flows.workspace import Workspace
 from tasks.errors import UserError
 
 NAME = "promote"
+PROMOTED = "dpo.promoted"
 NOBODY = "nobody, in time"
 SPARE = 600  # seconds between our giving up and Prefect's
 
@@ -43,6 +45,9 @@ class Approval(RunInput):
 def promote(place: Workspace) -> dict[str, Any]:
     start = time.monotonic()
     run("tasks.promote", place)
+    found = decision(place)
+    if found.get("promoted") and not found.get("already"):
+        _tell(found, "it passed the gate")
     return {"stage": NAME, "state": "ran", "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -55,6 +60,15 @@ def run(module: str, place: Workspace, *arguments: str) -> None:
     if code:
         raise StageFailed(f"{NAME} failed with exit code {code}. It last said: {''.join(watch.lines[-1:])}")
     watch.progress(1, 1)
+
+
+def _tell(found: dict[str, Any], why: str) -> None:
+    """An event on Prefect's server, on which flows/automations.py calls a webhook."""
+    model, version, alias = found["model"], found["version"], found["alias"]
+    resource = {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model}
+    message = f"{model} version {version} is now {alias}: {why}."
+    payload = {"model": model, "version": version, "alias": alias, "message": message}
+    emit_event(PROMOTED, resource, payload=payload)
 
 
 def waits_for_a_person(place: Workspace) -> bool:
@@ -76,7 +90,9 @@ def ask_a_person(place: Workspace) -> None:
     )
     answer = _paused(Approval.with_initial_data(description=question), hours * 3600)
     if answer.approve:
-        run("tasks.approve", place, found["version"], answer.your_name or "somebody in Prefect")
+        who = answer.your_name or "somebody in Prefect"
+        run("tasks.approve", place, found["version"], who)
+        _tell(found, f"approved by {who}")
     elif answer.your_name == NOBODY:
         log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])
     else:

@@ -13,9 +13,10 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
+from flows import services
 from flows.workspace import Workspace
 
-MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make ui` serves it
+MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
 SAMPLES = 3
 LONGEST = 400  # characters of a sample
 RISKY = re.compile(r"[^\w\s,;?'.-]|_|\.(?=\w)")  # all that Markdown, HTML or a link finder may take for its own
@@ -108,7 +109,7 @@ def _samples(root: Path) -> str:
 
 
 def _where(place: Workspace) -> str:
-    lines = [f"- the model: `{place.root / 'data' / 'model'}`", "- every run and curve: `make ui` opens MLflow"]
+    lines = [f"- the model: `{place.root / 'data' / 'model'}`", "- every run and curve: `make up` opens MLflow's pages"]
     lines.append(f"- the run report: `{place.logs / 'report.html'}`")
     if link := mlflow_link(_read_json(place.logs / "run.json")):
         lines.append(f"- this run in MLflow: [{link}]({link})")
@@ -121,7 +122,9 @@ def mlflow_link(ids: dict[str, Any]) -> str | None:
     if not ids:
         return None
     address = str(ids.get("tracking_uri", ""))
-    page = address.rstrip("/") if address.startswith("http") else MLFLOW_PAGE
+    served = services.known("mlflow")
+    local = served.address if served else MLFLOW_PAGE
+    page = address.rstrip("/") if address.startswith("http") else local
     return f"{page}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
 
 

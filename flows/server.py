@@ -1,4 +1,5 @@
-"""The embedded Prefect server of a run by hand: on a loopback port, in a group of its own, gone when we are.
+"""The Prefect server of a run by hand: that of `make up` where it runs; otherwise an embedded one, on a loopback port,
+in a group of its own, gone when we are.
 
 Prefect's own temporary server shares our process group, so that Ctrl-C ends it first and the run then waits for it
 for ever, and it stays behind after `kill -9`. This is the same server, started as flows/child.py starts things.
@@ -15,9 +16,9 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from flows import ROOT, child
+from flows import ROOT, child, services
 
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
@@ -32,9 +33,9 @@ def embedded() -> bool:
 
 
 def start() -> None:
-    """Start a server and wait until it answers, unless one is configured."""
+    """Start a server and wait until it answers, unless one is configured or `make up` has one."""
     global _embedded
-    if PREFECT_API_URL.value():
+    if PREFECT_API_URL.value() or _take_that_of_make_up():
         return
     _embedded = True
     print("Starting Prefect's embedded server", flush=True)
@@ -49,6 +50,19 @@ def start() -> None:
     api = f"http://127.0.0.1:{port}/api"
     wait_until_it_answers(process, api, log)
     stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
+
+
+def _take_that_of_make_up() -> bool:
+    """So that a run by hand is seen on its pages, and two servers do not share one database."""
+    server = services.running("prefect")
+    if server is None or not server.answers():
+        return False
+    access = services.prefect_access(server)
+    print(f"This run is on {server.address}", flush=True)
+    secret = access.get("PREFECT_API_AUTH_STRING")
+    context = temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
+    context.__enter__()  # as long as we live: Prefect sends the last logs when the interpreter ends
+    return True
 
 
 def wait_until_it_answers(process: subprocess.Popen[str], api: str, log: Path) -> None:

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,15 @@ class Service:
         except psutil.NoSuchProcess:
             return None
         return process if ours else None
+
+    def environment(self) -> dict[str, str]:
+        """What it was started with."""
+        process = self.process
+        return process.environ() if process else {}
+
+    @property
+    def since(self) -> datetime:
+        return datetime.fromtimestamp(psutil.boot_time() + self.began).astimezone()
 
     @property
     def log(self) -> Path:
@@ -102,6 +112,12 @@ def known(name: str) -> Service | None:
 def running(name: str) -> Service | None:
     service = known(name)
     return service if service and service.process else None
+
+
+def prefect_access(server: Service) -> dict[str, str]:
+    """What leads a program of ours to the server of `make up`, its password included."""
+    secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING")
+    return {"PREFECT_API_URL": f"{server.address}/api", **({"PREFECT_API_AUTH_STRING": secret} if secret else {})}
 
 
 def wait_for(service: Service, title: str) -> None:

@@ -6,6 +6,7 @@ PREFECT_SERVER_API_AUTH_STRING=user:password. PREFECT_PORT and PORT choose Prefe
 
 import ipaddress
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ POOL = "dpo"
 TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
 PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-HEARTBEAT = 30  # seconds, the least that Prefect takes; flows/automations.py counts on it
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,11 @@ def settings(env: Mapping[str, str]) -> Settings:
             f"BIND={bind} would let in everybody who reaches this machine. Set PREFECT_SERVER_API_AUTH_STRING="
             "user:password as well, or leave BIND out and come through an SSH tunnel."
         )
+    webhook = env.get("DPO_WEBHOOK_URL")
+    if webhook and not webhook.startswith(("http://", "https://")):
+        raise UserError("DPO_WEBHOOK_URL must begin with http:// or https://. Mend it; empty, it ends notifications.")
     ports = {name: _port(variable, env[variable]) for name, (variable, _) in PORTS.items() if env.get(variable)}
-    return Settings(bind, secret, ports, env.get("DPO_WEBHOOK_URL"))
+    return Settings(bind, secret, ports, webhook)
 
 
 def _is_loopback(host: str) -> bool:
@@ -76,8 +79,8 @@ def port(name: str, asked: Settings) -> int:
             )
         return asked.ports[name]
     before = services.known(name)
-    wanted = ([before.port] if before else []) + [usual]
-    return next((number for number in wanted if services.is_free(asked.bind, number)), 0) or free_port()
+    wanted = [before.port, usual] if before else [usual]
+    return next((number for number in wanted if services.is_free(asked.bind, number)), None) or free_port()
 
 
 def common(asked: Settings) -> dict[str, str]:
@@ -86,10 +89,6 @@ def common(asked: Settings) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("BIND", "DPO_WEBHOOK_URL", *secret)}
     env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
     return {**env, **{name: value for name, value in secret.items() if value}}
-
-
-def api_of(server: Service) -> str:
-    return f"{server.address}/api"
 
 
 def prefect(asked: Settings) -> Service:
@@ -109,13 +108,36 @@ def prefect(asked: Settings) -> Service:
 
 
 def mlflow(asked: Settings, store: str) -> Service:
-    """The pages over the same store that runs write to, so runs need no server."""
+    """Pages over the store that runs write to themselves, so that no run needs this server."""
     number = port("mlflow", asked)
-    page = f"http://{LOOPBACK}:{number}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(number), "--workers", "1"]
+    page = f"http://{_reached_by(asked.bind)}:{number}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", asked.bind, "--port", str(number), "--workers", "1"]
     command += ["--backend-store-uri", store, "--artifacts-destination", str(ROOT / ".mlflow" / "artifacts")]
-    command += ["--allowed-hosts", f"localhost:{number},{LOOPBACK}:{number}"]
-    return services.start("mlflow", command, common(asked), number, page, f"{page}/health")
+    if not asked.open:  # otherwise MLFLOW_SERVER_ALLOWED_HOSTS, or private addresses, as it comes
+        command += ["--allowed-hosts", f"localhost:{number},{LOOPBACK}:{number}"]
+    env = common(asked)
+    if asked.secret:
+        command, env = [*command, "--app-name", "basic-auth"], {**env, **_mlflow_users(asked.secret)}
+    return services.start("mlflow", command, env, number, page, f"{page}/health")
+
+
+def _mlflow_users(secret: str) -> dict[str, str]:
+    """MLflow's own basic authentication, with the one user that Prefect has too."""
+    user, _, password = secret.partition(":")
+    users = services.FOLDER / "mlflow-users.db"
+    users.unlink(missing_ok=True)  # MLflow would keep an old password
+    file = services.FOLDER / "mlflow-users.ini"
+    services.FOLDER.mkdir(exist_ok=True)
+    file.write_text(
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{users}\nadmin_username = {user}\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+        "grant_default_workspace_access = false\n"
+    )
+    return {
+        "MLFLOW_AUTH_CONFIG_PATH": str(file),
+        "MLFLOW_AUTH_ADMIN_PASSWORD": password,
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(16),
+    }
 
 
 def worker(asked: Settings, api: str) -> Service:
@@ -126,7 +148,6 @@ def worker(asked: Settings, api: str) -> Service:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,  # every interface, as it comes
         "PREFECT_WORKER_WEBSERVER_PORT": str(number),
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # a run begins that much later at most
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
     }
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     address = f"http://{LOOPBACK}:{number}"

@@ -86,7 +86,7 @@ def _where(console: Console) -> None:
     console.print("metrics    dvc metrics show, dvc plots show")
     if (page := _page()) is not None:
         console.print(f"report     {page}", soft_wrap=True)
-    console.print("pages      make ui (MLflow: runs, curves, models)")
+    console.print("pages      make up (MLflow and Prefect: runs, curves, models)")
 
 
 def _page() -> Path | None:

@@ -161,7 +161,7 @@ def _worker(config: dict[str, Any]) -> None:
     except Mismatch as error:
         _refuse(settings, f"{error}. Run `dvc repro -f reference`, and then this again.")
     except FloatingPointError as error:
-        _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make ui`).")
+        _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make up`).")
     except ValueError as error:
         _refuse(settings, f"{error}.")
 

@@ -146,7 +146,7 @@ def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("unchanged, not run") == len(STAGES)
-    for part in ("answers kindly", "wins against", "data/model", "make ui", "dpo-demo version 1 is champion"):
+    for part in ("answers kindly", "wins against", "data/model", "make up", "dpo-demo version 1 is champion"):
         assert part in done.stdout
     assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
 

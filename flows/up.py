@@ -1,0 +1,150 @@
+"""`make up`: Prefect's server, MLflow's server and a worker in the background, with all that runs need on them.
+
+Run again it says what runs already and brings back what is missing. `make down` ends what this started, and no more.
+"""
+
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from flows import ROOT, services, stack
+from flows.services import Service
+from flows.stack import POOL, TITLES, Settings
+from tasks.errors import UserError
+
+PROJECT_SHELL = "source .venv/bin/activate"
+
+
+def up() -> None:
+    from flows.automations import silence
+    from tasks.params import load_cluster
+
+    asked, store = stack.settings(os.environ), load_cluster(ROOT / "infra" / "cluster.yaml").tracking_uri
+    silence()  # a mistake is told before anything starts
+    with services.one_at_a_time():
+        asked = _compatible(asked)
+        server = _start_or_say("prefect") or _say(stack.prefect(asked))
+        mlflow = None if store.startswith("http") else _mlflow(asked, store)
+        services.wait_for(server, TITLES["prefect"])
+        access = services.prefect_access(server)
+        _equip(access, asked)
+        worker = _worker(access) or _say(stack.worker(asked, access["PREFECT_API_URL"]))
+        for service in filter(None, (mlflow, worker)):
+            services.wait_for(service, TITLES[service.name])
+    _say_where(server, mlflow.address if mlflow else store, asked)
+
+
+def _compatible(asked: Settings) -> Settings:
+    """What runs already cannot be moved; and a shell that does not know the password still may call `make up`."""
+    for name, (variable, _) in stack.PORTS.items():
+        service = services.running(name)
+        if service and asked.ports.get(name, service.port) != service.port:
+            raise UserError(
+                f"{TITLES[name]} runs on port {service.port} already, and {variable} is {asked.ports[name]}. "
+                "Run `make down` first, or leave it out."
+            )
+    server = services.running("prefect")
+    secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING") if server else asked.secret
+    if asked.secret not in (None, secret):
+        raise UserError("Prefect's server runs with another PREFECT_SERVER_API_AUTH_STRING. Run `make down` first.")
+    return Settings(asked.bind, secret, asked.ports, asked.webhook)
+
+
+def _start_or_say(name: str) -> Service | None:
+    """The one that runs, which is said; None where one must be started."""
+    service = services.running(name)
+    if service:
+        print(
+            f"{TITLES[name]} runs already, since {service.since:%Y-%m-%d %H:%M:%S} (process {service.pid})", flush=True
+        )
+    return service
+
+
+def _say(service: Service) -> Service:
+    print(f"Starting {TITLES[service.name]} (process {service.pid})", flush=True)
+    return service
+
+
+def _mlflow(asked: Settings, store: str) -> Service:
+    from tasks.tracking import absolute
+
+    with _making(absolute(store)) as fresh:
+        service = _start_or_say("mlflow") or _say(stack.mlflow(asked, absolute(store)))
+        if fresh:
+            services.wait_for(service, TITLES["mlflow"])
+    return service
+
+
+@contextmanager
+def _making(store: str) -> Iterator[bool]:
+    """Yields whether the store is still to be made; a run that begins meanwhile waits (tasks/forward.py)."""
+    path = Path(store.removeprefix("sqlite:///"))
+    if not store.startswith("sqlite:///") or path.exists():
+        yield False
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "store.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield True
+
+
+def _worker(access: Mapping[str, str]) -> Service | None:
+    """The one that runs, unless it works for a server that is no more."""
+    service = services.running("worker")
+    if service and service.environment().get("PREFECT_API_URL") != access["PREFECT_API_URL"]:
+        print(f"{TITLES['worker']} works for a server that is gone; it is ended", flush=True)
+        services.end("worker")
+    return _start_or_say("worker")
+
+
+def _equip(access: Mapping[str, str], asked: Settings) -> None:
+    """Work pool, deployments, automations."""
+    os.environ.update(access)
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    from flows import automations, deploy
+
+    values = {
+        PREFECT_API_URL: access["PREFECT_API_URL"],
+        PREFECT_API_AUTH_STRING: access.get("PREFECT_API_AUTH_STRING"),
+    }
+    with temporary_settings(values), get_client(sync_client=True) as client:
+        deploy.make_pool(client, POOL)
+        changed = deploy.deploy(client, access)
+        print(f"Deployments {'deployed' if changed else 'unchanged'}: {', '.join(deploy.names())}", flush=True)
+        changes = automations.watch() + automations.notify(asked.webhook)
+        print(f"Automations {'changed: ' + ', '.join(changes) if changes else 'unchanged'}", flush=True)
+        if not automations.notifies():
+            print("No notifications: DPO_WEBHOOK_URL is not set (docs/operations.md)", flush=True)
+
+
+def _say_where(server: Service, mlflow: str, asked: Settings) -> None:
+    export = "export PREFECT_API_URL=" + services.prefect_access(server)["PREFECT_API_URL"]
+    print("\nPages")
+    print(f"  Prefect  {server.address}  runs, deployments, schedules, automations")
+    print(f"  MLflow   {mlflow}  curves, models, compare")
+    if asked.open:
+        print(f"  from elsewhere: the same ports of {socket.gethostname()}, with the user and password that you set")
+    print(f"In a shell\n  {PROJECT_SHELL} && {export}")
+    if asked.secret:
+        print("  export PREFECT_API_AUTH_STRING=user:password")
+    print("  prefect deployment run dpo/smoke --watch")
+    print("`make status` says what runs, `make logs` what they say; `make down` ends them.", flush=True)
+
+
+def main() -> None:
+    try:
+        up()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped waiting. What was started goes on: `make up` again waits for it, `make down` ends it.")
+
+
+if __name__ == "__main__":
+    main()
