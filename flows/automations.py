@@ -7,7 +7,6 @@ webhook's address is a secret: it comes from DPO_WEBHOOK_URL and is kept encrypt
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -24,10 +23,8 @@ from prefect.types import SecretDict
 from pydantic import SecretStr
 
 from flows.promote import PROMOTED
-from tasks.errors import UserError
 
 BLOCK = "dpo-webhook"
-SILENCE = 120  # seconds, four heartbeats
 STRANDED = 900  # seconds between a run's submission and its first sign of life
 RUN = ResourceSpecification(root={"prefect.resource.id": "prefect.flow-run.*"})
 OURS = ResourceSpecification(root={"prefect.resource.role": "flow", "prefect.resource.name": ["dpo", "sweep"]})
@@ -41,8 +38,8 @@ FAILED = (
 WON = "{{ (event.payload.message ~ ' ' ~ (flow_run|ui_url)) | tojson }}"
 
 
-def watch() -> list[str]:
-    """The automations that every server has; what changed."""
+def watch(silence: int) -> list[str]:
+    """The automations that every server has, `silence` in seconds; what changed."""
     beat = {"prefect.flow-run.heartbeat"}
     dead = ChangeFlowRunState(
         state=StateType.CRASHED,
@@ -50,19 +47,12 @@ def watch() -> list[str]:
         message="Its process gave no sign of life and is taken for dead.",
         force=False,
     )
-    silent = _absence(beat, beat | OVER | WAITS, silence())
+    silent = _absence(beat, beat | OVER | WAITS, silence)
     stranded = _absence({"prefect.flow-run.Pending"}, {"prefect.flow-run.Running"} | OVER | WAITS, STRANDED)
     return [
         *_ensure("dpo: a silent run is dead", silent, dead),
         *_ensure("dpo: a run that does not start is dead", stranded, dead),
     ]
-
-
-def silence() -> int:
-    text = os.environ.get("DPO_SILENCE_SECONDS") or str(SILENCE)
-    if not text.isdigit() or int(text) < 31:
-        raise UserError(f"DPO_SILENCE_SECONDS must be more than a heartbeat's 30 seconds, and it is '{text}'.")
-    return int(text)
 
 
 def notify(url: str | None) -> list[str]:

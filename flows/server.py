@@ -7,7 +7,6 @@ for ever, and it stays behind after `kill -9`. This is the same server, started 
 
 import atexit
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from flows import ROOT, child, services
+from flows.services import free_port
 
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
@@ -79,9 +79,3 @@ def _answers(api: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

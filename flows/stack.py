@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows import ROOT, services
-from flows.server import free_port
-from flows.services import Service
+from flows.services import Service, free_port
 from tasks.errors import UserError
 from tasks.stage import QUIET
 
@@ -22,6 +21,7 @@ LOOPBACK = "127.0.0.1"
 POOL = "dpo"
 TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
 PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
+SILENCE = 120  # seconds after which a run without a heartbeat is taken for dead: four of them
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
 
@@ -33,6 +33,7 @@ class Settings:
     secret: str | None  # user:password
     ports: Mapping[str, int]  # those that were asked for by name
     webhook: str | None  # None: leave notifications as they are; "": no more of them
+    silence: int  # seconds
 
     @property
     def open(self) -> bool:
@@ -52,7 +53,10 @@ def settings(env: Mapping[str, str]) -> Settings:
     if webhook and not webhook.startswith(("http://", "https://")):
         raise UserError("DPO_WEBHOOK_URL must begin with http:// or https://. Mend it; empty, it ends notifications.")
     ports = {name: _port(variable, env[variable]) for name, (variable, _) in PORTS.items() if env.get(variable)}
-    return Settings(bind, secret, ports, webhook)
+    silence = env.get("DPO_SILENCE_SECONDS") or str(SILENCE)
+    if not silence.isdigit() or int(silence) <= 30:
+        raise UserError(f"DPO_SILENCE_SECONDS must be more than a heartbeat's 30 seconds, and it is '{silence}'.")
+    return Settings(bind, secret, ports, webhook, int(silence))
 
 
 def _is_loopback(host: str) -> bool:
@@ -155,4 +159,6 @@ def worker(asked: Settings, api: str) -> Service:
 
 
 def _reached_by(bind: str) -> str:
-    return LOOPBACK if bind in ("0.0.0.0", "localhost") else bind
+    """The host of an address that leads to it from here."""
+    here = {"0.0.0.0": LOOPBACK, "localhost": LOOPBACK, "::": "::1"}.get(bind, bind)
+    return f"[{here}]" if ":" in here else here

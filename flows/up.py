@@ -4,11 +4,13 @@ Run again it says what runs already and brings back what is missing. `make down`
 """
 
 import fcntl
+import importlib
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from flows import ROOT, services, stack
@@ -20,19 +22,17 @@ PROJECT_SHELL = "source .venv/bin/activate"
 
 
 def up() -> None:
-    from flows.automations import silence
     from tasks.params import load_cluster
 
     asked, store = stack.settings(os.environ), load_cluster(ROOT / "infra" / "cluster.yaml").tracking_uri
-    silence()  # a mistake is told before anything starts
     with services.one_at_a_time():
         asked = _compatible(asked)
         server = _start_or_say("prefect") or _say(stack.prefect(asked))
         mlflow = None if store.startswith("http") else _mlflow(asked, store)
-        services.wait_for(server, TITLES["prefect"])
         access = services.prefect_access(server)
-        _equip(access, asked)
-        worker = _worker(access) or _say(stack.worker(asked, access["PREFECT_API_URL"]))
+        importlib.import_module("flows.deploy")  # takes seconds, in which the server starts
+        services.wait_for(server, TITLES["prefect"])
+        worker = _equip(access, asked)
         for service in filter(None, (mlflow, worker)):
             services.wait_for(service, TITLES[service.name])
     _say_where(server, mlflow.address if mlflow else store, asked)
@@ -51,7 +51,7 @@ def _compatible(asked: Settings) -> Settings:
     secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING") if server else asked.secret
     if asked.secret not in (None, secret):
         raise UserError("Prefect's server runs with another PREFECT_SERVER_API_AUTH_STRING. Run `make down` first.")
-    return Settings(asked.bind, secret, asked.ports, asked.webhook)
+    return replace(asked, secret=secret)
 
 
 def _start_or_say(name: str) -> Service | None:
@@ -101,26 +101,25 @@ def _worker(access: Mapping[str, str]) -> Service | None:
     return _start_or_say("worker")
 
 
-def _equip(access: Mapping[str, str], asked: Settings) -> None:
-    """Work pool, deployments, automations."""
-    os.environ.update(access)
+def _equip(access: Mapping[str, str], asked: Settings) -> Service:
+    """Work pool, worker, deployments, automations: what is not there yet, or not as it should be."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows import automations, deploy
 
-    values = {
-        PREFECT_API_URL: access["PREFECT_API_URL"],
-        PREFECT_API_AUTH_STRING: access.get("PREFECT_API_AUTH_STRING"),
-    }
-    with temporary_settings(values), get_client(sync_client=True) as client:
+    secret = access.get("PREFECT_API_AUTH_STRING")
+    settings = temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
+    with settings, get_client(sync_client=True) as client:
         deploy.make_pool(client, POOL)
+        worker = _worker(access) or _say(stack.worker(asked, access["PREFECT_API_URL"]))
         changed = deploy.deploy(client, access)
         print(f"Deployments {'deployed' if changed else 'unchanged'}: {', '.join(deploy.names())}", flush=True)
-        changes = automations.watch() + automations.notify(asked.webhook)
+        changes = automations.watch(asked.silence) + automations.notify(asked.webhook)
         print(f"Automations {'changed: ' + ', '.join(changes) if changes else 'unchanged'}", flush=True)
         if not automations.notifies():
             print("No notifications: DPO_WEBHOOK_URL is not set (docs/operations.md)", flush=True)
+    return worker
 
 
 def _say_where(server: Service, mlflow: str, asked: Settings) -> None:

@@ -1,6 +1,7 @@
 """A stage that does nothing, quickly: `dummy_repo` puts it into a repository as tasks/dummy.py.
 
-DUMMY=train:user|crash|once|sleep|drift makes that one stage misbehave; promote:wait makes promote ask for a person.
+DUMMY=train:user|crash|once|sleep|drift makes that one stage misbehave; promote:wait makes promote ask for a person,
+promote:win makes a champion.
 """
 
 import json
@@ -36,9 +37,9 @@ if how == "sleep":
 print(f"{stage}: 2/2 steps, eta 0:00", flush=True)
 
 if stage == "promote":
-    why = [] if how == "wait" else ["rewards/accuracies is 0.5, below <0.9>"]
+    why = [] if how in ("wait", "win") else ["rewards/accuracies is 0.5, below <0.9>"]
     said = {"model": "dpo-demo", "version": "7", "alias": "champion", "already": False, "rolled_back": ""}
-    said |= {"promoted": False, "waiting": how == "wait", "reasons": why, "comparison": {}}
+    said |= {"promoted": how == "win", "waiting": how == "wait", "reasons": why, "comparison": {}}
     Path("data/metrics/promote.json").write_text(json.dumps(said))
     sys.exit(0)
 here.mkdir(parents=True, exist_ok=True)

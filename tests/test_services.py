@@ -1,0 +1,386 @@
+"""`make up` in a repository whose stages take no time: one start, killed and brought back, runs on it, `make down`.
+
+With a password, so that every part is shown to work with one. The tests build on each other in this order.
+"""
+
+import base64
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows import services, stack
+from flows.parameters import comments, keys, known_and_typed, schema
+from tasks.errors import UserError
+from tests.workspaces import wait_for
+
+SECRET = "ada:love-lace-1815"
+SILENCE = 35
+DEPLOYED = ("dpo/full", "dpo/smoke", "dpo/nightly", "sweep/grid")
+
+
+@dataclass
+class Up:
+    root: Path
+    env: dict[str, str]
+    told: list[str] = field(default_factory=list)  # to the webhook
+
+    def command(self, name: str, *arguments: str) -> str:
+        command = [sys.executable, "-m", f"flows.{name}", *arguments]
+        done = subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=240)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return done.stdout
+
+    def note(self, name: str) -> dict[str, Any]:
+        return json.loads((self.root / ".services" / f"{name}.json").read_text())
+
+    def pids(self) -> dict[str, int]:
+        return {name: self.note(name)["pid"] for name in stack.TITLES}
+
+    def get(self, url: str, body: Any = None, secret: str | None = SECRET, method: str | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if secret:
+            headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as answer:
+            return json.loads(answer.read() or "null")
+
+    def api(self, path: str, body: Any = None, **more: Any) -> Any:
+        return self.get(f"{self.note('prefect')['address']}/api/{path}", body, **more)
+
+    def start(self, deployment: str, dummy: str) -> str:
+        found = self.api(f"deployments/name/{deployment}")
+        job = {"job_variables": {**found["job_variables"], "env": {"DUMMY": dummy}}}
+        return str(self.api(f"deployments/{found['id']}/create_flow_run", job)["id"])
+
+    def state(self, run: str) -> str:
+        return str(self.api(f"flow_runs/{run}")["state_type"])
+
+
+@pytest.fixture(scope="module")
+def bystander() -> Iterator[psutil.Popen]:
+    process = psutil.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[Up]:
+    from tests.conftest import make_dummy_repo
+
+    told: list[str] = []
+    with webhook(told) as url, taken(4200), taken(5000):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+        env = {name: value for name, value in clean.items() if name not in ("BIND", "PORT")}
+        env |= {"PREFECT_SERVER_API_AUTH_STRING": SECRET, "DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE)}
+        root = make_dummy_repo(tmp_path_factory.mktemp("services") / "repo", mlflow_store)
+        found = Up(root, env, told)
+        try:
+            found.command("up")
+            yield found
+        finally:
+            found.command("down")
+
+
+@contextmanager
+def webhook(told: list[str]) -> Iterator[str]:
+    """A real little server that remembers what it is told."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/secret-path"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """By us, if not by somebody else already."""
+    with socket.socket() as holder:
+        with suppress(OSError):
+            holder.bind(("127.0.0.1", port))
+            holder.listen()
+        yield
+
+
+def listens(pid: int) -> set[str]:
+    """The addresses at which a process and those below it listen."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return {found.laddr.ip for one in family for found in one.net_connections() if found.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.slow
+def test_everything_listens_on_loopback_alone_with_a_password_and_our_settings(up: Up) -> None:
+    for name, pid in up.pids().items():
+        assert listens(pid) == {"127.0.0.1"}, name
+        env = psutil.Process(pid).environ()
+        assert env["DO_NOT_TRACK"] == "1"
+        assert (env["PREFECT_SERVER_ANALYTICS_ENABLED"], env["MLFLOW_DISABLE_TELEMETRY"]) == ("false", "true")
+        assert os.getsid(pid) == pid  # it outlives whoever started it
+    assert not {up.note("prefect")["port"], up.note("mlflow")["port"]} & {4200, 5000}  # which were taken
+    server = up.api("admin/settings")["server"]
+    assert server["concurrency"]["lease_storage"] == "prefect.server.concurrency.lease_storage.filesystem"
+    assert (server["analytics_enabled"], server["ui"]["api_url"]) == (False, "/api")
+    worker = psutil.Process(up.pids()["worker"]).environ()
+    assert worker["PREFECT_API_URL"] == f"{up.note('prefect')['address']}/api"
+    for page in (f"{up.note('prefect')['address']}/api/flows/filter", up.note("mlflow")["address"]):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            up.get(page, {} if page.endswith("filter") else None, secret=None)
+    search = f"{up.note('mlflow')['address']}/api/2.0/mlflow/experiments/search?max_results=1"
+    assert "experiments" in up.get(search)
+    other = urllib.request.Request(search, headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(other)
+
+
+@pytest.mark.slow
+def test_what_is_deployed_is_what_the_file_says(up: Up) -> None:
+    found = {name: up.api(f"deployments/name/{name}") for name in DEPLOYED}
+    for name, one in found.items():
+        assert one["entrypoint"] == ("flows.sweep.sweep" if name == "sweep/grid" else "flows.dpo.dpo")
+        assert (one["work_pool_name"], one["enforce_parameter_schema"]) == ("dpo", True)
+        assert one["job_variables"] == {
+            "working_dir": ".",
+            "stream_output": True,
+            "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
+        }
+        assert "dpo" in one["tags"]
+        assert one["description"]
+        assert str(up.root) not in json.dumps(one)  # no path of the machine that deployed it
+        limited = one["global_concurrency_limit"] and one["global_concurrency_limit"]["limit"]
+        assert limited == (1 if name == "dpo/nightly" else None)
+    assert found["dpo/full"]["parameters"] == {}
+    assert found["dpo/nightly"]["parameters"] == {"only_if_new": True}
+    assert found["dpo/nightly"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    (schedule,) = found["dpo/nightly"]["schedules"]
+    assert (schedule["active"], schedule["slug"]) == (False, "nightly")
+    assert schedule["schedule"] == {"cron": "0 2 * * *", "timezone": "Europe/Berlin", "day_or": True}
+    known_and_typed(found["dpo/smoke"]["parameters"]["overrides"])
+
+
+@pytest.mark.slow
+def test_nonsense_is_refused_before_a_run_exists(up: Up) -> None:
+    full = up.api("deployments/name/dpo/full")
+    for parameters, named in (
+        ({"overrides": {"train.bta": 0.2}}, "train.bta"),
+        ({"overrides": {"train.beta": "much"}}, "train.beta"),
+        ({"overrides": {"evaluate.judge": "me"}}, "evaluate.judge"),
+        ({"recipe": "nope"}, "nope"),
+        ({"name": "../away"}, "../away"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            up.api(f"deployments/{full['id']}/create_flow_run", {"parameters": parameters})
+        assert refusal.value.code in (409, 422)
+        assert named in refusal.value.read().decode()
+    assert up.api("flow_runs/count", {}) == 0
+
+
+@pytest.mark.slow
+def test_a_second_up_changes_nothing(up: Up) -> None:
+    before = up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]
+    automations = up.api("automations/filter", {})
+    said = up.command("up")
+    assert said.count("runs already, since ") == 3
+    assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in said
+    assert f"Prefect  {up.note('prefect')['address']} " in said
+    assert (up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]) == before
+    assert up.api("automations/filter", {}) == automations
+    assert len(automations) == 4
+    assert "secret-path" not in json.dumps(up.api("block_documents/filter", {})) + said
+
+
+@pytest.fixture(scope="module")
+def zombie(up: Up) -> str:
+    """A run of which the server heard once, a heartbeat, and then nothing."""
+    full = up.api("deployments/name/dpo/full")
+    body = {"flow_id": full["flow_id"], "deployment_id": full["id"], "state": {"type": "RUNNING"}, "name": "zombie"}
+    run = str(up.api("flow_runs/", body)["id"])
+    related = [
+        {"prefect.resource.id": f"prefect.flow.{full['flow_id']}", "prefect.resource.role": "flow"}
+        | {"prefect.resource.name": "dpo"}
+    ]
+    heartbeat = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
+    moment = {"occurred": datetime.now(UTC).isoformat(), "id": str(uuid.uuid4())}
+    up.api("events", [heartbeat | {"related": related} | moment])
+    return run
+
+
+@pytest.mark.slow
+def test_what_was_killed_is_brought_back_and_a_switched_schedule_stays(
+    up: Up, zombie: str, bystander: psutil.Popen
+) -> None:
+    """The file of a killed service now names a process that only got its number."""
+    before = up.pids()
+    nightly = up.api("deployments/name/dpo/nightly")
+    schedule = f"deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
+    up.api(schedule, {"active": True}, method="PATCH")
+    for name in ("worker", "mlflow"):
+        os.kill(before[name], signal.SIGKILL)
+    stale = up.root / ".services" / "mlflow.json"
+    stale.write_text(json.dumps(up.note("mlflow") | {"pid": bystander.pid}))
+    with (up.root / "infra" / "prefect.yaml").open("a") as file:
+        file.write("# changed, so that it is deployed anew\n")
+    said = up.command("up")
+    after = up.pids()
+    assert after["prefect"] == before["prefect"]
+    assert not {after["worker"], after["mlflow"]} & {before["worker"], before["mlflow"], bystander.pid}
+    assert said.count("runs already") == 1
+    assert "Deployments deployed: " in said
+    assert up.api("deployments/name/dpo/nightly")["schedules"][0]["active"]
+    assert bystander.is_running()
+    up.api(schedule, {"active": False}, method="PATCH")
+
+
+@pytest.mark.slow
+def test_runs_on_the_worker_tell_the_webhook_how_they_ended(up: Up, zombie: str) -> None:
+    won, lost = up.start("dpo/smoke", "promote:win"), up.start("dpo/smoke", "train:user")
+    wait_for(lambda: {up.state(won), up.state(lost)} == {"COMPLETED", "FAILED"}, 120)
+    wait_for(lambda: up.state(zombie) == "CRASHED", 120)
+    wait_for(lambda: len(up.told) >= 3, 30)
+    page = up.note("prefect")["address"]
+    champion, failed, dead = (
+        next(text for text in up.told if word in text) for word in ("is now", "Failed", "Crashed")
+    )
+    assert champion.startswith("dpo-demo version 7 is now champion: it passed the gate. " + page)
+    assert "is Failed." in failed
+    assert "pairs.jsonl line 3 is broken" in failed
+    assert failed.endswith(f"{page}/runs/flow-run/{lost}")
+    assert dead.startswith("The run zombie of dpo is Crashed. Its process gave no sign of life")
+    assert len(up.told) == 3
+    beats = {
+        "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{won}"]}}
+    }
+    assert up.api("events/filter", beats)["total"] >= 1
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_ends_its_stage(up: Up) -> None:
+    run = up.start("dpo/full", "train:sleep")
+    pids = up.root / ".scratch" / "pids"
+    wait_for(pids.exists, 90)
+    time.sleep(1)  # until both numbers are written
+    stage, below = map(int, pids.read_text().split())
+    up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_for(lambda: not psutil.pid_exists(stage) and not psutil.pid_exists(below), 60)
+    wait_for(lambda: up.state(run) == "CANCELLED", 60)
+
+
+@pytest.mark.slow
+def test_a_run_by_hand_is_on_the_same_pages_and_status_shows_all(up: Up) -> None:
+    said = up.command("dpo")
+    page = up.note("prefect")["address"]
+    assert said.startswith(f"This run is on {page}\n")
+    shown = up.command("status")
+    for name, pid in up.pids().items():
+        assert re.search(rf"{stack.TITLES[name]} +runs since [-\d]+ [:\d]+, process {pid}", shown)
+    assert "nightly: 0 2 * * * (Europe/Berlin), off" in shown
+    assert re.search(rf"Completed +by hand .* {page}/runs/flow-run/", shown)
+    assert re.search(r"Failed +smoke ", shown)
+
+
+@pytest.mark.slow
+def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psutil.Popen) -> None:
+    ours = [psutil.Process(pid) for pid in up.pids().values()]
+    ours += [below for process in ours for below in process.children(recursive=True)]
+    assert up.command("down").count(" is ended\n") == 3
+    assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert bystander.is_running()
+    assert not list((up.root / ".services").glob("*.json"))
+    assert up.command("status").count("does not run") == 3
+    assert up.command("down").count(" did not run\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({"BIND": "0.0.0.0"}, "BIND=0.0.0.0 would let in everybody"),
+        ({"BIND": "::"}, "Set PREFECT_SERVER_API_AUTH_STRING=user:password as well"),
+        ({"BIND": "::", "PREFECT_SERVER_API_AUTH_STRING": "secret"}, "must be user:password"),
+        ({"PORT": "many"}, "PORT must be a port"),
+        ({"DPO_WEBHOOK_URL": "hooks.example/x"}, "DPO_WEBHOOK_URL must begin with"),
+        ({"DPO_SILENCE_SECONDS": "30"}, "more than a heartbeat's 30 seconds"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_a_sentence(env: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        stack.settings(env)
+    assert sentence in str(refusal.value)
+
+
+def test_pages_open_to_others_only_with_a_password() -> None:
+    assert stack.settings({"BIND": "0.0.0.0", "PREFECT_SERVER_API_AUTH_STRING": "ada:secret"}).open
+    assert not stack.settings({"BIND": "127.0.0.1"}).open
+    assert not stack.settings({}).open
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_not_replaced() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        number = str(holder.getsockname()[1])
+        with pytest.raises(UserError, match=f"Port {number} is taken by another program. Choose another PREFECT_PORT"):
+            stack.port("prefect", stack.settings({"PREFECT_PORT": number}))
+
+
+def test_a_process_that_only_has_the_number_is_not_the_service() -> None:
+    me = psutil.Process()
+    mine = services.Service("worker", me.pid, me.create_time() - psutil.boot_time(), 1, "", "")
+    assert mine.process == me
+    assert services.Service("worker", me.pid, mine.began - 60, 1, "", "").process is None
+
+
+def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
+    fields = schema()["properties"]
+    assert {"train.beta", "train.adapter.rank", "promote.require", "source.data"} <= set(keys())
+    assert fields["train.beta"]["anyOf"][0] == {"exclusiveMinimum": 0.0, "type": "number"}
+    assert fields["prepare.ties"]["enum"] == ["drop", "soft"]
+    assert fields["source.seed"] == {
+        "type": "integer",
+        "title": "source.seed",
+        "description": "of the demo's data and base model",
+    }
+    assert comments("a:\n  b: 1  # one\n  c:\n    d: 2 # two\n")["a.c.d"] == {"description": "two"}
+    assert "prepare.by_source.format" not in fields  # its keys are names of sources
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"train.bta": 1}, "`train.bta` is not a key of params.yaml. Did you mean `train.beta`?"),
+        ({"train.beta": -1.0}, "`train.beta`: Input should be greater than 0, and it is -1.0"),
+        ({"train.adapter": {"rnk": 1}}, "`train.adapter`"),
+    ],
+)
+def test_overrides_are_checked_one_by_one(overrides: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        known_and_typed(overrides)
