@@ -92,4 +92,8 @@ def comments(text: str) -> dict[str, dict[str, str]]:
     return found
 
 
-Overrides = Annotated[Annotated[dict[str, Any], AfterValidator(known_and_typed)] | None, WithJsonSchema(schema())]
+Overrides = Annotated[
+    Annotated[dict[str, Any], AfterValidator(known_and_typed)] | None,
+    AfterValidator(lambda given: given or None),
+    WithJsonSchema(schema()),
+]

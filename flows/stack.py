@@ -18,6 +18,7 @@ from tasks.errors import UserError
 from tasks.stage import QUIET
 
 LOOPBACK = "127.0.0.1"
+BIND, SECRET = "BIND", "PREFECT_SERVER_API_AUTH_STRING"
 POOL = "dpo"
 TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
 PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
@@ -41,7 +42,7 @@ class Settings:
 
 
 def settings(env: Mapping[str, str]) -> Settings:
-    bind, secret = env.get("BIND") or LOOPBACK, env.get("PREFECT_SERVER_API_AUTH_STRING") or None
+    bind, secret = env.get(BIND) or LOOPBACK, env.get(SECRET) or None
     if secret is not None and not all(secret.partition(":")):
         raise UserError("PREFECT_SERVER_API_AUTH_STRING must be user:password. Set it so, or unset it.")
     if not _is_loopback(bind) and secret is None:
@@ -89,9 +90,9 @@ def port(name: str, asked: Settings) -> int:
 
 def common(asked: Settings) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    secret = {"PREFECT_SERVER_API_AUTH_STRING": asked.secret, "PREFECT_API_AUTH_STRING": asked.secret}
-    inherited = {name: value for name, value in os.environ.items() if name not in ("BIND", "DPO_WEBHOOK_URL", *secret)}
-    env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO"}
+    secret = {SECRET: asked.secret, "PREFECT_API_AUTH_STRING": asked.secret}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("DPO_WEBHOOK_URL", *secret)}
+    env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO", BIND: asked.bind}
     return {**env, **{name: value for name, value in secret.items() if value}}
 
 

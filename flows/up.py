@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from flows import ROOT, services, stack
@@ -24,9 +23,10 @@ PROJECT_SHELL = "source .venv/bin/activate"
 def up() -> None:
     from tasks.params import load_cluster
 
-    asked, store = stack.settings(os.environ), load_cluster(ROOT / "infra" / "cluster.yaml").tracking_uri
+    stack.settings(os.environ)  # a mistake is told before anybody is waited for
+    store = load_cluster(ROOT / "infra" / "cluster.yaml").tracking_uri
     with services.one_at_a_time():
-        asked = _compatible(asked)
+        asked = _settings()
         server = _start_or_say("prefect") or _say(stack.prefect(asked))
         mlflow = None if store.startswith("http") else _mlflow(asked, store)
         access = services.prefect_access(server)
@@ -38,8 +38,15 @@ def up() -> None:
     _say_where(server, mlflow.address if mlflow else store, asked)
 
 
-def _compatible(asked: Settings) -> Settings:
-    """What runs already cannot be moved; and a shell that does not know the password still may call `make up`."""
+def _settings() -> Settings:
+    """What is asked for: what runs already is not moved, and a shell that does not know its password may ask too."""
+    env, server = dict(os.environ), services.running("prefect")
+    for name, usual in ((stack.BIND, stack.LOOPBACK), (stack.SECRET, "")):
+        runs = server.environment().get(name) or usual if server else env.get(name) or usual
+        if env.get(name) and env[name] != runs:
+            raise UserError(f"Prefect's server runs already, with another {name}. Run `make down` first, or unset it.")
+        env[name] = runs
+    asked = stack.settings(env)
     for name, (variable, _) in stack.PORTS.items():
         service = services.running(name)
         if service and asked.ports.get(name, service.port) != service.port:
@@ -47,11 +54,7 @@ def _compatible(asked: Settings) -> Settings:
                 f"{TITLES[name]} runs on port {service.port} already, and {variable} is {asked.ports[name]}. "
                 "Run `make down` first, or leave it out."
             )
-    server = services.running("prefect")
-    secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING") if server else asked.secret
-    if asked.secret not in (None, secret):
-        raise UserError("Prefect's server runs with another PREFECT_SERVER_API_AUTH_STRING. Run `make down` first.")
-    return replace(asked, secret=secret)
+    return asked
 
 
 def _start_or_say(name: str) -> Service | None:
