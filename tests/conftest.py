@@ -98,7 +98,15 @@ def referenced(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, mlflow
     return workspace
 
 
-LONGEST = ("test_end_to_end", "test_resume", "test_services", "test_flow", "test_evaluate", "test_reference", "test_engine")
+LONGEST = (
+    "test_end_to_end",
+    "test_resume",
+    "test_services",
+    "test_flow",
+    "test_evaluate",
+    "test_reference",
+    "test_engine",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

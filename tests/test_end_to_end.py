@@ -13,7 +13,7 @@ import pytest
 
 from tasks.files import read_json
 from tasks.verify import problems
-from tests.test_deployment import ask, newest_table, prefect, worker
+from tests.deployed import ask, newest_table, prefect, worker
 
 PROJECT = Path(__file__).resolve().parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]

@@ -1,0 +1,42 @@
+"""A checkout with a worker on the tests' own Prefect server (the fixture `prefect_api`), and questions to that server."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flows import child
+
+Env = dict[str, str]
+
+
+def prefect(root: Path, env: Env, *arguments: str, timeout: float = 300) -> str:
+    command = [sys.executable, "-m", "prefect", *arguments]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{env['PREFECT_API_URL']}/{path}", data, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+
+
+@contextmanager
+def worker(root: Path, env: Env) -> Iterator[None]:
+    """Deploy what infra/prefect.yaml holds, and work for it in that checkout."""
+    prefect(root, env, "work-pool", "create", "--type", "process", "--overwrite", "dpo")
+    prefect(root, env, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
+    with (root.parent / "worker.log").open("w") as log, child.started(command, root, env, log):
+        yield
+
+
+def newest_table(env: Env) -> dict[str, str]:
+    found = ask(env, "artifacts/filter", {"sort": "CREATED_DESC", "artifacts": {"key": {"any_": ["dpo-stages"]}}})
+    return {row["stage"]: row["state"] for row in json.loads(found[0]["data"])}
