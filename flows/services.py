@@ -73,10 +73,14 @@ class Service:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def make_folder() -> None:
+    FOLDER.mkdir(mode=0o700, exist_ok=True)  # logs and MLflow's users are nobody else's
+
+
 def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, address: str, health: str) -> Service:
     """Start it in a session of its own: neither Ctrl-C nor the end of our terminal reaches it."""
     end_leftovers(name)
-    FOLDER.mkdir(exist_ok=True)
+    make_folder()
     log = FOLDER / f"{name}.log"
     if log.exists():
         log.replace(log.with_suffix(".log.1"))
@@ -174,7 +178,7 @@ def _mark(name: str) -> str:
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Two commands that start or end services would undo each other."""
-    FOLDER.mkdir(exist_ok=True)
+    make_folder()
     with (FOLDER / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -132,7 +132,7 @@ def _mlflow_users(secret: str) -> dict[str, str]:
     users = services.FOLDER / "mlflow-users.db"
     users.unlink(missing_ok=True)  # MLflow would keep an old password
     file = services.FOLDER / "mlflow-users.ini"
-    services.FOLDER.mkdir(exist_ok=True)
+    services.make_folder()
     file.write_text(
         f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{users}\nadmin_username = {user}\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"

@@ -1,4 +1,4 @@
-"""A checkout with a worker on the tests' own Prefect server (the fixture `prefect_api`), and questions to that server."""
+"""A checkout with a worker on the tests' own Prefect server (fixture `prefect_api`), and questions to that server."""
 
 import json
 import subprocess
