@@ -18,22 +18,22 @@ from tasks.params import RECIPES, Params
 # A form offers a choice or a text field only where nothing may be null: these words stand for it.
 NO_RECIPE, NO_NAME = "none", ""
 CHOICES = [NO_RECIPE, *sorted(path.stem for path in RECIPES.glob("*.yaml"))]
-NAME = r"^([A-Za-z0-9][A-Za-z0-9.-]*)?$"
+NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
 
 
-def _nothing(value: str | None) -> str | None:
-    return None if value in (NO_RECIPE, NO_NAME) else value
+def _null_for(word: str) -> AfterValidator:
+    return AfterValidator(lambda value: None if value == word else value)
 
 
 if TYPE_CHECKING:
     Recipe = str | None
 else:
     Recipe = Annotated[
-        Literal[tuple(CHOICES)] | None, AfterValidator(_nothing), WithJsonSchema({"type": "string", "enum": CHOICES})
+        Literal[tuple(CHOICES)] | None, _null_for(NO_RECIPE), WithJsonSchema({"type": "string", "enum": CHOICES})
     ]
 Name = Annotated[
     Annotated[str, Field(pattern=NAME)] | None,
-    AfterValidator(_nothing),
+    _null_for(NO_NAME),
     WithJsonSchema({"type": "string", "pattern": NAME}),
 ]
 
@@ -56,7 +56,8 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     for name, value in overrides.items():
         if name not in ours:
             near = difflib.get_close_matches(name, ours, n=1)
-            raise ValueError(f"`{name}` is not a key of params.yaml. " + (f"Did you mean `{near[0]}`?" * bool(near)))
+            hint = f"Did you mean `{near[0]}`?" if near else "They are written as in `train.beta`."
+            raise ValueError(f"`{name}` is not a key of params.yaml. {hint}")
         try:
             _adapter(ours[name]).validate_python(value, strict=True)
         except ValidationError as error:

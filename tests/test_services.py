@@ -378,6 +378,7 @@ def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
     ("overrides", "sentence"),
     [
         ({"train.bta": 1}, "`train.bta` is not a key of params.yaml. Did you mean `train.beta`?"),
+        ({"x": 1}, "`x` is not a key of params.yaml. They are written as in `train.beta`."),
         ({"train.beta": -1.0}, "`train.beta`: Input should be greater than 0, and it is -1.0"),
         ({"train.adapter": {"rnk": 1}}, "`train.adapter`"),
     ],
@@ -385,3 +386,12 @@ def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
 def test_overrides_are_checked_one_by_one(overrides: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         known_and_typed(overrides)
+
+
+def test_what_a_form_sends_for_nothing_reaches_the_flow_as_nothing() -> None:
+    from flows.dpo import dpo
+
+    untouched = dpo.validate_parameters({"recipe": "none", "name": "", "overrides": {}})
+    assert (untouched["recipe"], untouched["name"], untouched["overrides"]) == (None, None, None)
+    given = {"recipe": "demo", "name": "none", "overrides": {"train.beta": 0.2}}
+    assert dpo.validate_parameters(given) | given == dpo.validate_parameters(given)
