@@ -23,6 +23,7 @@ from flows.services import free_port
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
 SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+PASSWORD = "PREFECT_SERVER_API_AUTH_STRING"
 
 _embedded = False
 
@@ -46,7 +47,8 @@ def start() -> None:
     stack = ExitStack()
     atexit.register(stack.close)  # and no earlier: Prefect sends the last logs and states when the interpreter ends
     output = stack.enter_context(log.open("w"))
-    process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER}, output))
+    env = {name: value for name, value in os.environ.items() if name != PASSWORD}  # it is ours alone
+    process = stack.enter_context(child.started(command, ROOT, {**env, **SERVER}, output))
     api = f"http://127.0.0.1:{port}/api"
     wait_until_it_answers(process, api, log)
     stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
@@ -60,8 +62,11 @@ def _take_that_of_make_up() -> bool:
     access = services.prefect_access(server)
     print(f"This run is on {server.address}", flush=True)
     secret = access.get("PREFECT_API_AUTH_STRING")
-    context = temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
-    context.__enter__()  # as long as we live: Prefect sends the last logs when the interpreter ends
+    stack = ExitStack()
+    atexit.register(stack.close)
+    stack.enter_context(
+        temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
+    )
     return True
 
 
