@@ -153,12 +153,22 @@ def main() -> None:
     try:
         run_here(sys.argv[1:])
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error}" + (f"\nThen {found}" if (found := _own_run()) else ""))
     except StageFailed as error:
-        sys.exit(f"error: {error}\nIts output is above. The same command again continues where it stopped.")
+        sys.exit(f"error: {error}\nIts output is above. {_again()}")
     except KeyboardInterrupt:
-        print("Stopped. The same command again continues where it stopped.", file=sys.stderr)
+        print(f"Stopped. {_again()}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _again() -> str:
+    return _own_run() or "The same command again continues where it stopped."
+
+
+def _own_run() -> str:
+    """How to go on with this process's run, where it has a worktree: a name is used once."""
+    own = [record.name for record in runs.records() if record.pid == os.getpid() and record.own]
+    return f"`make resume RUN={own[0]}` goes on where it stopped." if own else ""
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from flows import ROOT, child
+from tasks.lock import alone
 
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
@@ -38,6 +39,11 @@ def start() -> None:
         return
     _embedded = True
     print("Starting Prefect's embedded server", flush=True)
+    with alone(Path(PREFECT_HOME.value()) / "start.lock", lambda who: None):  # the first makes the database
+        _start()
+
+
+def _start() -> None:
     log = Path(PREFECT_HOME.value()) / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
