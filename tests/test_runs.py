@@ -122,7 +122,7 @@ def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, st
     root = four[0]
     killed = start(root, {**prefect_api, "DUMMY": "train:sessions"}, "--set", "train.beta=0.9", "--name", "e")
     pids = root / ".scratch" / "pids"
-    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, 120)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, 180)
     family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
     wait_for((root / ".scratch/runs/e/run.json").exists, 60)  # until MLflow knows it
     killed.kill()
@@ -134,7 +134,7 @@ def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, st
     assert "continue it with `make resume RUN=e`" in taken.stderr
 
     again = start(root, {**prefect_api, "DUMMY": "train:slow"}, "--resume", "e")
-    wait_for(lambda: any(line.split()[:2] == ["e", "running"] for line in runs(root, prefect_api)), 60)
+    wait_for(lambda: read(root, "e", "record.json")["pid"] == again.pid, 120)
     second = command(root, prefect_api, "flows.dpo", "--resume", "e")
     assert second.returncode == 1
     assert second.stderr.startswith(f"error: The run e is at work, in process {again.pid}, since ")
