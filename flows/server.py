@@ -19,6 +19,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_H
 
 from flows import ROOT, child, services
 from flows.services import free_port
+from tasks.lock import alone
 
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
@@ -40,6 +41,11 @@ def start() -> None:
         return
     _embedded = True
     print("Starting Prefect's embedded server", flush=True)
+    with alone(Path(PREFECT_HOME.value()) / "start.lock", lambda who: None):  # the first makes the database
+        _start()
+
+
+def _start() -> None:
     log = Path(PREFECT_HOME.value()) / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -67,9 +66,9 @@ class Up:
     def api(self, path: str, body: Any = None, **more: Any) -> Any:
         return self.get(f"{self.note('prefect')['address']}/api/{path}", body, **more)
 
-    def start(self, deployment: str, dummy: str) -> str:
+    def start(self, deployment: str, dummy: str, **parameters: str) -> str:
         found = self.api(f"deployments/name/{deployment}")
-        job = {"job_variables": {**found["job_variables"], "env": {"DUMMY": dummy}}}
+        job = {"parameters": parameters, "job_variables": {**found["job_variables"], "env": {"DUMMY": dummy}}}
         return str(self.api(f"deployments/{found['id']}/create_flow_run", job)["id"])
 
     def state(self, run: str) -> str:
@@ -285,15 +284,38 @@ def test_runs_on_the_worker_tell_the_webhook_how_they_ended(up: Up, zombie: str)
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_ends_its_stage(up: Up) -> None:
-    run = up.start("dpo/full", "train:sleep")
-    pids = up.root / ".scratch" / "pids"
-    wait_for(pids.exists, PATIENCE)
-    time.sleep(1)  # until both numbers are written
-    stage, below = map(int, pids.read_text().split())
-    up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    wait_for(lambda: not psutil.pid_exists(stage) and not psutil.pid_exists(below), 60)
+def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
+    run, family = hanging(up, "cancelled")
+    assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
+    assert not (up.root / "data").exists()
+    up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the button does
+    wait_for(lambda: not any(map(lives, family)), 30)
     wait_for(lambda: up.state(run) == "CANCELLED", 60)
+    assert json.loads((up.root / ".scratch/runs/cancelled/record.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_worker(up: Up) -> None:
+    _, family = hanging(up, "orphaned")
+    os.kill(up.pids()["worker"], signal.SIGKILL)
+    wait_for(lambda: not any(map(lives, family)), 60)
+    up.command("up")
+
+
+def hanging(up: Up, name: str) -> tuple[str, list[int]]:
+    """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
+    pids = up.root / ".scratch" / "pids"
+    pids.unlink(missing_ok=True)
+    run = up.start("dpo/full", "train:sessions", name=name)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, PATIENCE)
+    return run, list(map(int, pids.read_text().split()))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
