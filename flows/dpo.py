@@ -8,38 +8,60 @@ import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 from prefect import flow, get_run_logger, runtime
+from prefect.states import Completed
 
-from flows import promote, publish, server, terminal, workspace
+from flows import promote, publish, retrain, server, terminal, workspace
 from flows.stage import StageFailed, stage
 from flows.workspace import Workspace
 from tasks.errors import UserError
+from tasks.files import write_json
 
 
 @flow
-def dpo(recipe: str | None = None, overrides: dict[str, Any] | None = None, name: str | None = None) -> dict[str, Any]:
+def dpo(
+    recipe: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    name: str | None = None,
+    only_if_new: bool = False,
+    register: bool = True,
+) -> Any:
     """From preference data to a registered model.
 
     Args:
         recipe: a named overlay of params.yaml, from flows/recipes.
         overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
         name: of the run's worktree and branch, when recipe or overrides change params.yaml.
+        only_if_new: end at once where nothing is new since the last finished run (flows/retrain.py), and stop where
+            the data have drifted.
+        register: put the model into the registry and through the gate; a sweep's runs do not.
     """
-    key = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
+    key, began = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}", datetime.now().astimezone()
     files = workspace.plan(recipe, overrides)
+    record, now = retrain.record_of(recipe, overrides), retrain.made_of(files)
+    last = retrain.read(record)
+    if only_if_new and (why := retrain.nothing_new(last, now, retrain.due())):
+        get_run_logger().info("retrain: %s", why)
+        return Completed(message=why, data={"nothing_new": why})
     with workspace.opened(key, name, files) as place, publish.recorded(place) as states:
         if place.own:
             _say_where(place)
-        run_stages(place, states)
-        states.append(promote.promote(place))
+        run_stages(place, states, {"prepare": lambda: retrain.check_drift(place, last)} if only_if_new else {})
+        if register:
+            states.append(promote.promote(place))
         publish.publish(place, states)
-    if promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
+        left = retrain.outcome(place, began, now, last) if register else None
+    retrain.write(record, left)
+    if register and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
         promote.ask_a_person(place)
-    return {"key": key, "workspace": str(place.root), "stages": states}
+    return {"key": key, "workspace": str(place.root), "stages": states, "flow_run": runtime.flow_run.id}
 
 
 def _say_where(place: Workspace) -> None:
@@ -49,14 +71,20 @@ def _say_where(place: Workspace) -> None:
         log.warning("Left out of the worktree, being untracked: %s. `git add` takes them in.", ", ".join(left_out))
 
 
-def run_stages(place: Workspace, states: list[dict[str, Any]]) -> None:
-    """Every stage in turn; `states` grows by what became of each."""
+def run_stages(
+    place: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
+) -> None:
+    """Every stage in turn; `states` grows by what became of each. `checks` are made behind the stage of that name."""
     stale, moved = place.stale(), place.source_changed()
     for name in place.stages():
         # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
         force = name == "source" and moved
         unchanged = not force and name not in stale and all(state["state"] == "cached" for state in states)
-        states.append(stage(name, place, unchanged, force))
+        state = stage(name, place, unchanged, force)
+        if name == "source" and state["state"] == "restored" and place.source_changed():
+            state = stage(name, place, False, True)  # DVC remembers what an address led to once, and no longer does
+        states.append(state)
+        checks.get(name, lambda: None)()
     if any(state["state"] != "cached" for state in states) and (stale := place.stale()):
         raise UserError(
             f"The run is over, and {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
@@ -77,6 +105,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
     parser.add_argument("--name", help="of the run's worktree and branch")
+    parser.add_argument("--only-if-new", action="store_true", help="end at once where nothing is new since last time")
+    parser.add_argument("--no-register", action="store_true", help="leave registry and champion alone")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="where to write what became of the run, as JSON")
     return parser.parse_args(given)
 
 
@@ -97,10 +128,14 @@ def run_here(given: list[str]) -> None:
     server.start()
     shown = terminal.attach()
     try:
-        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name)
+        how = {"only_if_new": asked.only_if_new, "register": not asked.no_register}
+        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, **how)
     finally:
         shown.end_line()
-    report(result)
+    if asked.result:
+        write_json(asked.result, result)
+    if "nothing_new" not in result:
+        report(result)
 
 
 def _terminated(number: int, frame: object) -> None:

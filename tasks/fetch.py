@@ -16,7 +16,7 @@ from tasks.readers import COMPRESSED, SUFFIXES, suffix_of
 
 REMOTE = "://"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-ASKED_SECONDS = 20.0  # that a hub may take to name its newest commit
+ASKED_SECONDS = 10.0  # that a hub may take to name its newest commit
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # beside a data set's rows
 
 
@@ -97,8 +97,8 @@ def _from_hub(key: str, address: str, target: Path) -> None:
     if unknown := options.keys() - {"split", "config"}:
         raise UserError(f"{key}: `{unknown.pop()}` in {address} is neither `split` nor `config`.")
     name, revision = hub_address(place)
+    seen = None if pinned(address) else _stamp(address)  # before the rows: what changes meanwhile is seen next time
     try:
-        stamp_then = _stamp(address)  # before the rows: what changes meanwhile is seen next time
         rows = load_dataset(name, options.get("config"), revision=revision, split=options.get("split", "train"))
         rows.to_parquet(str(target))
     except Exception as error:
@@ -106,6 +106,8 @@ def _from_hub(key: str, address: str, target: Path) -> None:
             f"{key}: the data set {name} (revision {revision or 'newest'}) could not be loaded from the hub: "
             f"{str(error).splitlines()[0]} Check the name, ?split=, your network and HF_TOKEN."
         ) from error
+    if seen:
+        write_json(_memory(), {**_stamps(), address: {"files": hash_files(target.parent), "stamp": seen}})
 
 
 def _from_afar(key: str, address: str, folder: Path) -> None:
