@@ -25,6 +25,12 @@ demo: $(READY) ## watch a tiny model learn a preference, with the whole stack
 run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values
 	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
 
+retrain: $(READY) ## what dpo/nightly does: nothing where nothing is new; RECIPE= and SET= as above
+	@python -m flows.dpo --only-if-new $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
+
+sweep: $(READY) ## many runs over one reference: SPACE="train.beta=0.05,0.1 train.seed=0,1" ARGS="--metric ... --random 8"
+	@python -m flows.sweep $(foreach value,$(SPACE),--space $(value)) $(ARGS)
+
 promote: $(READY) ## after `dvc repro` by hand: register the export, and make it champion where the gate lets it
 	@python -m tasks.promote
 
@@ -102,5 +108,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
+.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
   worker lock
