@@ -31,7 +31,7 @@ def dpo(
     overrides: dict[str, Any] | None = None,
     name: str | None = None,
     only_if_new: bool = False,
-    register: bool = True,
+    registered: bool = True,
 ) -> Any:
     """From preference data to a registered model.
 
@@ -41,7 +41,7 @@ def dpo(
         name: of the run's worktree and branch, when recipe or overrides change params.yaml.
         only_if_new: end at once where nothing is new since the last finished run (flows/retrain.py), and stop where
             the data have drifted.
-        register: put the model into the registry and through the gate; a sweep's runs do not.
+        registered: the model goes into the registry and through the gate; a sweep's runs do not.
     """
     key, began = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}", datetime.now().astimezone()
     files = workspace.plan(recipe, overrides)
@@ -54,12 +54,12 @@ def dpo(
         if place.own:
             _say_where(place)
         run_stages(place, states, {"prepare": lambda: retrain.check_drift(place, last)} if only_if_new else {})
-        if register:
+        if registered:
             states.append(promote.promote(place))
         publish.publish(place, states)
-        left = retrain.outcome(place, began, now, last) if register else None
+        left = retrain.outcome(place, began, now, last) if registered else None
     retrain.write(record, left)
-    if register and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
+    if registered and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
         promote.ask_a_person(place)
     return {"key": key, "workspace": str(place.root), "stages": states, "flow_run": runtime.flow_run.id}
 
@@ -106,7 +106,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
     parser.add_argument("--name", help="of the run's worktree and branch")
     parser.add_argument("--only-if-new", action="store_true", help="end at once where nothing is new since last time")
-    parser.add_argument("--no-register", action="store_true", help="leave registry and champion alone")
+    parser.add_argument("--unregistered", action="store_true", help="leave registry and champion alone")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where to write what became of the run, as JSON")
     return parser.parse_args(given)
 
@@ -128,7 +128,7 @@ def run_here(given: list[str]) -> None:
     server.start()
     shown = terminal.attach()
     try:
-        how = {"only_if_new": asked.only_if_new, "register": not asked.no_register}
+        how = {"only_if_new": asked.only_if_new, "registered": not asked.unregistered}
         result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, **how)
     finally:
         shown.end_line()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.errors import UserError
 
@@ -50,6 +50,8 @@ def parse(text: str) -> tuple[str, Values]:
         if match := RANGE.fullmatch(given.strip()):
             return key, Range(low=float(match["low"]), high=float(match["high"]), log=bool(match["log"]))
         values = yaml.safe_load(f"[{given}]")
+    except ValidationError as error:
+        raise UserError(f"--space {key}: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"--space {key}: '{given}' is neither values nor a range low..high ({reason}).") from None

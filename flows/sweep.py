@@ -102,7 +102,7 @@ class Sweep:
 
     def command(self, trial: Trial) -> list[str]:
         clear_away(trial.name)
-        result = ["--result", str(self._file(trial)), "--no-register"]
+        result = ["--result", str(self._file(trial)), "--unregistered"]
         return [*trial.command(self.recipe, self.overrides), *result]
 
     def outcome(self, trial: Trial) -> dict[str, Any]:
@@ -164,8 +164,9 @@ class Sweep:
             self.log.info("%s: finished in %.0f s, %s %.4g", trial.name, seconds, self.metric, value)
             return
         lines = (self.folder / f"{trial.name}.log").read_text(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        self.failed[trial.name] = (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
+        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        said = " ".join(lines[errors[-1] :]) if errors else "".join(lines[-1:]) or "it said nothing"
+        self.failed[trial.name] = said.removeprefix("error: ")
         self.log.warning("%s", self._why(trial))
 
     def _why(self, trial: Trial) -> str:
