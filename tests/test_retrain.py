@@ -1,4 +1,4 @@
-"""A schedule's nights: nothing new, new data, drift, a broken contract, a late start; and both held-out sets.
+"""A schedule's nights: nothing new, new data, drift, a broken contract, a late start.
 
 The nights are real flows in a repository whose `source` and `prepare` are the real stages; the others take no time.
 """
@@ -20,7 +20,7 @@ from flows import retrain
 from tasks import demo, fetch
 from tasks.drift import FIGURES, shifts
 from tasks.errors import UserError
-from tasks.files import read_json, write_json
+from tasks.files import fingerprint, read_json, sha256, write_json
 from tasks.params import dotted, load_params, overlay, read_yaml
 from tasks.source import moved
 from tests.workspaces import PROJECT, write_data
@@ -136,7 +136,6 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     stages = {"one": {"cmd": "true", "deps": ["code.py"], "outs": ["data/one"]}}
     stages["two"] = {"cmd": "true", "deps": ["code.py", "data/one"], "outs": [{"data/two": {"persist": True}}]}
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    from tasks.files import fingerprint, sha256
     from tasks.source import _model_hashes
 
     files = [{"file": "pairs.jsonl", "sha256": sha256(tmp_path / "pairs.jsonl")}]
