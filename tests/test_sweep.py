@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -206,9 +207,10 @@ def tags_of_runs(root: Path, name: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_dvc_experiments_work_by_hand(dummy_repo: Path, prefect_api: Env) -> None:
-    """`dvc exp run -S`: in the workspace, then queued in a folder of DVC's; each computes what its params change."""
-    env = {**prefect_api, "DPO_HOME": str(dummy_repo)}
+def test_dvc_experiments_work_by_hand(dummy_repo: Path) -> None:
+    """`dvc exp run -S`: in the workspace, then in a folder of DVC's; each computes what its params change."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "DPO_HOME": str(dummy_repo)}
 
     def dvc(*arguments: str) -> str:
         command = [sys.executable, "-m", "dvc", *arguments]
