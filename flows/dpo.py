@@ -45,20 +45,19 @@ def dpo(
     """
     key, began = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}", datetime.now().astimezone()
     files = workspace.plan(recipe, overrides)
-    record, now = retrain.record_of(recipe, overrides), retrain.made_of(files)
-    last = retrain.read(record)
-    if only_if_new and (why := retrain.nothing_new(last, now, retrain.due())):
+    night = retrain.asked(recipe, overrides, files)
+    if only_if_new and (why := night.nothing_new()):
         get_run_logger().info("retrain: %s", why)
         return Completed(message=why, data={"nothing_new": why})
     with workspace.opened(key, name, files) as place, publish.recorded(place) as states:
         if place.own:
             _say_where(place)
-        run_stages(place, states, {"prepare": lambda: retrain.check_drift(place, last)} if only_if_new else {})
+        run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
         if registered:
             states.append(promote.promote(place))
         publish.publish(place, states)
-        left = retrain.outcome(place, began, now, last) if registered else None
-    retrain.write(record, left)
+        left = night.outcome(place, began) if registered else None
+    night.write(left)
     if registered and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
         promote.ask_a_person(place)
     return {"key": key, "workspace": str(place.root), "stages": states, "flow_run": runtime.flow_run.id}

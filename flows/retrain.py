@@ -5,6 +5,7 @@ are those of the last run that finished with the same recipe and overrides. See 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,34 @@ from tasks.files import fingerprint, hash_files, read_json, sha256, write_json
 Record = dict[str, Any]
 CARD = Path("data") / "card" / "report.json"
 MANIFESTS = {"raw": Path("data/raw/manifest.json"), "base": Path("data/base/manifest.json")}
+
+
+@dataclass(frozen=True)
+class Night:
+    """A run with a past: what it is made of, and the last finished run of its kind."""
+
+    record: Path
+    now: Record
+    last: Record | None
+
+    def nothing_new(self) -> str | None:
+        return nothing_new(self.last, self.now, due())
+
+    def check_drift(self, place: Workspace) -> None:
+        check_drift(place, self.last)
+
+    def outcome(self, place: Workspace, began: datetime) -> Record | None:
+        return outcome(place, began, self.now, self.last)
+
+    def write(self, left: Record | None) -> None:
+        """When the run is over, and not before: a night that failed is tried again."""
+        if left:
+            write_json(self.record, left)
+
+
+def asked(recipe: str | None, overrides: Mapping[str, Any] | None, files: Files) -> Night:
+    record = record_of(recipe, overrides)
+    return Night(record, made_of(files), read_json(record) if record.exists() else None)
 
 
 def record_of(recipe: str | None, overrides: Mapping[str, Any] | None, root: Path = ROOT) -> Path:
@@ -121,15 +150,6 @@ def outcome(place: Workspace, began: datetime, now: Record, last: Record | None)
     if (place.root / CARD).exists() and (decision(place).get("promoted") or not card["card"]):
         card = {"card": read_json(place.root / CARD), "card_of": place.key}
     return {"run": place.key, "began": began.isoformat(timespec="seconds"), **now, **seen, **card}
-
-
-def read(path: Path) -> Record | None:
-    return read_json(path) if path.exists() else None
-
-
-def write(path: Path, record: Record | None) -> None:
-    if record:
-        write_json(path, record)
 
 
 def due() -> datetime:
