@@ -50,7 +50,7 @@ def make_repo(root: Path, store: Path, model: Path) -> Path:
 
 def night(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.dpo", "--only-if-new", *arguments]
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
 
 
 def newest(env: Env) -> Any:
