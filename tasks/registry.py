@@ -72,7 +72,7 @@ class Registry:
                 self.client.log_artifact(run_id, str(path), f"model/{place}")
         for path in evaluation:
             self.client.log_artifact(run_id, str(path), f"evaluation/{place}")
-        tags = {**tags, "weights": "stored" if small else "too large to store: see the manifest's hashes"}
+        tags = {**tags, "weights": "stored" if small else f"too large to store: `make open RUN={tags['run']}`"}
         source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
         return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
 

@@ -7,6 +7,7 @@ the next stage or by `python -m tasks.forward`.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ class Run:
         self.write("dataset", name=name, digest=digest, source=source)
 
     def artifact(self, path: Path) -> None:
+        """A copy in the run's own folder is what is sent: by then the workspace may be gone."""
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            kept = self.folder / "artifacts" / self.stage / path.name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            path = Path(shutil.copyfile(path, kept))
         self.write("artifact", path=str(path.resolve()))
 
     def write(self, kind: str, **content: Any) -> None:
@@ -83,10 +89,10 @@ def tracked(stage: str, params: Params, cluster: Cluster) -> Iterator[Run]:
         wait_until_sent(run)
 
 
-def open_run(params: Params, cluster: Cluster) -> Path:
-    """The folder of the pipeline run, with what the forwarder needs to know."""
+def open_run(params: Params, cluster: Cluster, folder: Path | None = None) -> Path:
+    """The folder of the pipeline run, with what the forwarder needs to know. The flow says which; a stage finds out."""
     runs = home() / cluster.logging_dir
-    folder = runs / run_key(params, runs)
+    folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "settings.json", {"exp_name": cluster.exp_name, "tracking_uri": absolute(cluster.tracking_uri)})
     write_json(folder / "params.json", params.model_dump())
