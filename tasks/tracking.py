@@ -169,8 +169,9 @@ def start_forwarder(folder: Path) -> None:
     (folder / "forward.error").unlink(missing_ok=True)
     log = (folder / "forward.log").open("a")
     command = [sys.executable, "-m", "tasks.forward", str(folder)]
-    # A session of its own: Ctrl-C ends the stage, and the forwarder still has to say so.
-    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    # A session of its own, without the mark by which a stage's processes are ended: the forwarder still has to say so.
+    env = {name: value for name, value in os.environ.items() if name != "DPO_FAMILY"}
+    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
 
 
 def wait_until_sent(run: Run) -> None:
