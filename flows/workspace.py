@@ -96,7 +96,7 @@ def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
 def prepared(name: str | None, files: Files, own: bool, flow_run: str, label: str) -> Record:
     """The record of a new run, or of this flow run's where Prefect tries it again. Nothing is made yet."""
     name = name or label
-    with _bookkeeping():
+    with bookkeeping():
         found = runs.find(name)
         if found and flow_run in found.flow_runs:
             return found
@@ -148,14 +148,14 @@ def closed(place: Workspace) -> Path:
     """Remove a finished run's worktree; where its small results are from now on."""
     if not place.own:
         return ROOT
-    with held(place.root), _bookkeeping():  # whoever works in it meanwhile keeps it
+    with held(place.root), bookkeeping():  # whoever works in it meanwhile keeps it
         remove_worktree(place.root)
     return runs.known(place.key).results()
 
 
 def _make_worktree(record: Record) -> Record:
     root = Path(record.root)
-    with _bookkeeping():
+    with bookkeeping():
         if root.exists():
             remove_worktree(root)
         git(ROOT, "worktree", "prune")
@@ -171,7 +171,7 @@ def remove_worktree(root: Path) -> None:
     git(ROOT, "worktree", "remove", "--force", "--force", str(root))
 
 
-def _bookkeeping() -> Any:
+def bookkeeping() -> Any:
     """Git's list of worktrees and our list of names are changed by one process at a time."""
     return alone(ROOT / ".scratch" / "worktrees.lock", lambda who: None)
 

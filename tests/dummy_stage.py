@@ -1,6 +1,7 @@
 """A stage that does nothing, quickly: `dummy_repo` puts it into a repository as tasks/dummy.py.
 
-DUMMY=train:user|crash|once|slow|sleep|sessions|drift makes that one stage misbehave; promote:wait makes promote ask for a person.
+DUMMY=train:user|crash|once|slow|sleep|sessions|drift makes that one stage misbehave; promote:wait makes promote
+ask for a person.
 """
 
 import json
