@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, run
 from typing import Any
@@ -192,8 +193,10 @@ def share_cache(workspace: Workspace, links: str | None = None) -> None:
     config["core"]["site_cache_dir"] = str(workspace.root / ".dvc" / "tmp" / "site")  # it goes with the worktree
     with (workspace.root / ".dvc" / "config.local").open("w") as file:
         config.write(file)
-    workspace.dvc("checkout", "--allow-missing", "--quiet")
+    if (workspace.root / "dvc.lock").exists():
+        workspace.dvc("checkout", "--allow-missing", "--quiet")
 
 
+@cache
 def cache_folder() -> str:
     return Workspace(ROOT, "").dvc("cache", "dir").strip()
