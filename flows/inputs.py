@@ -93,23 +93,25 @@ def locks() -> Iterator[dict[str, Entry]]:
 
 
 def seed(root: Path) -> list[str]:
-    """Give a new worktree, for each stage, the entry of dvc.lock that fits it; the stages that have one.
+    """Give a workspace, for each stage, the entry of dvc.lock that fits it; the stages that have another one now.
 
     DVC looks at each entry itself: a wrong one costs nothing, a missing one costs a stage that need not run (DVC's run
     cache leaves out stages whose outs persist).
     """
     known = list(locks())
-    lock, upstream = lock_of(root), dict[str, str | None]()
+    before = lock_of(root)
+    lock, upstream = dict(before), dict[str, str | None]()
     for name, stage in stages(root).items():
         now = current(root, stage, upstream, {})
         fits = (one[name] for one in known if name in one and recorded(one[name]) == now)
         if (entry := next(fits, None)) is not None:
             lock[name] = entry
         upstream |= outs(entry) if entry else dict.fromkeys(out_paths(stage))
-    if lock:
+    new = [name for name in lock if lock[name] != before.get(name)]
+    if new:
         content = {"schema": "2.0", "stages": lock}
         (root / "dvc.lock").write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    return [name for name in lock if name in stages(root)]
+    return new
 
 
 def address(root: Path, name: str) -> str | None:

@@ -128,6 +128,8 @@ def opened(record: Record, flow_run: str) -> Iterator[Workspace]:
         record = _make_worktree(record)
     with held(root) as token:
         record = runs.begin(record, flow_run)
+        if not record.own:
+            _take_over(Workspace(root, record.name, token))
         state = runs.STOPPED  # by Ctrl-C, by Prefect, by whoever ends this process in order
         try:
             yield Workspace(root, record.name, token)
@@ -166,6 +168,13 @@ def _make_worktree(record: Record) -> Record:
     inputs.seed(root)
     share_cache(Workspace(root, record.name), "reflink,hardlink,copy")
     return record.write(made=True)
+
+
+def _take_over(checkout: Workspace) -> None:
+    """What runs in worktrees have made is not made again in the checkout."""
+    with suppress(UserError):  # no commit yet, or files that DVC would not overwrite: then DVC sees what is to do
+        if new := inputs.seed(checkout.root):
+            checkout.dvc("checkout", "--allow-missing", "--quiet", *new)
 
 
 def remove_worktree(root: Path) -> None:

@@ -124,6 +124,7 @@ def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, st
     pids = root / ".scratch" / "pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, 120)
     family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    wait_for((root / ".scratch/runs/e/run.json").exists, 60)  # until MLflow knows it
     killed.kill()
     wait_for(lambda: not any(map(alive, family)), 30)  # in sessions of their own, one without its parent
     killed.communicate()
