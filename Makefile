@@ -22,8 +22,23 @@ help: ## this list
 demo: $(READY) ## watch a tiny model learn a preference, with the whole stack
 	@python -m flows.dpo --recipe demo
 
-run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values
-	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
+run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values; NAME=
+	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value)) $(if $(NAME),--name $(NAME))
+
+plan: $(READY) ## which stages would run, and why, with time and memory as far as known: RECIPE=name SET="train.beta=0.2"
+	@python -m flows.plan $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
+
+runs: $(READY) ## every run: its state, since when, what ran, its page in MLflow
+	@python -m flows.runs
+
+resume: $(READY) ## go on with a run that failed, was stopped or crashed: RUN=name
+	@python -m flows.dpo --resume "$(RUN)"
+
+open: $(READY) ## a run's files back, in a worktree of its commit: RUN=name TO=folder
+	@python -m flows.open "$(RUN)" "$(TO)"
+
+gc: $(READY) ## what old runs hold and nobody needs: KEEP=10 newest stay; YES=1 deletes what is shown
+	@python -m flows.gc --keep $(or $(KEEP),10) $(if $(YES),--yes)
 
 retrain: $(READY) ## what dpo/nightly does: nothing where nothing is new; RECIPE= and SET= as above
 	@python -m flows.dpo --only-if-new $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
@@ -109,4 +124,4 @@ $(READY): requirements.lock
 	@touch $(READY)
 
 .PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
-  worker lock
+  worker lock plan runs resume open gc

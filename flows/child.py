@@ -1,10 +1,15 @@
-"""A child process that does not outlive us: not when we fail, not when we are cancelled, not after `kill -9`."""
+"""A child process that does not outlive us: not when we fail, not when we are cancelled, not after `kill -9`.
+
+All that descends from it carries a mark in its environment, so that it is found in whatever session it is (Ray's
+processes have their own) and whoever its parent has become.
+"""
 
 import os
 import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,11 +19,18 @@ import psutil
 
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
-# Reads from a pipe that only we hold open: when we are gone, however that came, it ends the child's process group.
+MARK = "DPO_FAMILY"
+
+# Reads from a pipe that only we hold open: when we are gone, however that came, it ends the child's process group,
+# and then what carries its mark. A process that it started itself (grep, sleep) carries none.
 GUARD = (
-    'cat >/dev/null; kill -s TERM -- "-$0"; '
-    f'for second in $(seq {GRACE:.0f}); do kill -s 0 -- "-$0" || exit; sleep 1; done; kill -s KILL -- "-$0"'
+    'cat >/dev/null; marked() { grep -lsaz "^$1$" /proc/[0-9]*/environ | cut -d / -f 3; }; kill -s TERM -- "-$0"; '
+    f'for second in $(seq {GRACE:.0f}); do [ -n "$(marked "$1")" ] || kill -s 0 -- "-$0" || exit; sleep 1; done; '
+    'kill -s KILL -- "-$0"; for pid in $(marked "$1"); do kill -s KILL "$pid"; done'
 )
+
+
+_marks: dict[int, str] = {}  # of the children that are at work, by their pid
 
 
 def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Callable[[str], None]) -> int:
@@ -37,10 +49,11 @@ def started(
     command: Sequence[str], cwd: Path, env: Mapping[str, str], output: int | IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
     """A child in a process group of its own, so that Ctrl-C in the terminal reaches us alone."""
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=env,
+        env={**env, MARK: mark, "SPT_NOENV": "1"},  # Ray's workers write their titles over the mark otherwise
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -49,16 +62,19 @@ def started(
         start_new_session=True,
     )
     guard = subprocess.Popen(
-        ["/bin/sh", "-c", GUARD, str(process.pid)],
+        ["/bin/sh", "-c", GUARD, str(process.pid), f"{MARK}={mark}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != MARK},
     )
+    _marks[process.pid] = mark
     try:
         yield process
     finally:
         end(process.pid)
+        del _marks[process.pid]
         process.wait()
         guard.kill()
         guard.wait()
@@ -85,10 +101,26 @@ def end(pid: int) -> None:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    members = [process for process in psutil.process_iter() if _group(process.pid) == pid]
+    mark = _marks.get(pid)
+    members = [one for one in psutil.process_iter() if _group(one.pid) == pid or (mark and _mark(one) == mark)]
     with suppress(psutil.NoSuchProcess):
         members += psutil.Process(pid).children(recursive=True)
-    return members
+    return [one for one in members if not _guards(one)]
+
+
+def _guards(process: psutil.Process) -> bool:
+    """Whether it is the guard of a child further down: that ends by itself, when its work is done."""
+    try:
+        return GUARD in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except (psutil.Error, OSError):  # not ours to look at, or gone
+        return None
 
 
 def _group(pid: int) -> int | None:

@@ -1,10 +1,12 @@
 """The flow `dpo`: a task per stage of dvc.yaml, then proof that nothing is stale, then promote, then publish.
 
-`python -m flows.dpo [--recipe NAME] [--set train.beta=0.2 ...]` runs it here, on Prefect's embedded server;
-`prefect deployment run dpo/full` runs it on a worker (infra/prefect.yaml).
+`python -m flows.dpo [--recipe NAME] [--set train.beta=0.2 ...] [--name NAME]` runs it here, on Prefect's embedded
+server, `--resume NAME` goes on with one that did not finish; `prefect deployment run dpo/full` runs it on a worker
+(infra/prefect.yaml).
 """
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -18,11 +20,11 @@ import yaml
 from prefect import flow, get_run_logger, runtime
 from prefect.states import Completed
 
-from flows import promote, publish, retrain, server, terminal, workspace
+from flows import ROOT, commits, promote, publish, retrain, runs, server, terminal, workspace
+from flows.runs import Record
 from flows.stage import StageFailed, stage
 from flows.workspace import Workspace
 from tasks.errors import UserError
-from tasks.files import write_json
 
 
 @flow
@@ -30,6 +32,7 @@ def dpo(
     recipe: str | None = None,
     overrides: dict[str, Any] | None = None,
     name: str | None = None,
+    resume: str | None = None,
     only_if_new: bool = False,
     registered: bool = True,
 ) -> Any:
@@ -38,36 +41,66 @@ def dpo(
     Args:
         recipe: a named overlay of params.yaml, from flows/recipes.
         overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
-        name: of the run's worktree and branch, when recipe or overrides change params.yaml.
+        name: of the run, its worktree and its branch runs/<name>; without one it is Prefect's name for the flow run.
+        resume: the name of a run that did not finish, to go on with; nothing else is given then.
         only_if_new: end at once where nothing is new since the last finished run (flows/retrain.py), and stop where
             the data have drifted.
         registered: the model goes into the registry and through the gate; a sweep's runs do not.
     """
-    key, began = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}", datetime.now().astimezone()
-    files = workspace.plan(recipe, overrides)
-    night = retrain.asked(recipe, overrides, files)
+    began, night = datetime.now().astimezone(), retrain.asked(recipe, overrides, resume)
     if only_if_new and (why := night.nothing_new()):
         get_run_logger().info("retrain: %s", why)
         return Completed(message=why, data={"nothing_new": why})
-    with workspace.opened(key, name, files) as place, publish.recorded(place) as states:
-        if place.own:
-            _say_where(place)
-        run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
-        if registered:
-            states.append(promote.promote(place))
-        publish.publish(place, states)
-        left = night.outcome(place, began) if registered else None
+    with workspace.opened(_record(recipe, overrides, name, resume), runtime.flow_run.id) as place:
+        _say_where(place)
+        night.note(place)
+        with publish.recorded(place) as states:
+            run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
+            if registered:
+                states.append(promote.promote(place))
+            publish.publish(place, states)
+            left = night.outcome(place, began) if registered else None
     night.write(left)
     if registered and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
         promote.ask_a_person(place)
-    return {"key": key, "workspace": str(place.root), "stages": states, "flow_run": runtime.flow_run.id}
+    return {"key": place.key, "workspace": str(_closed(place)), "stages": states}
+
+
+def _record(recipe: str | None, overrides: dict[str, Any] | None, name: str | None, resume: str | None) -> Record:
+    if resume:
+        if recipe or overrides or name:
+            raise UserError(f"The run {resume} goes on with what it was started with: give nothing but its name.")
+        return runs.check_resumable(resume)
+    files = workspace.plan(recipe, overrides)
+    label = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
+    return workspace.prepared(name, files, bool(name or files) or _by_a_worker(), runtime.flow_run.id, label)
+
+
+def _by_a_worker() -> bool:
+    """Whether a deployment started this, a flow around ours included: then the checkout is not ours to work in."""
+    return runtime.deployment.id is not None or "PREFECT__FLOW_RUN_ID" in os.environ
 
 
 def _say_where(place: Workspace) -> None:
+    if not place.own:
+        return
     log = get_run_logger()
-    log.info("Works in %s, a worktree of its own", place.root)
-    if left_out := workspace.untracked():
-        log.warning("Left out of the worktree, being untracked: %s. `git add` takes them in.", ", ".join(left_out))
+    log.info("Run %s works in %s, a worktree of its own", place.key, place.root)
+    if left_out := [name for name in commits.untracked() if not commits.ours(name)]:
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        log.info(
+            "Not in the worktree, being untracked: %s%s. Data is read from the checkout; `git add` takes in the rest.",
+            ", ".join(left_out[:5]),
+            more,
+        )
+
+
+def _closed(place: Workspace) -> Path:
+    try:
+        return workspace.closed(place)
+    except UserError as error:  # the run is finished and safe; `make gc` removes what stayed
+        get_run_logger().warning("The worktree stays: %s", error)
+        return place.root
 
 
 def run_stages(
@@ -94,7 +127,8 @@ def run_stages(
 def report(result: dict[str, Any]) -> None:
     place = Workspace(Path(result["workspace"]), result["key"])
     command = [sys.executable, "-m", "tasks.report"]
-    code = subprocess.run(command, cwd=place.root, env=place.environment()).returncode
+    env = {**place.environment(), "PYTHONPATH": str(ROOT)}  # where a finished run's results lie there is no code
+    code = subprocess.run(command, cwd=place.root, env=env).returncode
     if code:
         raise SystemExit(code)
 
@@ -103,10 +137,10 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flows.dpo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
-    parser.add_argument("--name", help="of the run's worktree and branch")
+    parser.add_argument("--name", help="of the run, its worktree and its branch")
     parser.add_argument("--only-if-new", action="store_true", help="end at once where nothing is new since last time")
     parser.add_argument("--unregistered", action="store_true", help="leave registry and champion alone")
-    parser.add_argument("--result", type=Path, metavar="FILE", help="where to write what became of the run, as JSON")
+    parser.add_argument("--resume", metavar="NAME", help="go on with a run that did not finish")
     return parser.parse_args(given)
 
 
@@ -124,15 +158,15 @@ def run_here(given: list[str]) -> None:
     asked = arguments(given)
     overrides = dict(override(text) for text in asked.set)
     workspace.plan(asked.recipe, overrides)  # a mistake is told before a server is started
+    if asked.resume:
+        runs.check_resumable(asked.resume)
     server.start()
     shown = terminal.attach()
     try:
         how = {"only_if_new": asked.only_if_new, "registered": not asked.unregistered}
-        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, **how)
+        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, resume=asked.resume, **how)
     finally:
         shown.end_line()
-    if asked.result:
-        write_json(asked.result, result)
     if "nothing_new" not in result:
         report(result)
 

@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
+from flows import ROOT
+from flows.runs import RESULTS
 from flows.workspace import Workspace
 
 MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make ui` serves it
@@ -50,8 +52,10 @@ def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
     from tasks import tracking
     from tasks.params import load_cluster, load_params
 
-    os.environ.update(place.identity())
-    folder = tracking.open_run(load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml"))
+    os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; which run it is, is handed on
+    cluster = load_cluster(place.root / "infra/cluster.yaml")
+    folder = tracking.open_run(load_params(place.root / "params.yaml"), cluster, place.logs)
+    tracking.Run(folder, tracking.FLOW).write("start", pid=os.getpid())
     tracking.Run(folder, tracking.FLOW).tags(json.loads(os.environ.get("DPO_TAGS", "{}")))  # which sweep, say
     tracking.start_forwarder(folder)
     states: list[dict[str, Any]] = []
@@ -110,12 +114,13 @@ def _samples(root: Path) -> str:
 
 
 def _where(place: Workspace) -> str:
-    lines = [f"- the model: `{place.root / 'data' / 'model'}`", "- every run and curve: `make ui` opens MLflow"]
+    lines = [f"- the model: {_model(place)}", "- every run and curve: `make ui` opens MLflow"]
     lines.append(f"- the run report: `{place.logs / 'report.html'}`")
     if link := mlflow_link(_read_json(place.logs / "run.json")):
         lines.append(f"- this run in MLflow: [{link}]({link})")
     if place.own:
-        lines.append(f"- the worktree: `{place.root}`; its params.yaml and dvc.lock: branch `runs/{place.root.name}`")
+        lines.append(f"- its code, params.yaml and dvc.lock: branch `runs/{place.key}`")
+        lines.append(f"- its metrics and samples: `{place.logs / RESULTS}`")
     return "\n".join(lines)
 
 
@@ -129,6 +134,12 @@ def compare_link(runs: list[dict[str, Any]]) -> str | None:
     }
     query = "&".join(f"{name}={quote(json.dumps(values, separators=(',', ':')))}" for name, values in asked.items())
     return f"{_page(runs[0])}/#/compare-runs?{query}"
+
+
+def _model(place: Workspace) -> str:
+    """The worktree is gone when this is read."""
+    here = f"`{place.root / 'data' / 'model'}`"
+    return f"`make open RUN={place.key}` lays it out, from DVC's cache" if place.own else here
 
 
 def mlflow_link(ids: dict[str, Any]) -> str | None:

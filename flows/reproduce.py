@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from flows import ROOT, child
-from flows.workspace import Workspace, git, share_cache
+from flows.commits import commit_of, git
+from flows.workspace import Workspace, share_cache
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json
 from tasks.lock import workspace_lock
@@ -31,7 +32,7 @@ MODEL = Path("data/model")
 
 def reproduce(name: str) -> list[str]:
     """Run it again; what came out different. The worktree stays only where something did."""
-    commit = _commit(name)
+    commit = commit_of(name)
     place = Workspace(ROOT / ".scratch" / "worktrees" / f"again-{name.replace('/', '-')}", f"again-{commit[:8]}")
     if place.root.exists():
         raise UserError(f"{place.root} is there already. Remove it with `git worktree remove --force {place.root}`.")
@@ -98,16 +99,6 @@ def _apart(place: Workspace) -> dict[str, str]:
     target.parent.mkdir(exist_ok=True)
     target.write_text(yaml.safe_dump(content))
     return {"DPO_CLUSTER": str(target)}
-
-
-def _commit(name: str) -> str:
-    for candidate in (f"refs/heads/runs/{name}", name):
-        try:
-            return git(ROOT, "rev-parse", "--verify", "--quiet", f"{candidate}^{{commit}}")
-        except UserError:
-            continue
-    runs = git(ROOT, "for-each-ref", "--format=%(refname:lstrip=3)", "refs/heads/runs").splitlines()
-    raise UserError(f"There is no run '{name}'. Runs: {', '.join(runs) or 'none yet'}; a commit serves as well.")
 
 
 def main() -> None:

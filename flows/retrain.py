@@ -14,13 +14,14 @@ import yaml
 from prefect import get_run_logger, runtime
 from prefect.artifacts import create_table_artifact
 
-from flows import ROOT
+from flows import ROOT, runs, workspace
 from flows.promote import decision
 from flows.workspace import Files, Workspace
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, read_json, sha256, write_json
 
 Record = dict[str, Any]
+ASKED = "asked.json"  # in the run's folder
 CARD = Path("data") / "card" / "report.json"
 MANIFESTS = {"raw": Path("data/raw/manifest.json"), "base": Path("data/base/manifest.json")}
 
@@ -29,12 +30,17 @@ MANIFESTS = {"raw": Path("data/raw/manifest.json"), "base": Path("data/base/mani
 class Night:
     """A run with a past: what it is made of, and the last finished run of its kind."""
 
-    record: Path
+    record: Path | None  # None where nobody knows what a resumed run was asked
     now: Record
     last: Record | None
 
     def nothing_new(self) -> str | None:
         return nothing_new(self.last, self.now, due())
+
+    def note(self, place: Workspace) -> None:
+        """For when this run is resumed: by then code and params of the checkout may be others."""
+        if self.record:
+            write_json(place.logs / ASKED, {"record": str(self.record), "now": self.now})
 
     def check_drift(self, place: Workspace) -> None:
         check_drift(place, self.last)
@@ -44,13 +50,20 @@ class Night:
 
     def write(self, left: Record | None) -> None:
         """When the run is over, and not before: a night that failed is tried again."""
-        if left:
+        if left and self.record:
             write_json(self.record, left)
 
 
-def asked(recipe: str | None, overrides: Mapping[str, Any] | None, files: Files) -> Night:
-    record = record_of(recipe, overrides)
-    return Night(record, made_of(files), read_json(record) if record.exists() else None)
+def asked(recipe: str | None, overrides: Mapping[str, Any] | None, resume: str | None = None) -> Night:
+    if resume is None:
+        record, now = record_of(recipe, overrides), made_of(workspace.plan(recipe, overrides))
+        return Night(record, now, _read(record))
+    note = _read(runs.runs_folder() / resume / ASKED)
+    return Night(Path(note["record"]), note["now"], _read(Path(note["record"]))) if note else Night(None, {}, None)
+
+
+def _read(path: Path) -> Record | None:
+    return read_json(path) if path.exists() else None
 
 
 def record_of(recipe: str | None, overrides: Mapping[str, Any] | None, root: Path = ROOT) -> Path:

@@ -6,6 +6,7 @@ DVC decides whether the stage must run; here is only how it is run, watched and,
 import re
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -14,9 +15,10 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from flows import child
+from flows import ROOT, child, inputs
 from flows.workspace import Workspace
 from tasks.errors import UserError
+from tasks.lock import alone
 
 PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")
 OUTCOME = {  # what DVC says about a stage
@@ -64,12 +66,25 @@ def stage(name: str, workspace: Workspace, unchanged: bool, force: bool = False)
 def _reproduce(name: str, workspace: Workspace, force: bool) -> str:
     watch = Watch(name)
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), name]
-    code = child.run(command, workspace.root, workspace.environment(), watch)
+    with _once(name, workspace):
+        code = child.run(command, workspace.root, workspace.environment(), watch)
     if code != 0:
         raise watch.error(code)
     if watch.state == "ran":
         watch.progress(1, 1)
     return watch.state
+
+
+def _once(name: str, workspace: Workspace) -> AbstractContextManager[None]:
+    """Of two runs that would compute the same at once the second waits, and DVC gives it what the first made."""
+    address = inputs.address(workspace.root, name)
+    if address is None:
+        return nullcontext()
+    say = get_run_logger().info
+    return alone(
+        ROOT / ".scratch" / "locks" / f"{name}-{address}",
+        lambda who: say("%s: another run (%s) computes the same; waiting for its result", name, who),
+    )
 
 
 class Watch:

@@ -34,8 +34,9 @@ def _track(result: Result, files: list[Path]) -> None:
     """A run of the sweep's own in MLflow, with the table and the figure."""
     from tasks.params import load_cluster, load_params
 
-    os.environ.update(Workspace(ROOT, result["sweep"]).identity())
-    folder = tracking.open_run(load_params(ROOT / "params.yaml"), load_cluster(ROOT / "infra/cluster.yaml"))
+    os.environ["DPO_HOME"] = str(ROOT)
+    cluster, place = load_cluster(ROOT / "infra/cluster.yaml"), Workspace(ROOT, result["sweep"])
+    folder = tracking.open_run(load_params(ROOT / "params.yaml"), cluster, place.logs)
     run = tracking.Run(folder, tracking.FLOW)
     run.tags({"sweep": result["sweep"], "kind": "sweep", "best": result["best"]})
     best = result["rows"][0]["metric"]
@@ -69,7 +70,7 @@ def lines(result: Result) -> list[str]:
     found = [f"best       {best['name']}, {result['metric']} {best['metric']:.4g}"]
     if chance:
         found.append(f"beware     its interval overlaps that of {len(chance)} more, so their order may be chance")
-    found.append(f"look       git show runs/{best['name']}:params.yaml; make compare RUN={best['name']}")
+    found.append(f"look       make open RUN={best['name']}; make compare RUN={best['name']}")
     if best["logs"] and (ids := next((one for one in result["ids"] if one["run_id"] == _run_id(best)), None)):
         found.append(f"open       {mlflow_link(ids)} (make ui)")
     if link := compare_link(result["ids"]):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from prefect import flow, get_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 
-from flows import ROOT, child, server, side_by_side, summary, terminal, workspace
+from flows import ROOT, child, runs, server, side_by_side, summary, terminal
 from flows.dpo import override
 from flows.side_by_side import Running
 from flows.space import Space, parse
@@ -101,21 +101,23 @@ class Sweep:
             raise UserError(f"No run of the sweep {self.name} finished. " + " ".join(self._why(t) for t in self.trials))
 
     def command(self, trial: Trial) -> list[str]:
-        clear_away(trial.name)
-        result = ["--result", str(self._file(trial)), "--unregistered"]
-        return [*trial.command(self.recipe, self.overrides), *result]
+        """A run that was begun goes on in its own worktree, with its own run in MLflow."""
+        begun = runs.find(trial.name) is not None
+        given = [sys.executable, "-m", "flows.dpo", "--resume", trial.name]
+        return [*(given if begun else trial.command(self.recipe, self.overrides)), "--unregistered"]
 
     def outcome(self, trial: Trial) -> dict[str, Any]:
-        """What a finished run wrote; nothing of one that did not finish."""
-        return read_json(self._file(trial)) if self._file(trial).exists() else {}
+        """What a finished run left; nothing of one that did not finish."""
+        record = runs.find(trial.name)
+        if record is None or record.state != runs.FINISHED:
+            return {}
+        return {"stages": read_json(record.folder / "stages.json"), "flow_run": record.flow_runs[-1]}
 
     def metrics(self, trial: Trial) -> dict[str, float]:
         return sweeps.metrics_of(self.logs(trial)) if self.outcome(trial) else {}
 
     def logs(self, trial: Trial) -> Path:
-        from tasks.params import load_cluster
-
-        return ROOT / load_cluster().logging_dir / self.outcome(trial)["key"]
+        return runs.runs_folder() / trial.name
 
     def result(self) -> dict[str, Any]:
         rows = sweeps.ranked([self._row(trial) for trial in self.trials], self.goal)
@@ -137,8 +139,12 @@ class Sweep:
     def promote(self, result: dict[str, Any]) -> None:
         """The best run once more, which computes nothing again, and this time through the gate."""
         name = f"{result['best']}-promoted"
-        clear_away(name)
+        if (before := runs.find(name)) and before.state == runs.FINISHED:
+            self.log.info("%s went through the gate already", name)
+            return
         command = [sys.executable, *shlex.split(result["promote"])[1:]]
+        if before:
+            command = [sys.executable, "-m", "flows.dpo", "--resume", name]
         env = side_by_side.environment({"sweep": self.name})
         if server.embedded():  # it must know that nobody can press Resume there
             del env["PREFECT_API_URL"]
@@ -184,18 +190,6 @@ class Sweep:
         if said != self.said:
             self.log.info("%s", said)
         self.said = said
-
-    def _file(self, trial: Trial) -> Path:
-        return self.folder / f"{trial.name}.json"
-
-
-def clear_away(name: str) -> None:
-    """What an interrupted run left: its checkpoints and reference values lie elsewhere and are found again."""
-    tree = ROOT / ".scratch" / "worktrees" / name
-    if tree.exists():
-        workspace.git(ROOT, "worktree", "remove", "--force", str(tree))
-    if workspace.git(ROOT, "branch", "--list", f"runs/{name}"):
-        workspace.git(ROOT, "branch", "-D", f"runs/{name}")
 
 
 def _flow_page(flow_run: str | None) -> str:

@@ -1,7 +1,8 @@
-"""Where a run works: in the checkout itself, or, when it changes params.yaml, in a git worktree of its own.
+"""Where a run works: in a git worktree of its own, or, by hand and as params.yaml stands, in the checkout itself.
 
-A worktree is made from a snapshot commit (uncommitted changes included, the branch untouched), shares the checkout's
-DVC cache, and stays in .scratch/worktrees/<name>; its params.yaml and dvc.lock are committed to `runs/<name>`.
+A worktree is made from a snapshot commit (uncommitted changes included, the branch untouched) and shares the
+checkout's DVC cache. A finished run is the commit `runs/<name>`, its artefacts are in the cache, and its worktree goes;
+one that failed, was stopped or crashed keeps it, and `make resume RUN=name` goes on there.
 """
 
 import configparser
@@ -9,17 +10,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, run
 from typing import Any
 
 import yaml
 
-from flows import ROOT
+from flows import ROOT, commits, inputs, runs
+from flows.commits import git
+from flows.runs import Record
 from tasks.errors import UserError
-from tasks.lock import workspace_lock
+from tasks.lock import TOKEN, alone, held
 from tasks.stage import QUIET
 
 Files = dict[str, dict[str, Any]]  # what a run's own configuration files hold, by name
@@ -28,7 +32,8 @@ Files = dict[str, dict[str, Any]]  # what a run's own configuration files hold, 
 @dataclass(frozen=True)
 class Workspace:
     root: Path
-    key: str  # of this pipeline run; the same when the flow run is retried
+    key: str  # the run's name; the same when it is retried or resumed
+    token: str | None = None  # of the workspace's lock: handed to what works here, since one process may hold several
 
     @property
     def own(self) -> bool:
@@ -36,9 +41,7 @@ class Workspace:
 
     @property
     def logs(self) -> Path:
-        from tasks.params import load_cluster
-
-        return ROOT / load_cluster().logging_dir / self.key
+        return runs.runs_folder() / self.key
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -46,7 +49,8 @@ class Workspace:
 
     def identity(self) -> dict[str, str]:
         """What a stage must know: which run it belongs to, and where state that outlives the workspace is kept."""
-        return {"DPO_RUN": self.key, "DPO_HOME": str(ROOT)}
+        token = {TOKEN: self.token} if self.token else {}
+        return {"DPO_RUN": self.key, "DPO_HOME": str(ROOT), **token}
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
@@ -90,74 +94,118 @@ def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
     return files
 
 
-@contextmanager
-def opened(key: str, name: str | None, files: Files) -> Iterator[Workspace]:
-    """The locked workspace of a run; `files` is what `plan` returned."""
-    workspace = Workspace(ROOT / ".scratch" / "worktrees" / (name or key) if files else ROOT, key)
-    if files:
-        _make_worktree(workspace, name or key, files)
-    with workspace_lock(workspace.root):
-        yield workspace
-        if files:
-            _commit(workspace.root, f"runs/{name or key}", files)
+def prepared(name: str | None, files: Files, own: bool, flow_run: str, label: str) -> Record:
+    """The record of a new run, or of this flow run's where Prefect tries it again. Nothing is made yet."""
+    name = name or label
+    with bookkeeping():
+        found = runs.find(name)
+        if found and flow_run in found.flow_runs:
+            return found
+        _check_name(name)
+        root = runs.WORKTREES / name if own else ROOT
+        record = Record(name, str(root), commit=commits.snapshot() if own else "", files=files if own else {})
+        return runs.begin(record, flow_run)
 
 
-def untracked() -> list[str]:
-    """Files that a snapshot leaves out."""
-    return git(ROOT, "ls-files", "--others", "--exclude-standard").splitlines()
-
-
-def _make_worktree(workspace: Workspace, name: str, files: Files) -> None:
-    note = workspace.logs / "worktree"
-    if note.exists() and workspace.root.exists():  # this flow run again: it continues in what it has
-        return
+def _check_name(name: str) -> None:
     branch = f"runs/{name}"
-    if run(["git", "check-ref-format", "--branch", branch], capture_output=True).returncode or "/" in name:
+    strange = run(["git", "check-ref-format", "--branch", branch], capture_output=True).returncode
+    if strange or "/" in name or name.startswith((".", "-")):
         raise UserError(f"A run cannot be named '{name}'. Use letters, digits, dots and dashes.")
-    if workspace.root.exists() or git(ROOT, "branch", "--list", branch):
+    if (runs.runs_folder() / name).exists() or (runs.WORKTREES / name).exists() or commits.find(name):
+        found = runs.find(name)
+        how = f"continue it with `make resume RUN={name}`, " if found and found.state != runs.FINISHED else ""
         raise UserError(
-            f"There is a run named '{name}' already. Choose another name, or remove it with "
-            f"`git worktree remove --force {workspace.root}` and `git branch -D {branch}`."
+            f"There is a run named '{name}' already. Choose another name, {how}or look at it with `make runs`."
         )
-    git(ROOT, "worktree", "prune")
-    git(ROOT, "worktree", "add", "--detach", str(workspace.root), _snapshot())
-    for path, content in files.items():
-        (workspace.root / path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    share_cache(workspace)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(f"{workspace.root}\n")
 
 
-def _snapshot() -> str:
-    """A commit of the checkout's tracked files as they are, made without touching branch, index or files."""
-    if run(["git", "rev-parse", "--verify", "HEAD"], cwd=ROOT, capture_output=True).returncode:
-        raise UserError(f"{ROOT} has no commit yet, and a run with other params works from one. Run `git commit`.")
-    return git(ROOT, "stash", "create") or git(ROOT, "rev-parse", "HEAD")
+@contextmanager
+def opened(record: Record, flow_run: str) -> Iterator[Workspace]:
+    """The locked workspace of a run, made where it is not whole. However the run ends, its record says so."""
+    root = Path(record.root)
+    if record.own and not (record.made and root.exists()):
+        record = _make_worktree(record)
+    with held(root) as token:
+        record = runs.begin(record, flow_run)
+        if not record.own:
+            _take_over(Workspace(root, record.name, token))
+        state = runs.STOPPED  # by Ctrl-C, by Prefect, by whoever ends this process in order
+        try:
+            yield Workspace(root, record.name, token)
+            if record.own:
+                commits.commit_run(root, record.name)
+            else:
+                with suppress(UserError):  # a checkout without a commit can be worked in all the same
+                    commits.note_run(record.name)
+            runs.keep_results(record)
+            state = runs.FINISHED
+        except Exception:
+            state = runs.FAILED
+            raise
+        finally:
+            record.write(state=state, until=runs.now())
 
 
-def share_cache(workspace: Workspace) -> None:
-    """Let the worktree use the checkout's cache, and put there what the checkout's dvc.lock already has."""
+def closed(place: Workspace) -> Path:
+    """Remove a finished run's worktree; where its small results are from now on."""
+    if not place.own:
+        return ROOT
+    with held(place.root), bookkeeping():  # whoever works in it meanwhile keeps it
+        remove_worktree(place.root)
+    return runs.known(place.key).results()
+
+
+def _make_worktree(record: Record) -> Record:
+    root = Path(record.root)
+    with bookkeeping():
+        if root.exists():
+            remove_worktree(root)
+        git(ROOT, "worktree", "prune")
+        git(ROOT, "worktree", "add", "--detach", str(root), record.commit)
+    for path, content in record.files.items():
+        (root / path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    inputs.seed(root)
+    share_cache(Workspace(root, record.name), "reflink,hardlink,copy")
+    return record.write(made=True)
+
+
+def _take_over(checkout: Workspace) -> None:
+    """What runs in worktrees have made is not made again in the checkout."""
+    with suppress(UserError):  # no commit yet, or files that DVC would not overwrite: then DVC sees what is to do
+        if new := inputs.seed(checkout.root):
+            checkout.dvc("checkout", "--allow-missing", "--quiet", *new)
+
+
+def remove_worktree(root: Path) -> None:
+    git(ROOT, "worktree", "remove", "--force", "--force", str(root))
+
+
+def bookkeeping() -> Any:
+    """Git's list of worktrees and our list of names are changed by one process at a time."""
+    return alone(ROOT / ".scratch" / "worktrees.lock", lambda who: None)
+
+
+def share_cache(workspace: Workspace, links: str | None = None) -> None:
+    """Let the worktree use the checkout's cache, and put there what its dvc.lock already has.
+
+    `links` are for a worktree in which nothing is changed in place: stages publish what they write by renaming it.
+    """
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / ".dvc" / "config.local")
-    if not config.has_section("cache"):
-        config.add_section("cache")
-    config["cache"]["dir"] = Workspace(ROOT, workspace.key).dvc("cache", "dir").strip()
+    for section in ("cache", "core"):
+        if not config.has_section(section):
+            config.add_section(section)
+    config["cache"]["dir"] = cache_folder()
+    if links:
+        config["cache"].setdefault("type", links)
+    config["core"]["site_cache_dir"] = str(workspace.root / ".dvc" / "tmp" / "site")  # it goes with the worktree
     with (workspace.root / ".dvc" / "config.local").open("w") as file:
         config.write(file)
-    workspace.dvc("checkout", "--allow-missing", "--quiet")
+    if (workspace.root / "dvc.lock").exists():
+        workspace.dvc("checkout", "--allow-missing", "--quiet")
 
 
-def _commit(root: Path, branch: str, files: Files) -> None:
-    git(root, "add", "--force", *files, "dvc.lock")
-    if git(root, "status", "--porcelain", "--untracked-files=no"):
-        git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {branch.removeprefix('runs/')}")
-    git(root, "branch", "--force", branch, "HEAD")
-
-
-def git(root: Path, *arguments: str) -> str:
-    known = run(["git", "config", "user.email"], cwd=root, capture_output=True).returncode == 0
-    who = [] if known else ["-c", "user.name=dpo", "-c", "user.email=dpo@localhost"]
-    done = run(["git", *who, *arguments], cwd=root, stdin=DEVNULL, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise UserError(f"`git {' '.join(arguments)}` failed in {root}: {done.stderr.strip()}")
-    return done.stdout.strip()
+@cache
+def cache_folder() -> str:
+    return Workspace(ROOT, "").dvc("cache", "dir").strip()

@@ -105,9 +105,9 @@ def side_named(name: str) -> Side:
     """`base`, an alias or number of a version, or a run's name."""
     if name == "base":
         return read_side(METRICS, "base")
-    worktree = home() / ".scratch" / "worktrees" / name / METRICS
-    if (worktree / "samples.jsonl").exists():
-        return read_side(worktree)
+    for kept in (home() / load_cluster().logging_dir / name / "results", home() / ".scratch" / "worktrees" / name):
+        if (kept / METRICS / "samples.jsonl").exists():
+            return read_side(kept / METRICS)
     params = load_params()
     with registry(load_cluster(), params.promote.model_name) as found:
         version = found.version(name) if name.isdecimal() else found.at(name) or found.of_run(name)
@@ -115,8 +115,8 @@ def side_named(name: str) -> Side:
             return version_side(found, version)
         known = [f"{v.number} (run {v.tags.get('run')})" for v in found.versions()]
     raise UserError(
-        f"There is nothing named '{name}' to compare with: give base, champion, previous, a run in "
-        f".scratch/worktrees, or a version of {params.promote.model_name}: {', '.join(known)}."
+        f"There is nothing named '{name}' to compare with: give base, champion, previous, a run that `make runs` "
+        f"lists, or a version of {params.promote.model_name}: {', '.join(known)}."
     )
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from tasks import stage
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
+from tasks.lock import at_address
 from tasks.logp_shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
 from tasks.models import base_folder, base_hash
 from tasks.pairs import SPLITS, read_pairs
-from tasks.params import Cluster, Reference, load_cluster, load_params
+from tasks.params import Cluster, Params, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
 from tasks.tracking import Run
@@ -38,6 +39,11 @@ def reference(run: Run) -> None:
         return
     folder = home() / cluster.output_dir / "reference" / fingerprint(basis)
     folder.mkdir(parents=True, exist_ok=True)
+    with at_address(folder, run.folder, "reference"):
+        _reference(run, params, cluster, folder, basis)
+
+
+def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, basis: dict[str, Any]) -> None:
     pairs = {split: read_pairs(split) for split in SPLITS}
     keys = {split: [key_of(pair) for pair in pairs[split]] for split in SPLITS}
     values = read_shards(folder)

@@ -7,7 +7,7 @@ what a crash left half done.
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Registry:
                 self.client.log_artifact(run_id, str(path), f"model/{place}")
         for path in evaluation:
             self.client.log_artifact(run_id, str(path), f"evaluation/{place}")
-        tags = {**tags, "weights": "stored" if small else "too large to store: see the manifest's hashes"}
+        tags = {**tags, "weights": "stored" if small else f"too large to store: `make open RUN={tags['run']}`"}
         source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
         return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
 
@@ -85,6 +85,27 @@ class Registry:
         copies = home() / ".scratch" / "registry" / self.name / version.number
         copies.mkdir(parents=True, exist_ok=True)
         return Path(self.client.download_artifacts(version.run_id, place, str(copies)))
+
+    def aliases(self) -> dict[str, str]:
+        """The version at each alias."""
+        return {alias: str(number) for alias, number in self.client.get_registered_model(self.name).aliases.items()}
+
+    def size(self, version: Version) -> int:
+        """Bytes of a version's artifacts, where they lie on this machine."""
+        root = self.client.get_run(version.run_id).info.artifact_uri
+        if not root.startswith("file://"):
+            return 0
+        folders = [Path(unquote(urlparse(root).path)) / place for place in _places(version)]
+        return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+
+    def remove(self, version: Version) -> None:
+        """The version and its artifacts; the run that made it stays, with all its figures."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        self.client.delete_model_version(self.name, version.number)
+        store = get_artifact_repository(self.client.get_run(version.run_id).info.artifact_uri)
+        for place in _places(version):
+            store.delete_artifacts(place)
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
@@ -138,6 +159,23 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
         ) from error
 
 
+def every_model(cluster: Cluster) -> list[str]:
+    """Names of the registered models; none where there is no registry yet."""
+    with suppress(UserError):
+        return [found.name for found in _client(absolute(cluster.tracking_uri), None).search_registered_models()]
+    return []
+
+
+def tagged_runs(cluster: Cluster, tag: str) -> set[str]:
+    """Names of pipeline runs that carry a tag in MLflow, set to anything but false."""
+    with suppress(UserError):
+        client = _client(absolute(cluster.tracking_uri), None)
+        every = [found.experiment_id for found in client.search_experiments()]
+        found = [run.data.tags for run in client.search_runs(every, f"tags.{tag} LIKE '%'")]
+        return {tags["pipeline_run"] for tags in found if "pipeline_run" in tags and tags[tag].lower() != "false"}
+    return set()
+
+
 def run_id(folder: Path) -> str:
     """MLflow's id of a pipeline run whose registry was opened."""
     return read_json(folder / "run.json")["run_id"]
@@ -155,6 +193,11 @@ def _client(uri: str, run: Path | None) -> Any:
     if file != uri and not Path(file).exists():
         raise UserError(f"There is no registry yet ({file}). Run the pipeline first.")
     return MlflowClient(uri, registry_uri=uri)
+
+
+def _places(version: Version) -> list[str]:
+    """Where a version's artifacts lie, below those of its run."""
+    return [f"{what}/{version.tags['manifest_sha256'][:12]}" for what in ("model", "evaluation")]
 
 
 def _version(found: Any) -> Version:

@@ -81,12 +81,20 @@ def _short(text: str, limit: int = 300) -> str:
 
 
 def _where(console: Console) -> None:
-    console.print(f"model      {MODEL} (merged safetensors, adapter, model card, manifest)")
+    console.print(f"model      {_model()}", soft_wrap=True, markup=False)
     console.print(f"registry   {decided(decision_of(Path()))}", soft_wrap=True, markup=False)
     console.print("metrics    dvc metrics show, dvc plots show")
     if (page := _page()) is not None:
         console.print(f"report     {page}", soft_wrap=True)
     console.print("pages      make ui (MLflow: runs, curves, models)")
+
+
+def _model() -> str:
+    what = "merged safetensors, adapter, model card, manifest"
+    if any(MODEL.glob("*.safetensors")):
+        return f"{MODEL} ({what})"
+    run = os.environ.get("DPO_RUN", "name")  # its worktree is gone, and this is what was kept of it
+    return f"`make open RUN={run}` lays it out ({what}); branch runs/{run}"
 
 
 def _page() -> Path | None:

@@ -7,6 +7,7 @@ runs it in the current folder, which is the root of the workspace.
 import ctypes
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -75,7 +76,14 @@ def _run(stage: Callable[[Any], None]) -> None:
     params, cluster = load_params(), load_cluster()
     with workspace_lock(Path()), tracked(name, params, cluster) as run:
         stage(run)
+        run.write("memory", gib=_peak())  # for `make plan`; MLflow has its own
     print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _peak() -> float:
+    """GiB of the largest process of this stage, workers that have ended included."""
+    kilobytes = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return round(kilobytes / (2**20 if sys.platform == "linux" else 2**30), 2)  # macOS counts bytes
 
 
 def die_with_parent() -> None:

@@ -7,6 +7,7 @@ the next stage or by `python -m tasks.forward`.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ class Run:
         self.write("dataset", name=name, digest=digest, source=source)
 
     def artifact(self, path: Path) -> None:
+        """A copy in the run's own folder is what is sent: by then the workspace may be gone."""
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            kept = self.folder / "artifacts" / self.stage / path.name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            path = Path(shutil.copyfile(path, kept))
         self.write("artifact", path=str(path.resolve()))
 
     def write(self, kind: str, **content: Any) -> None:
@@ -83,10 +89,10 @@ def tracked(stage: str, params: Params, cluster: Cluster) -> Iterator[Run]:
         wait_until_sent(run)
 
 
-def open_run(params: Params, cluster: Cluster) -> Path:
-    """The folder of the pipeline run, with what the forwarder needs to know."""
+def open_run(params: Params, cluster: Cluster, folder: Path | None = None) -> Path:
+    """The folder of the pipeline run, with what the forwarder needs to know. The flow says which; a stage finds out."""
     runs = home() / cluster.logging_dir
-    folder = runs / run_key(params, runs)
+    folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "settings.json", {"exp_name": cluster.exp_name, "tracking_uri": absolute(cluster.tracking_uri)})
     write_json(folder / "params.json", params.model_dump())
@@ -163,8 +169,9 @@ def start_forwarder(folder: Path) -> None:
     (folder / "forward.error").unlink(missing_ok=True)
     log = (folder / "forward.log").open("a")
     command = [sys.executable, "-m", "tasks.forward", str(folder)]
-    # A session of its own: Ctrl-C ends the stage, and the forwarder still has to say so.
-    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    # A session of its own, without the mark by which a stage's processes are ended: the forwarder still has to say so.
+    env = {name: value for name, value in os.environ.items() if name != "DPO_FAMILY"}
+    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
 
 
 def wait_until_sent(run: Run) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from tasks import plots, stage
 from tasks.errors import UserError
 from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
+from tasks.lock import at_address
 from tasks.models import base_folder, base_hash
 from tasks.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
@@ -44,6 +45,11 @@ def train(run: Run) -> None:
             "train.quantization and reference.quantization to null."
         )
     folder = home() / cluster.output_dir / "train" / _address(params)
+    with at_address(folder, run.folder, "train"):
+        _train(run, params, cluster, folder)
+
+
+def _train(run: Run, params: Params, cluster: Cluster, folder: Path) -> None:
     if cluster.actor_train.resume_from_checkpoint == "never":
         shutil.rmtree(folder, ignore_errors=True)
     settings = make_settings(params, cluster, base_folder(params.source.model), folder)

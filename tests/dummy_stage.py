@@ -1,6 +1,7 @@
 """A stage that does nothing, quickly: `dummy_repo` puts it into a repository as tasks/dummy.py.
 
-DUMMY=train:user|crash|once|sleep|drift makes that one stage misbehave; promote:wait makes promote ask for a person.
+DUMMY=train:user|crash|once|slow|sleep|sessions|drift makes that one stage misbehave; promote:wait makes promote
+ask for a person.
 DUMMY=train:user>0.4 does so where train.beta is above that. What ran is noted, a word for each time, in .scratch/ran.
 """
 
@@ -35,6 +36,13 @@ if how == "user":
 if how == "crash" or (how == "once" and not (marks / "crashed").exists()):
     (marks / "crashed").touch()
     sys.exit("the worker is gone")
+if how == "slow":
+    time.sleep(6)
+if how == "sessions":  # as Ray does: a process in a session of its own, and one whose parent is gone
+    away = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    orphan = subprocess.check_output(["sh", "-c", "setsid sleep 600 >/dev/null & echo $!"], text=True)
+    (marks / "pids").write_text(f"{os.getpid()} {away.pid} {int(orphan)}")
+    time.sleep(600)
 if how == "sleep":
     below = subprocess.Popen(["sleep", "600"])
     (marks / "pids").write_text(f"{os.getpid()} {below.pid}")

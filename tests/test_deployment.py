@@ -5,15 +5,16 @@ Prefect drops a key that it does not know without a word, so what was deployed i
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flows import child
@@ -52,7 +53,8 @@ def worker(root: Path, env: Env) -> Iterator[None]:
     prefect(root, env, "work-pool", "create", "--type", "process", "--overwrite", "dpo")
     prefect(root, env, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
-    with (root.parent / "worker.log").open("w") as log, child.started(command, root, env, log):
+    with (root.parent / "worker.log").open("w") as log, child.started(command, root, env, log) as process:
+        (root.parent / "worker.pid").write_text(str(process.pid))
         yield
 
 
@@ -73,7 +75,7 @@ def test_what_is_deployed_is_what_the_file_says(deployed: Path, prefect_api: Env
     assert deployment["description"]
     assert str(deployed) not in json.dumps(deployment)  # no path of the machine that deployed it
     assert (deployment["parameters"] == {}) == (name == "full")
-    assert set(deployment["parameter_openapi_schema"]["properties"]) == {"recipe", "overrides", "name"}
+    assert set(deployment["parameter_openapi_schema"]["properties"]) >= {"recipe", "overrides", "name", "resume"}
 
 
 def test_the_overrides_of_smoke_are_good(prefect_api: Env, deployed: Path) -> None:
@@ -83,25 +85,36 @@ def test_the_overrides_of_smoke_are_good(prefect_api: Env, deployed: Path) -> No
     assert list(plan(None, parameters["overrides"])) == ["params.yaml"]
 
 
-def test_a_cancelled_run_ends_its_stage(deployed: Path, prefect_api: Env) -> None:
-    (deployed / "params.yaml").write_text((deployed / "params.yaml").read_text().replace("beta: 0.1", "beta: 0.4"))
-    run = ask(
-        prefect_api,
-        f"deployments/{ask(prefect_api, 'deployments/name/dpo/full')['id']}/create_flow_run",
-        {"job_variables": {"env": {"DUMMY": "train:sleep"}}},
-    )
-    pids = deployed / ".scratch" / "pids"
-    wait_for(pids.exists, 90)
-    time.sleep(1)  # until both numbers are written
-    stage, below = map(int, pids.read_text().split())
-    prefect(deployed, prefect_api, "flow-run", "cancel", run["id"])
-    wait_for(lambda: not runs(stage) and not runs(below), 60)
-    wait_for(lambda: ask(prefect_api, f"flow_runs/{run['id']}")["state_type"] == "CANCELLED", 60)
+def test_a_cancelled_run_ends_with_all_its_processes(deployed: Path, prefect_api: Env) -> None:
+    run, family = hanging(deployed, prefect_api, "cancelled")
+    assert (deployed / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
+    assert not (deployed / "data").exists()
+    ask(prefect_api, f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the button does
+    wait_for(lambda: not any(map(runs, family)), 30)
+    wait_for(lambda: ask(prefect_api, f"flow_runs/{run}")["state_type"] == "CANCELLED", 60)
+    assert json.loads((deployed / ".scratch/runs/cancelled/record.json").read_text())["state"] == "stopped"
+
+
+def test_nothing_outlives_a_killed_worker(deployed: Path, prefect_api: Env) -> None:
+    """The last test here: there is no worker afterwards."""
+    _, family = hanging(deployed, prefect_api, "orphaned")
+    os.kill(int((deployed.parent / "worker.pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: not any(map(runs, family)), 60)
+
+
+def hanging(root: Path, env: Env, name: str) -> tuple[str, list[int]]:
+    """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
+    pids = root / ".scratch" / "pids"
+    pids.unlink(missing_ok=True)
+    deployment = ask(env, "deployments/name/dpo/full")["id"]
+    asked = {"parameters": {"name": name}, "job_variables": {"env": {"DUMMY": "train:sessions"}}}
+    run = ask(env, f"deployments/{deployment}/create_flow_run", asked)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, 120)
+    return run["id"], list(map(int, pids.read_text().split()))
 
 
 def runs(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True

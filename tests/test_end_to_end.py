@@ -42,7 +42,17 @@ def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
     with worker(checkout, prefect_api):
         said = prefect(checkout, prefect_api, "deployment", "run", "dpo/full", "--watch", timeout=800)
         assert "Completed" in said
+        assert os.listdir(checkout / "data") == [".gitignore"]  # it worked in a worktree of its own
         yield checkout
+
+
+@pytest.fixture(scope="module")
+def opened(ran: Path, prefect_api: Env) -> Path:
+    """The run's files, laid out again: its worktree is gone."""
+    (name,) = [path.name for path in (ran / ".scratch" / "runs").iterdir() if (path / "record.json").exists()]
+    command = [sys.executable, "-m", "flows.open", name]
+    subprocess.run(command, cwd=ran, env=prefect_api, check=True)
+    return ran / ".scratch" / "open" / name
 
 
 def dvc(root: Path, *arguments: str) -> str:
@@ -64,8 +74,8 @@ def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
     assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(ALL)
 
 
-def test_the_model_learnt_the_preference_and_kept_its_answers(ran: Path) -> None:
-    metrics = read_json(ran / "data/metrics/evaluate.json")
+def test_the_model_learnt_the_preference_and_kept_its_answers(opened: Path) -> None:
+    metrics = read_json(opened / "data/metrics/evaluate.json")
     base, policy = metrics["samples"]["base"], metrics["samples"]["policy"]
     assert 0.35 <= base["kind"] <= 0.65
     assert policy["kind"] >= 0.95
@@ -74,16 +84,16 @@ def test_the_model_learnt_the_preference_and_kept_its_answers(ran: Path) -> None
     assert metrics["rewards/chosen"] > 0  # reward accuracy alone proves nothing
 
 
-def test_the_export_stands_alone_and_its_manifest_holds(ran: Path) -> None:
+def test_the_export_stands_alone_and_its_manifest_holds(opened: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = ran / "data/model"
+    model = opened / "data/model"
     manifest = read_json(model / "manifest.json")
     assert problems(model) == []
     assert manifest["checks"]["largest_logit_difference"] < 1e-3
     assert manifest["checks"]["same_greedy_text"]
     assert manifest["made"]["clean"]
-    assert str(ran) not in json.dumps(manifest)
+    assert str(opened) not in json.dumps(manifest)
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in model.rglob("*"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = [{"role": "user", "content": "Hurry up. Ana put the red cup under the bed. Where is the red cup?"}]
@@ -117,19 +127,19 @@ def test_mlflow_has_a_parent_a_child_per_stage_curves_and_a_champion(ran: Path) 
     assert "report.html" in [file.path for file in store.list_artifacts(parent.info.run_id)]
 
 
-def test_by_hand_dvc_finds_everything_up_to_date(ran: Path) -> None:
-    assert "Data and pipelines are up to date." in dvc(ran, "repro")
-    assert "train.json" in dvc(ran, "metrics", "show")
-    assert "reference" in dvc(ran, "dag")
-    assert "index.html" in dvc(ran, "plots", "show", "-o", str(ran / ".scratch" / "plots"))
+def test_by_hand_dvc_finds_everything_up_to_date(opened: Path) -> None:
+    assert "Data and pipelines are up to date." in dvc(opened, "repro")
+    assert "train.json" in dvc(opened, "metrics", "show")
+    assert "reference" in dvc(opened, "dag")
+    assert "index.html" in dvc(opened, "plots", "show", "-o", str(opened / ".scratch" / "plots"))
 
 
-def test_another_beta_would_run_train_evaluate_export_and_not_reference(ran: Path) -> None:
-    params = ran / "params.yaml"
+def test_another_beta_would_run_train_evaluate_export_and_not_reference(opened: Path) -> None:
+    params = opened / "params.yaml"
     before = params.read_text()
     try:
         params.write_text(before.replace("  beta: 0.1", "  beta: 0.2"))
-        planned = [line for line in dvc(ran, "repro", "--dry").splitlines() if line.startswith("Running stage")]
+        planned = [line for line in dvc(opened, "repro", "--dry").splitlines() if line.startswith("Running stage")]
     finally:
         params.write_text(before)
     assert [line.split("'")[1] for line in planned] == ["train", "evaluate", "export"]
@@ -151,21 +161,21 @@ def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Pa
     assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
 
 
-def test_an_export_that_fails_its_checks_leaves_the_one_before(ran: Path) -> None:
+def test_an_export_that_fails_its_checks_leaves_the_one_before(opened: Path) -> None:
     """DVC removes outs before a stage runs; this one is marked to stay."""
     from safetensors.torch import load_file, save_file
 
-    weights = ran / "data/policy/adapter_model.safetensors"
+    weights = opened / "data/policy/adapter_model.safetensors"
     before, tensors = weights.read_bytes(), load_file(weights)
     next(iter(tensors.values()))[0, 0] = float("nan")
     ours = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", "export"]
     try:
         save_file(tensors, weights, metadata={"format": "pt"})
-        failed = subprocess.run(command, cwd=ran, env=ours, capture_output=True, text=True)
+        failed = subprocess.run(command, cwd=opened, env=ours, capture_output=True, text=True)
     finally:
         weights.write_bytes(before)
     assert failed.returncode != 0
     assert "Nothing was exported." in failed.stderr
-    assert problems(ran / "data/model") == []
-    assert "up to date" in dvc(ran, "status")
+    assert problems(opened / "data/model") == []
+    assert "up to date" in dvc(opened, "status")

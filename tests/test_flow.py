@@ -143,7 +143,12 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
     committed = yaml.safe_load(git(repo, "show", "runs/high-beta:params.yaml"))
     assert committed["train"]["beta"] == 0.7
     assert "beta: 0.7" in git(repo, "show", "runs/high-beta:dvc.lock")
-    assert str(repo / ".scratch" / "worktrees" / "high-beta") in artifacts(prefect_api)["dpo-result"]
+    assert not (repo / ".scratch" / "worktrees" / "high-beta").exists()  # the branch and the cache have it all
+    said = artifacts(prefect_api)["dpo-result"]
+    assert "worktrees" not in said
+    assert "`make open RUN=high-beta` lays it out" in said
+    assert str(repo / ".scratch" / "runs" / "high-beta" / "results") in said
+    assert "worktrees" not in (repo / ".scratch" / "runs" / "high-beta" / "report.html").read_text()
 
     for env, same in ((prefect_api, True), ({**prefect_api, "DUMMY": "train:drift"}, False)):
         once_more = [sys.executable, "-m", "flows.reproduce", "high-beta"]

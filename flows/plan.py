@@ -1,0 +1,161 @@
+"""`python -m flows.plan [--recipe NAME] [--set KEY=VALUE ...]` (or `make plan`): which stages would run, why, how long.
+
+Nothing is run and nothing is written. DVC decides when it comes to it; this compares the same command, params and
+hashes with what earlier runs have left in dvc.lock and in DVC's run cache.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from flows import ROOT, inputs, runs, workspace
+from flows.inputs import Entry, Inputs
+from flows.workspace import Files
+from tasks.errors import UserError
+
+RUNS, RESTORED, UNCHANGED, MAYBE = "runs", "restored", "unchanged", "may run"
+
+
+@dataclass(frozen=True)
+class Step:
+    stage: str
+    what: str
+    why: list[str]
+
+
+def look(files: Files) -> list[Step]:
+    """What would become of each stage, in order."""
+    locks, cached = list(inputs.locks()), list(_run_cache())
+    here = inputs.lock_of(ROOT) or next((lock for lock in locks if lock), {})
+    moved = _source_moved(files)
+    upstream: dict[str, str | None] = {}
+    steps: list[Step] = []
+    for name, stage in inputs.stages(ROOT).items():
+        now = inputs.current(ROOT, stage, upstream, files)
+        known = [lock[name] for lock in locks if name in lock]
+        restorable = [entry for entry in cached if entry["cmd"] == stage["cmd"]]
+        step, entry = _step(name, now, known, restorable, steps)
+        if name == "source" and moved:
+            step, entry = Step(name, RUNS, ["source changed in place, which DVC does not see"]), None
+        if step.what != UNCHANGED and name in here and not step.why:
+            step = Step(name, step.what, now.differences(inputs.recorded(here[name])))
+        steps.append(step)
+        upstream |= inputs.outs(entry) if entry else dict.fromkeys(inputs.out_paths(stage))
+    return steps
+
+
+def _step(
+    name: str, now: Inputs, known: list[Entry], cached: list[Entry], before: list[Step]
+) -> tuple[Step, Entry | None]:
+    """The step, and the entry whose outs the next stages get where it need not run."""
+    if not now.known():
+        unknown = [path for path, digest in now.deps.items() if digest is None]
+        changed = [reason for reason in inputs.closest(now, known) or [] if not reason.endswith(tuple(unknown))]
+        behind = [step.stage for step in before if step.what in (RUNS, MAYBE)]
+        why = [*changed, f"behind {', '.join(behind[-1:])}: {', '.join(unknown)} may come out different"]
+        return Step(name, RUNS if changed else MAYBE, why), None
+    for what, entries in ((UNCHANGED, known), (RESTORED, cached)):
+        fits = [entry for entry in entries if inputs.recorded(entry) == now]
+        if whole := [entry for entry in fits if _in_cache(entry)]:
+            return Step(name, what, []), whole[0]
+        if fits:
+            return Step(name, RUNS, ["its result is no longer in DVC's cache"]), None
+    return Step(name, RUNS, inputs.closest(now, known) or ["it never ran here"]), None
+
+
+def _in_cache(entry: Entry) -> bool:
+    cache = Path(workspace.cache_folder()) / "files" / "md5"
+    return all(digest and (cache / digest[:2] / digest[2:]).exists() for digest in inputs.outs(entry).values())
+
+
+def _run_cache() -> Iterator[Entry]:
+    """DVC's run cache keeps an entry, as in dvc.lock, of each execution."""
+    for path in (Path(workspace.cache_folder()) / "runs").glob("*/*/*"):
+        entry = yaml.safe_load(path.read_text())
+        if isinstance(entry, dict) and "cmd" in entry:
+            yield entry
+
+
+def _source_moved(files: Files) -> bool:
+    """Of the data and model that are configured now, against what the checkout, or else the newest run, has seen."""
+    from tasks.params import load_params
+    from tasks.source import changed
+
+    source = load_params(ROOT / "params.yaml").source
+    if files.get("params.yaml", {}).get("source", source.model_dump()) != source.model_dump():
+        return False  # other addresses: DVC sees that
+    seen = next((root for root in _workspaces() if (root / "data/raw/manifest.json").exists()), ROOT)
+    return changed(source, seen)
+
+
+def _workspaces() -> Iterator[Path]:
+    yield ROOT
+    for record in runs.records():
+        yield record.results()
+
+
+def show(steps: list[Step], files: Files) -> None:
+    from tasks import needs
+    from tasks.params import Cluster, Params, read_yaml, validate
+
+    params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
+    place = files.get("infra/cluster.yaml") or read_yaml(ROOT / "infra" / "cluster.yaml")
+    cluster = validate(Cluster, place, Path("infra/cluster.yaml"))
+    rows, total, unknown = [], 0.0, False
+    for step in steps:
+        time, memory = "", ""
+        if step.what in (RUNS, MAYBE):
+            found = needs.measured(runs.runs_folder(), params, step.stage)
+            gib = needs.train_memory(params, cluster, ROOT) if step.stage == "train" else None
+            time = f"about {_duration(found.seconds)}" if found.seconds is not None else "unknown"
+            memory = _memory(found.gib, gib)
+            total, unknown = total + (found.seconds or 0), unknown or found.seconds is None
+        rows.append((step.stage, step.what, time, memory, step.why[0] if step.why else ""))
+        rows += [("", "", "", "", reason) for reason in step.why[1:]]
+    print(runs.table(rows, ("stage", "", "time", "memory", "why")))
+    whole = (
+        f"at least {_duration(total)}, some unknown"
+        if unknown and total
+        else "unknown"
+        if unknown
+        else _duration(total)
+    )
+    print(
+        f"\nIn all: {whole}, by runs on the same data and model."
+        if any(row[2] for row in rows)
+        else "\nNothing to run."
+    )
+
+
+def _memory(measured: float | None, estimated: float | None) -> str:
+    if measured is None and estimated is None:
+        return "unknown"
+    parts = [f"{measured:.1f} GiB measured"] * (measured is not None)
+    return ", ".join(parts + [f"{estimated:.1f} GiB a worker counted"] * (estimated is not None))
+
+
+def _duration(seconds: float | None) -> str:
+    seconds = round(seconds or 0)
+    return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def main() -> None:
+    from flows.dpo import override
+
+    parser = argparse.ArgumentParser(prog="python -m flows.plan", description="which stages would run, and why")
+    parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
+    asked = parser.parse_args()
+    try:
+        files = workspace.plan(asked.recipe, dict(override(text) for text in asked.set))
+        show(look(files), files)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Runs by name: what each was asked, where it works, how it stands. `python -m flows.runs` (or `make runs`) lists them.
+
+A run's folder, <logging_dir>/<name>, holds its record, journals, logs and report, and, once its worktree is gone, its
+small results: all that pages and tables show.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flows import ROOT
+from tasks.errors import UserError
+from tasks.files import read_json, write_json
+from tasks.lock import holder
+
+WORKTREES = ROOT / ".scratch" / "worktrees"
+RESULTS = "results"
+SMALL = (  # what reports, comparisons and drift checks read
+    "params.yaml",
+    "infra/cluster.yaml",
+    "dvc.lock",
+    "data/metrics",
+    "data/raw/manifest.json",
+    "data/base/manifest.json",
+    "data/card/report.json",
+    "data/model/manifest.json",
+    "data/model/README.md",
+)
+RUNNING, FINISHED, FAILED, STOPPED, CRASHED = "running", "finished", "failed", "stopped", "crashed"
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    root: str  # the worktree, or the checkout
+    state: str = RUNNING
+    since: str = ""
+    until: str = ""
+    pid: int = 0
+    flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: more than one where it was resumed
+    commit: str = ""  # that the worktree is made from
+    files: dict[str, Any] = field(default_factory=dict)  # what the worktree's configuration files hold instead
+    made: bool = False  # whether the worktree is whole
+
+    @property
+    def own(self) -> bool:
+        return Path(self.root) != ROOT
+
+    @property
+    def folder(self) -> Path:
+        return runs_folder() / self.name
+
+    @property
+    def now(self) -> str:
+        """A record says `running` until it is told otherwise; a killed run tells nobody."""
+        if self.state != RUNNING:
+            return self.state
+        found = holder(Path(self.root))
+        starting = self.own and not self.made and psutil.pid_exists(self.pid)
+        return RUNNING if starting or (found and found["pid"] == self.pid) else CRASHED
+
+    def write(self, **changes: Any) -> "Record":
+        new = replace(self, **changes)
+        write_json(new.folder / "record.json", asdict(new))
+        return new
+
+    def results(self) -> Path:
+        """Where its small results are: in its folder once it is finished, in its workspace before."""
+        kept = self.folder / RESULTS
+        return kept if kept.exists() else Path(self.root)
+
+
+def runs_folder() -> Path:
+    from tasks.params import load_cluster
+
+    given = None if "DPO_CLUSTER" in os.environ else ROOT / "infra" / "cluster.yaml"
+    return ROOT / load_cluster(given).logging_dir
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def find(name: str) -> Record | None:
+    path = runs_folder() / name / "record.json"
+    return Record(**read_json(path)) if path.exists() else None
+
+
+def known(name: str) -> Record:
+    if (found := find(name)) is None:
+        names = ", ".join(record.name for record in records()[:10]) or "none yet"
+        raise UserError(f"There is no run named '{name}'. Runs: {names}. `make runs` lists them all.")
+    return found
+
+
+def records() -> list[Record]:
+    """Newest first."""
+    found = [Record(**read_json(path)) for path in runs_folder().glob("*/record.json")]
+    return sorted(found, key=lambda record: record.since, reverse=True)
+
+
+def begin(record: Record, flow_run: str) -> Record:
+    """At work from now on, for the first time or again."""
+    flow_runs = [*record.flow_runs, *([flow_run] if flow_run not in record.flow_runs else [])]
+    return record.write(state=RUNNING, since=record.since or now(), until="", pid=os.getpid(), flow_runs=flow_runs)
+
+
+def keep_results(record: Record) -> None:
+    """Copy what is small out of a workspace that is about to go."""
+    aside = record.folder / f".{RESULTS}"
+    shutil.rmtree(aside, ignore_errors=True)
+    for name in SMALL:
+        path = Path(record.root) / name
+        target = aside / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target, copy_function=shutil.copyfile)
+        elif path.exists():
+            shutil.copyfile(path, target)
+    shutil.rmtree(record.folder / RESULTS, ignore_errors=True)
+    aside.rename(record.folder / RESULTS)
+
+
+def check_resumable(name: str) -> Record:
+    """The record of a run that can go on; a sentence where it cannot."""
+    record = known(name)
+    if record.now == FINISHED:
+        raise UserError(f"The run {name} is finished; there is nothing to resume. `make open RUN={name}` shows it.")
+    if record.now == RUNNING:
+        raise UserError(
+            f"The run {name} is at work, in process {record.pid}, since {record.since}. Wait until it ends, or stop it "
+            "in Prefect or with Ctrl-C, and then resume it."
+        )
+    return record
+
+
+def stages(record: Record) -> list[dict[str, Any]]:
+    path = record.folder / "stages.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    from flows.publish import mlflow_link
+
+    done = stages(record)
+    ran = [state["stage"] for state in done if state["state"] == "ran" and state["stage"] != "promote"]
+    other = sum(state["state"] != "ran" for state in done)
+    path = record.folder / "run.json"
+    link = mlflow_link(read_json(path)) if path.exists() else None
+    what = f"{', '.join(ran) or 'none'} ran, {other} cached" if done else ""
+    since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
+    return record.name, record.now, since, what, link or ""
+
+
+def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> str:
+    lines = [head, *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def main() -> None:
+    found = records()
+    if not found:
+        print("There is no run yet: `make demo`, `make run`, or `prefect deployment run dpo/full`.")
+        return
+    print(table(map(_row, found), ("run", "state", "since", "stages", "MLflow")))
+    unfinished = [record.name for record in found if record.now in (FAILED, STOPPED, CRASHED)]
+    if unfinished:
+        print(
+            f"\n`make resume RUN={unfinished[0]}` goes on with one that did not finish; `make gc` clears away old ones."
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

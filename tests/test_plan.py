@@ -1,0 +1,96 @@
+"""`make plan`: what would run and why, on a repository in which the pipeline has run once; nothing is changed by it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.inputs import Inputs
+from tests.conftest import make_dummy_repo
+from tests.test_flow import STAGES
+from tests.test_runs import command
+
+Env = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def env() -> Env:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    return {**clean, "DPO_HOME": "."}
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env) -> Path:
+    """With code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
+    root = make_dummy_repo(tmp_path_factory.mktemp("plan") / "repo", mlflow_store)
+    content = yaml.safe_load((root / "dvc.yaml").read_text())
+    content["stages"]["train"]["deps"].append("tasks/dummy.py")
+    (root / "dvc.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    done = subprocess.run([sys.executable, "-m", "dvc", "repro"], cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = root / ".scratch" / "runs" / "earlier"
+    record.mkdir(parents=True)
+    source = yaml.safe_load((root / "params.yaml").read_text())["source"]
+    (record / "params.json").write_text(json.dumps({"source": source}))
+    (record / "stages.json").write_text(json.dumps([{"stage": "train", "state": "ran", "seconds": 1200.0}]))
+    (record / "train.jsonl").write_text(json.dumps({"kind": "memory", "time": 0, "gib": 3.5}) + "\n")
+    return root
+
+
+def plan(root: Path, env: Env, *given: str) -> dict[str, str]:
+    """The line of each stage."""
+    before = (root / "dvc.lock").read_text(), (root / "params.yaml").read_text()
+    done = command(root, env, "flows.plan", *given)
+    assert done.returncode == 0, done.stderr
+    assert ((root / "dvc.lock").read_text(), (root / "params.yaml").read_text()) == before
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line and line.split()[0] in STAGES}
+    assert list(lines) == STAGES
+    return lines | {"all": done.stdout}
+
+
+@pytest.mark.slow
+def test_what_would_run_and_why(repo: Path, env: Env) -> None:
+    nothing = plan(repo, env)
+    assert all(nothing[stage].split() == [stage, "unchanged"] for stage in STAGES)
+    assert "Nothing to run." in nothing["all"]
+
+    beta = plan(repo, env, "--set", "train.beta=0.2")
+    assert beta["reference"].split() == ["reference", "unchanged"]
+    assert "param train.beta 0.1 -> 0.2" in beta["train"]
+    assert "about 20 min" in beta["train"]
+    assert "3.5 GiB measured" in beta["train"]
+    assert "behind train: data/train may come out different" in beta["evaluate"]
+    assert "unknown" in beta["evaluate"]
+    assert "In all: at least 20 min, some unknown" in beta["all"]
+
+    other = plan(repo, env, "--set", "source.seed=7")  # a run on other data says nothing about this one
+    assert "param source.seed 0 -> 7" in other["source"]
+    assert "about" not in other["train"]
+
+    with (repo / "tasks" / "dummy.py").open("a") as file:
+        file.write("# changed\n")
+    assert "code changed: tasks/dummy.py" in plan(repo, env)["train"]
+
+
+@pytest.mark.slow
+def test_a_mistake_is_a_sentence(repo: Path, env: Env) -> None:
+    done = command(repo, env, "flows.plan", "--set", "train.bta=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "`train.bta` is not a key of ours. Did you mean `beta`?" in done.stderr
+
+
+def test_differences_are_named_and_numbers_compare_as_numbers() -> None:
+    then = Inputs("run", {"rate": 1e-06, "gone": 1}, {"a.py": "1", "data/x": "2", "same": "3"})
+    now = Inputs("run", {"rate": 2e-06, "new": None}, {"a.py": "9", "data/x": "8", "same": "3"})
+    assert now.differences(then) == [
+        "param gone 1 -> nothing",
+        "param new nothing -> None",
+        "param rate 1e-06 -> 2e-06",
+        "code changed: a.py",
+        "data changed: data/x",
+    ]
+    assert then.differences(then) == []
