@@ -144,10 +144,10 @@ def check_drift(place: Workspace, last: Record | None) -> None:
     bad = [str(shift) for shift in found if shift.too_far]
     said = f"The data have drifted from those of {last['card_of']}: {'; '.join(bad)}."
     if bad and params.on_drift == "stop":
+        go_on = f"`make resume RUN={place.key}`" if place.own else "`make run`"
         raise UserError(
-            f"{said} Nothing was trained and the champion is as it was. Look at {card}; if the data are right, run "
-            "once by hand (`make run`): they are the measure as soon as their model is promoted. promote.drift has the "
-            "limits."
+            f"{said} Nothing was trained and the champion is as it was. Look at {card}; if the data are right, {go_on} "
+            "goes on with them, and they are the measure as soon as their model is promoted. promote.drift has the limits."
         )
     if bad:
         get_run_logger().warning("retrain: %s", said)
