@@ -54,7 +54,7 @@ class Night:
             write_json(self.record, left)
 
 
-def asked(recipe: str | None, overrides: Mapping[str, Any] | None, resume: str | None = None) -> Night:
+def asked(recipe: str | None, overrides: dict[str, Any] | None, resume: str | None = None) -> Night:
     if resume is None:
         record, now = record_of(recipe, overrides), made_of(workspace.plan(recipe, overrides))
         return Night(record, now, _read(record))
@@ -147,7 +147,7 @@ def check_drift(place: Workspace, last: Record | None) -> None:
         go_on = f"`make resume RUN={place.key}`" if place.own else "`make run`"
         raise UserError(
             f"{said} Nothing was trained and the champion is as it was. Look at {card}; if the data are right, {go_on} "
-            "goes on with them, and they are the measure as soon as their model is promoted. promote.drift has the limits."
+            "goes on with them, and they are the measure once their model is promoted. promote.drift has the limits."
         )
     if bad:
         get_run_logger().warning("retrain: %s", said)
