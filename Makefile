@@ -37,6 +37,12 @@ open: $(READY) ## a run's files back, in a worktree of its commit: RUN=name TO=f
 gc: $(READY) ## what old runs hold and nobody needs: KEEP=10 newest stay; YES=1 deletes what is shown
 	@python -m flows.gc --keep $(or $(KEEP),10) $(if $(YES),--yes)
 
+retrain: $(READY) ## what dpo/nightly does: nothing where nothing is new; RECIPE= and SET= as above
+	@python -m flows.dpo --only-if-new $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
+
+sweep: $(READY) ## many runs over one reference: SPACE="train.beta=0.05,0.1 train.seed=0,1" ARGS="--metric ... --random 8"
+	@python -m flows.sweep $(foreach value,$(SPACE),--space $(value)) $(ARGS)
+
 promote: $(READY) ## after `dvc repro` by hand: register the export, and make it champion where the gate lets it
 	@python -m tasks.promote
 
@@ -112,5 +118,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench up down \
+.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor lint bench up down \
   status logs lock plan runs resume open gc

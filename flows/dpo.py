@@ -10,13 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 from prefect import flow, get_run_logger, runtime
+from prefect.states import Completed
 
-from flows import ROOT, commits, promote, publish, runs, server, terminal, workspace
+from flows import ROOT, commits, promote, publish, retrain, runs, server, terminal, workspace
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.runs import Record
 from flows.stage import StageFailed, stage
@@ -30,24 +34,35 @@ def dpo(
     name: Name = NO_NAME,
     resume: Name = NO_NAME,
     only_if_new: bool = False,
+    registered: bool = True,
     overrides: Overrides = {},  # noqa: B006 (None would make a form that asks for a type)
-) -> dict[str, Any]:
+) -> Any:
     """From preference data to a registered model.
 
     Args:
         recipe: a named overlay of params.yaml, from flows/recipes; none: params.yaml as it stands.
         name: of the run, its worktree and its branch runs/<name>; without one it is Prefect's name for the flow run.
         resume: the name of a run that did not finish, to go on with; nothing else is given then.
-        only_if_new: end at once when neither the data nor what matters of code and params changed.
+        only_if_new: end at once where nothing is new since the last finished run (flows/retrain.py), and stop where
+            the data have drifted.
+        registered: the model goes into the registry and through the gate; a sweep's runs do not.
         overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
     """
+    began, night = datetime.now().astimezone(), retrain.asked(recipe, overrides, resume)
+    if only_if_new and (why := night.nothing_new()):
+        get_run_logger().info("retrain: %s", why)
+        return Completed(message=why, data={"nothing_new": why})
     with workspace.opened(_record(recipe, overrides, name, resume), runtime.flow_run.id) as place:
         _say_where(place)
+        night.note(place)
         with publish.recorded(place) as states:
-            run_stages(place, states)
-            states.append(promote.promote(place))
+            run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
+            if registered:
+                states.append(promote.promote(place))
             publish.publish(place, states)
-    if promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
+            left = night.outcome(place, began) if registered else None
+    night.write(left)
+    if registered and promote.waits_for_a_person(place) and not server.embedded():  # the workspace is free meanwhile
         promote.ask_a_person(place)
     return {"key": place.key, "workspace": str(_closed(place)), "stages": states}
 
@@ -89,14 +104,20 @@ def _closed(place: Workspace) -> Path:
         return place.root
 
 
-def run_stages(place: Workspace, states: list[dict[str, Any]]) -> None:
-    """Every stage in turn; `states` grows by what became of each."""
+def run_stages(
+    place: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
+) -> None:
+    """Every stage in turn; `states` grows by what became of each. `checks` are made behind the stage of that name."""
     stale, moved = place.stale(), place.source_changed()
     for name in place.stages():
         # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
         force = name == "source" and moved
         unchanged = not force and name not in stale and all(state["state"] == "cached" for state in states)
-        states.append(stage(name, place, unchanged, force))
+        state = stage(name, place, unchanged, force)
+        if name == "source" and state["state"] == "restored" and place.source_changed():
+            state = stage(name, place, False, True)  # DVC remembers what an address led to once, and no longer does
+        states.append(state)
+        checks.get(name, lambda: None)()
     if any(state["state"] != "cached" for state in states) and (stale := place.stale()):
         raise UserError(
             f"The run is over, and {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
@@ -118,6 +139,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
     parser.add_argument("--name", help="of the run, its worktree and its branch")
+    parser.add_argument("--only-if-new", action="store_true", help="end at once where nothing is new since last time")
+    parser.add_argument("--unregistered", action="store_true", help="leave registry and champion alone")
     parser.add_argument("--resume", metavar="NAME", help="go on with a run that did not finish")
     return parser.parse_args(given)
 
@@ -141,10 +164,12 @@ def run_here(given: list[str]) -> None:
     server.start()
     shown = terminal.attach()
     try:
-        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, resume=asked.resume)
+        how = {"only_if_new": asked.only_if_new, "registered": not asked.unregistered}
+        result = dpo(recipe=asked.recipe, overrides=overrides, name=asked.name, resume=asked.resume, **how)
     finally:
         shown.end_line()
-    report(result)
+    if "nothing_new" not in result:
+        report(result)
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
@@ -55,6 +56,7 @@ def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
     cluster = load_cluster(place.root / "infra/cluster.yaml")
     folder = tracking.open_run(load_params(place.root / "params.yaml"), cluster, place.logs)
     tracking.Run(folder, tracking.FLOW).write("start", pid=os.getpid())
+    tracking.Run(folder, tracking.FLOW).tags(json.loads(os.environ.get("DPO_TAGS", "{}")))  # which sweep, say
     tracking.start_forwarder(folder)
     states: list[dict[str, Any]] = []
     status = "FAILED"
@@ -122,6 +124,18 @@ def _where(place: Workspace) -> str:
     return "\n".join(lines)
 
 
+def compare_link(runs: list[dict[str, Any]]) -> str | None:
+    """MLflow's page that puts these runs side by side."""
+    if not runs:
+        return None
+    asked = {
+        "runs": [ids["run_id"] for ids in runs],
+        "experiments": sorted({str(ids["experiment_id"]) for ids in runs}),
+    }
+    query = "&".join(f"{name}={quote(json.dumps(values, separators=(',', ':')))}" for name, values in asked.items())
+    return f"{_page(runs[0])}/#/compare-runs?{query}"
+
+
 def _model(place: Workspace) -> str:
     """The worktree is gone when this is read."""
     here = f"`{place.root / 'data' / 'model'}`"
@@ -131,11 +145,14 @@ def _model(place: Workspace) -> str:
 def mlflow_link(ids: dict[str, Any]) -> str | None:
     if not ids:
         return None
+    return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+
+
+def _page(ids: dict[str, Any]) -> str:
     address = str(ids.get("tracking_uri", ""))
     served = services.known("mlflow")
     local = served.address if served else MLFLOW_PAGE
-    page = address.rstrip("/") if address.startswith("http") else local
-    return f"{page}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+    return address.rstrip("/") if address.startswith("http") else local
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

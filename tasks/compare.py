@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.answers import Record, held_out_prompts, judged, records, sampled
+from tasks.answers import Record, judged
+from tasks.asked import ask, objective_of, ready_for, refuse_other_tokens, todays
 from tasks.bootstrap import mean_interval
 from tasks.errors import UserError
 from tasks.files import home, read_json
 from tasks.judges import outcomes
-from tasks.pairs import read_rows
 from tasks.params import Evaluate, load_cluster, load_params
-from tasks.paths import METRICS, MODEL, PAIRS
-from tasks.progress import Bar
+from tasks.paths import METRICS, MODEL
 from tasks.registry import Registry, Version, registry
 
 Comparison = dict[str, dict[str, float]]
@@ -74,29 +73,32 @@ def read_side(folder: Path, which: str = "policy") -> Side:
 
 def version_side(found: Registry, version: Version) -> Side:
     """What a version of the registry did; asked anew where it was evaluated on other prompts or in another way."""
-    params = load_params().evaluate
-    ours, theirs = read_json(MODEL / "manifest.json"), read_json(found.fetch(version, "model", "manifest.json"))
-    same_pairs = theirs["data"]["pairs"]["eval.parquet"] == ours["data"]["pairs"]["eval.parquet"]
+    theirs, ours = manifest_of(found, version), read_json(MODEL / "manifest.json")
+    same_pairs = eval_hash(theirs) == eval_hash(ours)
     if same_pairs and theirs["params"]["evaluate"] == ours["params"]["evaluate"]:
         return read_side(found.fetch(version, "evaluation"))
+    params, folder, objective = load_params(), weights_of(found, version), objective_of(theirs)
+    refuse_other_tokens(ours, theirs)
+    print(f"compare: version {version.number} answers the held-out prompts of today", flush=True)
+    return Side(*ask(params.evaluate, folder, ready_for(params, todays(params), objective), objective))
+
+
+def eval_hash(manifest: dict[str, Any]) -> str:
+    return str(manifest["data"]["pairs"]["eval.parquet"])
+
+
+def manifest_of(found: Registry, version: Version) -> dict[str, Any]:
+    return read_json(found.fetch(version, "model", "manifest.json"))
+
+
+def weights_of(found: Registry, version: Version) -> Path:
     folder = found.fetch(version, "model")
     if not list(folder.glob("*.safetensors")):
         raise UserError(
             f"Version {version.number} of {found.name} was evaluated on other prompts, and its weights are not in the "
             "registry, so it cannot be asked again."
         )
-    print(f"compare: version {version.number} answers the held-out prompts of today", flush=True)
-    return Side(_ask(params, folder), {})
-
-
-def _ask(params: Evaluate, folder: Path) -> dict[str, Record]:
-    from training.model import best_device, load_model, load_tokenizer
-
-    prompts = held_out_prompts(read_rows(PAIRS / "eval.parquet"), params.prompts)
-    model, tokenizer = load_model(folder, params.dtype, best_device()), load_tokenizer(folder)
-    with Bar("promote", len(prompts), "answers of the champion") as bar:
-        answers = sampled(params, model, (folder, None), tokenizer, prompts, bar)
-    return {row["prompt"]: record for row, record in zip(prompts, records(params, prompts, answers), strict=True)}
+    return folder
 
 
 def side_named(name: str) -> Side:

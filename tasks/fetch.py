@@ -1,6 +1,7 @@
 """Preference data from where it is: the demo, a file, a folder, an fsspec address (S3 and friends), a hub data set."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from tasks.models import HUB, hub_address, local_path
 from tasks.readers import COMPRESSED, SUFFIXES, suffix_of
 
 REMOTE = "://"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+ASKED_SECONDS = 10.0  # that a hub may take to name its newest commit
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # beside a data set's rows
 
 
@@ -58,13 +61,18 @@ def name_of(address: str) -> str:
     return re.sub(r"[^\w-]+", "-", last.partition(".")[0]).strip("-") or "data"
 
 
-def changed(address: str, files: dict[str, str]) -> bool:
-    """Whether what an address leads to is no longer these files (name: sha256), as far as can be told from here."""
-    if address == "demo" or address.startswith(HUB):
-        return False  # made from a seed; a hub data set is as new as its revision, or as the stage
-    if REMOTE in address:
+def changed(address: str, files: dict[str, str], strict: bool = False) -> bool:
+    """Whether what an address leads to is no longer these files (name: sha256), as far as can be told from here.
+
+    `strict`: a store that does not answer is an error, and one that was never asked may hold anything.
+    """
+    if address == "demo" or pinned(address):
+        return False  # made from a seed, or named by its content
+    if REMOTE in address or address.startswith(HUB):
         known = _stamps().get(address)
-        return known is not None and known["files"] == files and _stamp(address) not in (None, known["stamp"])
+        if known is None:
+            return strict
+        return known["files"] != files or (stamp if strict else _stamp)(address) not in (None, known["stamp"])
     path = local_path(address)
     if path.is_file():
         return {path.name: known_sha256(path)} != files
@@ -89,6 +97,7 @@ def _from_hub(key: str, address: str, target: Path) -> None:
     if unknown := options.keys() - {"split", "config"}:
         raise UserError(f"{key}: `{unknown.pop()}` in {address} is neither `split` nor `config`.")
     name, revision = hub_address(place)
+    seen = None if pinned(address) else _stamp(address)  # before the rows: what changes meanwhile is seen next time
     try:
         rows = load_dataset(name, options.get("config"), revision=revision, split=options.get("split", "train"))
         rows.to_parquet(str(target))
@@ -97,6 +106,8 @@ def _from_hub(key: str, address: str, target: Path) -> None:
             f"{key}: the data set {name} (revision {revision or 'newest'}) could not be loaded from the hub: "
             f"{str(error).splitlines()[0]} Check the name, ?split=, your network and HF_TOKEN."
         ) from error
+    if seen:
+        write_json(_memory(), {**_stamps(), address: {"files": hash_files(target.parent), "stamp": seen}})
 
 
 def _from_afar(key: str, address: str, folder: Path) -> None:
@@ -130,13 +141,40 @@ def _remote_files(address: str) -> tuple[Any, list[str]]:
     return system, sorted(file for file in found if _holds_rows(file.rpartition("/")[2]))
 
 
-def _stamp(address: str) -> str | None:
-    """What the store says of the files without sending them (an ETag, a time of change); None when it says nothing."""
+def stamp(address: str) -> str:
+    """What the store says of the files without sending them: an ETag, a time of change, a hub's commit."""
     try:
+        if address.startswith(HUB):
+            return hub_commit(address.partition("?")[0], "dataset")
         system, paths = _remote_files(address)
         return ",".join(str(system.ukey(path)) for path in paths)
-    except Exception:  # a store out of reach is no reason to run again
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"{address} could not be asked whether it is new ({reason}). Check the network and the credentials in the "
+            "environment, or name a commit (hub:owner/name@commit)."
+        ) from error
+
+
+def _stamp(address: str) -> str | None:
+    try:
+        return stamp(address)
+    except UserError:  # a store out of reach is no reason to run again
         return None
+
+
+def pinned(address: str) -> bool:
+    """Whether a hub address names a commit, which leads to the same files for ever."""
+    return address.startswith(HUB) and bool(COMMIT.fullmatch(hub_address(address.partition("?")[0])[1] or ""))
+
+
+def hub_commit(address: str, kind: str) -> str:
+    """The commit that a hub address leads to now; `kind` is model or dataset."""
+    from huggingface_hub import HfApi
+
+    name, revision = hub_address(address)
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    return str(api.repo_info(name, repo_type=kind, revision=revision, timeout=ASKED_SECONDS).sha)
 
 
 def _memory() -> Path:

@@ -90,6 +90,15 @@ def _range(low: float | None, high: float | None, share: bool) -> str:
 
 
 def _comparison(decision: dict[str, Any]) -> str:
+    """On today's held-out set and, where the champion was evaluated on another, on that one too."""
+    before, earlier = f"version {decision.get('champion_before')}", decision.get("earlier") or {}
+    parts = [_compared("on the same prompts", decision.get("comparison", {}), before)]
+    if earlier.get("comparison"):
+        parts.append(_compared(f"on {before}'s own held-out pairs", earlier["comparison"], before))
+    return "".join(parts)
+
+
+def _compared(where: str, comparison: dict[str, Any], before: str) -> str:
     rows = [
         (
             name,
@@ -98,10 +107,9 @@ def _comparison(decision: dict[str, Any]) -> str:
             f"{row['difference']:+.4f}",
             f"{row['low']:+.4f} to {row['high']:+.4f}",
         )
-        for name, row in decision.get("comparison", {}).items()
+        for name, row in comparison.items()
     ]
-    before = f"version {decision.get('champion_before')}"
-    return table(("on the same prompts", "this", before, "difference", "95% interval"), rows)
+    return table((where, "this", before, "difference", "95% interval"), rows)
 
 
 def _curves(path: Path) -> list[str]:

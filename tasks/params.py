@@ -14,6 +14,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from tasks import formats
 from tasks.configuration import Count, Fraction, Positive, Section, dotted, lay_over, read_yaml, validate
+from tasks.drift import FIGURES
 from tasks.errors import UserError
 from tasks.place import Cluster
 from tasks.violations import VIOLATIONS
@@ -231,6 +232,13 @@ class Promote(Section):
     max_regression: dict[str, Annotated[float, Field(ge=0.0)]]
     approval_hours: Positive | None
     push: str | None
+    drift: dict[str, Annotated[float, Field(ge=0.0)]]
+    on_drift: Literal["stop", "warn"]
+
+    @model_validator(mode="after")
+    def _drift_is_of_figures_that_there_are(self) -> "Promote":
+        known("drift", self.drift, FIGURES)
+        return self
 
     @model_validator(mode="after")
     def _the_alias_is_not_one_of_ours(self) -> "Promote":

@@ -10,11 +10,12 @@ from typing import Any
 
 from tasks import stage
 from tasks.compare import Comparison, compare, read_side, version_side
+from tasks.earlier import FILE, Earlier, on_earlier_pairs
 from tasks.errors import UserError
 from tasks.files import fingerprint, read_json, sha256, write_json
 from tasks.gate import by_slash, gate, regressions
 from tasks.params import Params, load_cluster, load_params
-from tasks.paths import METRICS, MODEL
+from tasks.paths import METRICS, MODEL, PAIRS
 from tasks.push import push
 from tasks.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
 from tasks.tracking import Run
@@ -36,7 +37,7 @@ def promote(run: Run) -> None:
             found.move(to_champion(params.promote.alias, version, found.at(params.promote.alias)))
     write_json(METRICS / "promote.json", decision)
     run.tags({"model_version": f"{found.name} {version.number}", "promoted": _text(decision["promoted"])})
-    run.summary({"promoted": float(decision["promoted"]), **_differences(decision["comparison"])})
+    run.summary({"promoted": float(decision["promoted"]), **_differences(decision)})
     run.artifact(METRICS / "promote.json")
     print(f"promote: {sentence(decision)}", flush=True)
     if decision["promoted"] and params.promote.push:
@@ -49,9 +50,11 @@ def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
     already = champion is not None and champion.number == version.number
     reasons = gate(params.promote, manifest["metrics"], manifest["checks"])
     comparison: Comparison = {}
+    earlier: Earlier | None = None
     if champion is not None and not already:
         comparison, more = _against(params, found, champion)
-        reasons += more
+        earlier = on_earlier_pairs(params, found, champion)
+        reasons += more + _against_earlier(params, earlier, champion)
     person = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
     waiting = person and not already and not reasons
     return {
@@ -66,6 +69,7 @@ def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
         "rolled_back": version.tags.get("rolled_back", ""),
         "champion_before": champion.number if champion else None,
         "comparison": comparison,
+        "earlier": earlier.told() if earlier else None,
     }
 
 
@@ -88,7 +92,7 @@ def _version(found: Registry, run: Run) -> Version:
     known = found.with_manifest(digest)
     if known is not None:
         return known
-    evaluation = [METRICS / name for name in EVALUATION]
+    evaluation = [METRICS / name for name in EVALUATION] + [path for path in [PAIRS / FILE] if path.exists()]
     return found.add(
         run_id(run.folder), Path(MODEL), evaluation, _tags(read_json(MODEL / "manifest.json"), digest, run)
     )
@@ -118,14 +122,26 @@ def _against(params: Params, found: Registry, champion: Version) -> tuple[Compar
     return comparison, regressions(params.promote, comparison, champion.number)
 
 
+def _against_earlier(params: Params, earlier: Earlier | None, champion: Version) -> list[str]:
+    """Reasons from the champion's own held-out pairs; a set that cannot be asked about is told and is no reason."""
+    if earlier is None:
+        return []
+    if earlier.why_not:
+        print(f"promote: not compared on version {champion.number}'s held-out pairs: {earlier.why_not}", flush=True)
+        return []
+    found = regressions(params.promote, earlier.comparison, champion.number)
+    return [f"{reason} on its own held-out pairs" for reason in found]
+
+
 def to_champion(alias: str, version: Version, champion: Version | None) -> Moves:
     before = champion.number if champion else None
     tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
     return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
 
 
-def _differences(comparison: Comparison) -> dict[str, float]:
-    return {f"champion/{name}": row["difference"] for name, row in comparison.items()}
+def _differences(decision: dict[str, Any]) -> dict[str, float]:
+    sets = {"champion": decision["comparison"], "champion/earlier": (decision["earlier"] or {}).get("comparison", {})}
+    return {f"{where}/{name}": row["difference"] for where, rows in sets.items() for name, row in rows.items()}
 
 
 def _text(value: Any) -> str:

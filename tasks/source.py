@@ -10,7 +10,7 @@ from typing import Any
 from tasks import demo, stage
 from tasks.errors import UserError
 from tasks.fetch import changed as data_changed
-from tasks.fetch import check_address, fetch, name_of
+from tasks.fetch import check_address, fetch, hub_commit, name_of, pinned
 from tasks.files import fingerprint, hash_files, known_sha256, publish, read_json, write_json
 from tasks.models import HUB, hub_address, hub_snapshot, local_path
 from tasks.params import Source, load_params
@@ -143,16 +143,35 @@ def changed(params: Source, root: Path) -> bool:
     raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
     if not (raw.exists() and base.exists()):
         return False  # DVC knows that the stage must run
-    sources = read_json(raw).get("sources", [])
-    model = local_path(params.model)
-    new_data = any(
-        data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}) for one in sources
-    )
-    seen = read_json(base)
-    new_model = model.is_dir() and fingerprint(_model_hashes(model)) != seen["origin"]
-    adapter = local_path(params.adapter) if params.adapter else None
-    new_adapter = adapter is not None and fingerprint(_model_hashes(adapter)) != seen["adapter_sha256"]
-    return new_data or new_model or new_adapter
+    return bool(moved(params, read_json(raw), read_json(base)))
+
+
+def moved(params: Source, raw: dict[str, Any], base: dict[str, Any], strict: bool = False) -> list[str]:
+    """The addresses that no longer lead to what these manifests of ours describe; `strict` as in fetch.changed."""
+    found = []
+    for one in raw.get("sources", []):
+        if data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}, strict):
+            found.append(one["address"])
+    if _model_moved(params.model, base, strict):
+        found.append(params.model)
+    if params.adapter and fingerprint(_model_hashes(local_path(params.adapter))) != base["adapter_sha256"]:
+        found.append(params.adapter)
+    return found
+
+
+def _model_moved(address: str, seen: dict[str, Any], strict: bool) -> bool:
+    if address.startswith(HUB):
+        try:
+            return not pinned(address) and hub_commit(address, "model") != seen["revision"]
+        except Exception as error:
+            if not strict:  # a hub out of reach is no reason to run again
+                return False
+            raise UserError(
+                f"source.model: {address} could not be asked whether it is new ({str(error).splitlines()[0]}). Check "
+                "the network and HF_TOKEN, or name a commit (hub:owner/name@commit)."
+            ) from error
+    folder = local_path(address)
+    return folder.is_dir() and fingerprint(_model_hashes(folder)) != seen["origin"]
 
 
 def _hub_model(address: str) -> tuple[Path, str]:

@@ -2,6 +2,7 @@
 
 DUMMY=train:user|crash|once|slow|sleep|sessions|drift makes that one stage misbehave; promote:wait makes promote ask
 for a person, promote:win makes a champion.
+DUMMY=train:user>0.4 does so where train.beta is above that. What ran is noted, a word for each time, in .scratch/ran.
 """
 
 import json
@@ -18,10 +19,15 @@ target, _, how = os.environ.get("DUMMY", "").partition(":")
 how = how if target == stage else ""
 here = Path("data") / stage
 marks = Path(os.environ["DPO_HOME"]) / ".scratch"
+beta = yaml.safe_load(Path("params.yaml").read_text())["train"]["beta"]
+how, _, above = how.partition(">")
+how = how if not above or beta > float(above) else ""
 
 if stage == "approve":
     print(f"approve: version {sys.argv[2]} by {sys.argv[3]}", flush=True)
     sys.exit(0)
+with (marks / "ran").open("a") as file:
+    file.write(f"{stage}\n")
 print(f"{stage}: 1/2 steps, eta 0:01", flush=True)
 if how == "user":
     print("a word before", flush=True)
@@ -57,7 +63,11 @@ if stage == "source":
         manifest = {"source": "dummy", "model": "dummy", "sha256": "0"}
         (Path("data") / name / "manifest.json").write_text(json.dumps(manifest))
 if stage == "evaluate":
-    metrics = {"rewards/accuracies": 0.98, "samples": {"base": {"kind": 0.5}, "policy": {"kind": 0.97}}}
+    metrics = {
+        "rewards/accuracies": 0.98,
+        "rewards/margins": beta,
+        "samples": {"base": {"kind": 0.5}, "policy": {"kind": 0.97}},
+    }
     (here / "evaluate.json").write_text(json.dumps(metrics))
     sample = {
         "prompt": "<script>alert(1)</script> [a](http://b.c) | x",

@@ -28,7 +28,7 @@ HOMES = {
     "lm_eval": {"training/harness.py"},
     "vllm": {"training/vllm_sampling.py"},
     "fsspec": {"tasks/push.py", "tasks/fetch.py"},
-    "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py"},
+    "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py", "tasks/sweeps.py"},
     "tensorboardX": {"tasks/tensorboard.py"},
     "dvc": set(),  # the command alone
 }

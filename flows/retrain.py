@@ -1,0 +1,178 @@
+"""Is there anything new? What a scheduled run asks before it works, and what a finished run leaves for the next.
+
+`python -m flows.dpo --only-if-new` (the deployment dpo/nightly) ends in seconds where data, base model, code and params
+are those of the last run that finished with the same recipe and overrides. See docs/retraining.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect import get_run_logger, runtime
+from prefect.artifacts import create_table_artifact
+
+from flows import ROOT, runs, workspace
+from flows.promote import decision
+from flows.workspace import Files, Workspace
+from tasks.errors import UserError
+from tasks.files import fingerprint, hash_files, read_json, sha256, write_json
+
+Record = dict[str, Any]
+ASKED = "asked.json"  # in the run's folder
+CARD = Path("data") / "card" / "report.json"
+MANIFESTS = {"raw": Path("data/raw/manifest.json"), "base": Path("data/base/manifest.json")}
+
+
+@dataclass(frozen=True)
+class Night:
+    """A run with a past: what it is made of, and the last finished run of its kind."""
+
+    record: Path | None  # None where nobody knows what a resumed run was asked
+    now: Record
+    last: Record | None
+
+    def nothing_new(self) -> str | None:
+        return nothing_new(self.last, self.now, due())
+
+    def note(self, place: Workspace) -> None:
+        """For when this run is resumed: by then code and params of the checkout may be others."""
+        if self.record:
+            write_json(place.logs / ASKED, {"record": str(self.record), "now": self.now})
+
+    def check_drift(self, place: Workspace) -> None:
+        check_drift(place, self.last)
+
+    def outcome(self, place: Workspace, began: datetime) -> Record | None:
+        return outcome(place, began, self.now, self.last)
+
+    def write(self, left: Record | None) -> None:
+        """When the run is over, and not before: a night that failed is tried again."""
+        if left and self.record:
+            write_json(self.record, left)
+
+
+def asked(recipe: str | None, overrides: dict[str, Any] | None, resume: str | None = None) -> Night:
+    if resume is None:
+        record, now = record_of(recipe, overrides), made_of(workspace.plan(recipe, overrides))
+        return Night(record, now, _read(record))
+    note = _read(runs.runs_folder() / resume / ASKED)
+    return Night(Path(note["record"]), note["now"], _read(Path(note["record"]))) if note else Night(None, {}, None)
+
+
+def _read(path: Path) -> Record | None:
+    return read_json(path) if path.exists() else None
+
+
+def record_of(recipe: str | None, overrides: Mapping[str, Any] | None, root: Path = ROOT) -> Path:
+    """Where the last finished run of this recipe and these overrides is written down."""
+    return root / ".scratch" / "retrain" / f"{fingerprint({'recipe': recipe, 'overrides': overrides or {}})}.json"
+
+
+def made_of(files: Files, root: Path = ROOT) -> Record:
+    """What determines a run besides what its addresses lead to: its params, and the code that dvc.yaml names."""
+    from tasks.params import Params, read_yaml, validate
+
+    params = files.get("params.yaml") or read_yaml(root / "params.yaml")
+    return {"params": validate(Params, params, root / "params.yaml").model_dump(mode="json"), "code": code(root)}
+
+
+def code(root: Path) -> dict[str, str]:
+    """The hash of each dependency of the stages that no stage makes, and of their commands."""
+    stages = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+    outs = {next(iter(out)) if isinstance(out, dict) else out for stage in stages.values() for out in _outs(stage)}
+    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outs)
+    commands = {name: stage["cmd"] for name, stage in stages.items()}
+    return {**{dep: _hash(root / dep) for dep in deps}, "dvc.yaml": fingerprint(commands)}
+
+
+def _outs(stage: Mapping[str, Any]) -> list[Any]:
+    return [*stage.get("outs", []), *stage.get("metrics", [])]
+
+
+def _hash(path: Path) -> str:
+    if not path.exists():
+        return "not there"
+    return fingerprint(hash_files(path)) if path.is_dir() else sha256(path)
+
+
+def nothing_new(last: Record | None, now: Record, due: datetime) -> str | None:
+    """Why there is nothing to do; None where there is, and then the log says what."""
+    if last is None:
+        get_run_logger().info("retrain: the first run of its kind; what it leaves is what the next looks at")
+        return None
+    if due < datetime.fromisoformat(last["began"]):
+        # Of several that a stopped worker missed the first has done the work of all.
+        return f"nothing new since {_moment(last)}: {last['run']} began then, after this run was due ({_local(due)})"
+    found = news(last, now)
+    if not found:
+        return f"nothing new since {_moment(last)}, when {last['run']} began: the same data, model, code and params"
+    get_run_logger().info("retrain: new since %s, when %s began: %s", _moment(last), last["run"], "; ".join(found))
+    return None
+
+
+def news(last: Record, now: Record) -> list[str]:
+    """What is not as it was, in words."""
+    from tasks.params import Source
+    from tasks.source import moved
+    from tasks.tracking import flatten
+
+    before, params = flatten(last["params"]), flatten(now["params"])
+    names = [name for name in {**before, **params} if before.get(name) != params.get(name)]
+    found = [f"{name} {before.get(name)} -> {params.get(name)}" for name in names]
+    files = [name for name in {**last["code"], **now["code"]} if last["code"].get(name) != now["code"].get(name)]
+    found += [f"code ({', '.join(sorted(files))})"] if files else []
+    if last["params"]["source"] != now["params"]["source"]:
+        return found  # other addresses: what the old ones lead to does not matter
+    source = Source.model_validate(now["params"]["source"])
+    return found + [f"what {address} leads to" for address in moved(source, last["raw"], last["base"], strict=True)]
+
+
+def check_drift(place: Workspace, last: Record | None) -> None:
+    """Between prepare and reference: stop, or warn, where the data are no longer what the champion learnt from."""
+    from tasks.drift import shifts
+    from tasks.params import load_params
+
+    params, card = load_params(place.root / "params.yaml").promote, place.root / CARD
+    if not (last and last["card"] and params.drift and card.exists()):
+        return
+    found = shifts(params.drift, last["card"], read_json(card))
+    rows = [{"figure": s.name, "change": s.said, "moved": s.moved, "allowed": s.allowed} for s in found]
+    create_table_artifact(rows, key="dpo-drift", description=f"The data against those of {last['card_of']}")
+    bad = [str(shift) for shift in found if shift.too_far]
+    said = f"The data have drifted from those of {last['card_of']}: {'; '.join(bad)}."
+    if bad and params.on_drift == "stop":
+        go_on = f"`make resume RUN={place.key}`" if place.own else "`make run`"
+        raise UserError(
+            f"{said} Nothing was trained and the champion is as it was. Look at {card}; if the data are right, {go_on} "
+            "goes on with them, and they are the measure once their model is promoted. promote.drift has the limits."
+        )
+    if bad:
+        get_run_logger().warning("retrain: %s", said)
+
+
+def outcome(place: Workspace, began: datetime, now: Record, last: Record | None) -> Record | None:
+    """What the next run compares with; the card stays that of the last promoted data, so that slow drift adds up."""
+    paths = {name: place.root / path for name, path in MANIFESTS.items()}
+    if not all(path.exists() for path in paths.values()):
+        return None
+    seen = {name: read_json(path) for name, path in paths.items()}
+    card = {"card": (last or {}).get("card"), "card_of": (last or {}).get("card_of")}
+    if (place.root / CARD).exists() and (decision(place).get("promoted") or not card["card"]):
+        card = {"card": read_json(place.root / CARD), "card_of": place.key}
+    return {"run": place.key, "began": began.isoformat(timespec="seconds"), **now, **seen, **card}
+
+
+def due() -> datetime:
+    """When this flow run should have started."""
+    return runtime.flow_run.scheduled_start_time or datetime.now().astimezone()
+
+
+def _moment(record: Record) -> str:
+    return _local(datetime.fromisoformat(record["began"]))
+
+
+def _local(when: datetime) -> str:
+    return f"{when.astimezone():%Y-%m-%d %H:%M %Z}"
