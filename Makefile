@@ -82,7 +82,7 @@ worker: $(READY) ## deploys dpo/full and dpo/smoke to that server and works for 
 	@prefect worker start --pool dpo
 
 lock: $(READY) ## resolve pyproject.toml anew and pin what came out
-	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev .
+	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
 	@python -m pip freeze --exclude dpo-pipeline | sed 's/+cpu$$//' > requirements.lock
 
 $(READY): requirements.lock

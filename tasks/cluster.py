@@ -92,9 +92,6 @@ def _connected(address: str, environment: dict[str, str]) -> Iterator[None]:
     except RuntimeError as error:
         raise UserError(_mismatch(address, error)) from error
     try:
-        from tasks import nodes
-
-        nodes.check_versions(address)
         yield
     finally:
         ray.shutdown()
@@ -143,14 +140,20 @@ def on_nodes(cluster: place.Cluster, root: Path, parts: Sequence[Path] = ()) -> 
 
 @contextmanager
 def room_for(where: place.Ray, group: Group, workers: int) -> Iterator[Any]:
-    """A place for each worker of a group, spread over the nodes as configured, once there is room for all."""
+    """A place for each worker of a group, spread over the nodes as configured, once there is room for all.
+
+    Nodes may have come for it (an autoscaler's): only now it is known that all run what we run.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from tasks import nodes
 
+    embedded = where.address == "local"
     placed = placement_group([bundle(group)] * workers, strategy=group.placement)
     try:
-        nodes.wait_for(placed, bundle(group), workers, embedded=where.address == "local")
+        nodes.wait_for(placed, bundle(group), workers, embedded)
+        if not embedded:
+            nodes.check_versions()
         yield placed
     finally:
         remove_placement_group(placed)

@@ -66,7 +66,7 @@ def _alive() -> list[Any]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
 
 
-def check_versions(address: str) -> None:
+def check_versions() -> None:
     if wrong := mismatches(ask(facts), facts()):
         raise UserError("\n".join(wrong))
 
@@ -197,11 +197,11 @@ def look(found: Any, cluster: place.Cluster) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with ray_cluster(cluster.ray, 0):
+            check_versions()
             check_storage(folder)
+            same = " ".join(f"{name} {number}," for name, number in facts().items())
             for address, free in ask(_free, folder).items():
-                theirs = facts()
-                versions = f"Ray {theirs['ray']}, Python {theirs['python']}, torch {theirs['torch']} as here"
-                found.good(f"Ray node {address}: {versions}; sees {folder}, {free / GIB:.0f} GiB free")
+                found.good(f"Ray node {address}: {same} all as here; sees {folder}, {free / GIB:.0f} GiB free")
     except UserError as error:
         for sentence in str(error).splitlines():
             found.wrong(sentence)

@@ -100,10 +100,10 @@ def _compute(
         import ray
         from ray.util import ActorPool
 
-        given = (str(on_nodes(cluster, model)), params.dtype, params.quantization, group.compile)
         work = [(*shard, str(folder), group.row_tokens) for shard in missing]
         tally = Tally(found, bar)
         with room_for(cluster.ray, group, workers) as placed, nodes_told(cluster.ray, bar):
+            given = (str(on_nodes(cluster, model)), params.dtype, params.quantization, group.compile)
             actors = [worker(group, Scorer, placed, number).remote(number, *given) for number in range(workers)]
             try:
                 for done in ActorPool(actors).map_unordered(lambda actor, shard: actor.score.remote(*shard), work):

@@ -107,7 +107,9 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
-        model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
+        # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
+        with room_for(cluster.ray, group, group.num_workers):
+            model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
         trainer = TorchTrainer(
             _worker,
             train_loop_config={
@@ -128,8 +130,6 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
                 failure_config=FailureConfig(max_failures=group.max_failures),
             ),
         )
-        with room_for(cluster.ray, group, group.num_workers):
-            pass  # given back at once: Ray Train places the group itself, and would not say that it waits
         with nodes_told(cluster.ray, bar):
             trainer.fit()
     shutil.rmtree(folder / "ray", ignore_errors=True)

@@ -1,7 +1,7 @@
-"""KubeRay's kinds as far as our manifests use them: fields of ray.io/v1 by name and type, after KubeRay 1.6's API reference.
+"""KubeRay's kinds as far as our manifests use them: fields of ray.io/v1 by name and type, after KubeRay 1.6's docs.
 
-No package carries KubeRay's CRDs, so this list is ours, and shorter than theirs: a field that is not here is refused, be it
-misspelt or merely new to us. Pod templates are not described here but checked as pods against Kubernetes' own schema.
+No package carries KubeRay's CRDs, so this list is ours, and shorter than theirs: a field that is not here is refused,
+be it misspelt or merely new to us. Pod templates are checked as pods against Kubernetes' own schema.
 """
 
 from collections.abc import Iterator

@@ -195,7 +195,9 @@ def test_compose_follows_its_schema(name):
 def test_docker_itself_reads_the_compose_file(tmp_path):
     if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("the command `docker compose` is not here")
-    filled = [f"{line}secret" if line.endswith("=") else line for line in (INFRA / "env.example").read_text().split("\n")]
+    filled = [
+        f"{line}secret" if line.endswith("=") else line for line in (INFRA / "env.example").read_text().split("\n")
+    ]
     (tmp_path / "env").write_text("\n".join(filled))
     files = ["-f", INFRA / "compose.yaml", "-f", INFRA / "compose.gpu.yaml"]
     subprocess.run(["docker", "compose", *files, "--env-file", tmp_path / "env", "config", "--quiet"], check=True)
@@ -209,7 +211,9 @@ def test_docker_itself_reads_the_compose_file(tmp_path):
 def test_compose_has_no_secret_of_its_own_and_no_open_port():
     text = (INFRA / "compose.yaml").read_text()
     needed = set(re.findall(r"\$\{(\w+):\?[^}]*Copy infra/env.example to infra/.env", text))
-    example = {line.partition("=")[0]: line.partition("=")[2] for line in (INFRA / "env.example").read_text().split("\n")}
+    example = {
+        line.partition("=")[0]: line.partition("=")[2] for line in (INFRA / "env.example").read_text().split("\n")
+    }
     assert needed == {name for name in example if name and not name.startswith("#")}
     assert not any(example[name] for name in needed)
     assert set(re.findall(r"\$\{(\w+)\}", text)) <= needed

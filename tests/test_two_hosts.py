@@ -4,9 +4,11 @@ The numbers must be those of one host: reference values, losses of DeepSpeed ZeR
 that lost a node in the middle.
 """
 
+import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import yaml
 
 from tasks.pairs import read_rows
 from tests.two_hosts import ADDRESSES, CABLE, HEAD, Hosts, two_hosts, unable
-from tests.workspaces import PROJECT, wait_for, write_cluster
+from tests.workspaces import wait_for, write_cluster
 
 WHY_NOT = unable()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -102,27 +104,26 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_number(hosts, workspace,
         assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
 
 
-CONNECT = "import sys; from tasks import doctor; sys.exit(doctor.look(None))"
+OLDER = "import ray; ray.__version__ = '2.59.0'; from tasks import reference, stage; stage.main(reference.reference)"
 
 
 def test_what_is_wrong_with_a_cluster_is_said_before_work_starts(hosts, workspace, private):
-    blind = Path(shutil.copytree(workspace, private / "blind"))
-    configure(blind, private / "unshared")
-    older = "import ray, sys; ray.__version__ = '2.59.0'; from tasks import stage, reference; stage.main(reference.reference)"
-    shutil.rmtree(blind / "data/reference")
+    unshared = Path(shutil.copytree(workspace, private / "unshared"))
+    configure(unshared, private / "output")
+    others = [Path(shutil.copytree(unshared, private / name)) for name in ("token", "older")]
     asked = {
         "good": hosts.open(["-m", "tasks.doctor"], workspace),
-        "token": hosts.open(["-m", "tasks.reference"], blind, RAY_AUTH_TOKEN="0" * 64),
+        "storage": hosts.open(["-m", "tasks.reference"], unshared),
+        "token": hosts.open(["-m", "tasks.reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
+        "version": hosts.open(["-c", OLDER], others[1]),
     }
-    said = {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
-    asked = {
-        "storage": hosts.open(["-m", "tasks.reference"], blind, PATIENCE="1"),
-        "version": hosts.open(["-c", older], blind),
-    }
-    said |= {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
+    said = {name: process.communicate(timeout=240)[0] for name, process in asked.items()}
+    assert [asked[name].returncode for name in ("storage", "token", "version")] == [2, 2, 2], said
     for address in ADDRESSES.values():
-        assert f"ok     Ray node {address}: Ray 2.60.0" in said["good"]
-    assert f"error: The Ray head at {HEAD} (ray.address in infra/cluster.yaml) does not accept our token." in said["token"]
-    assert f"error: Ray node {ADDRESSES['b']} does not see {private / 'unshared'}." in said["storage"]
-    assert "error: Ray or Python differ" in said["version"]
+        assert f"ok     Ray node {address}: python {platform.python_version()}, ray {version('ray')}," in said["good"]
+    assert f"error: Ray node {ADDRESSES['b']} does not see {private / 'output'}." in said["storage"]
+    assert (
+        f"error: The Ray head at {HEAD} (ray.address in infra/cluster.yaml) does not accept our token." in said["token"]
+    )
+    assert f"error: Ray or Python differ between the head at {HEAD} and this machine" in said["version"]
     assert "2.59.0" in said["version"]
