@@ -53,18 +53,31 @@ def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
 
     folder = tempfile.mkdtemp(prefix="dpo-ray-")  # short: Ray's socket names have a length limit
     try:
+        _start(int(-(-cpus // 1)), folder)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(cpus: int, folder: str, tries: int = 3) -> None:
+    """Ray gives its parts 30 seconds, which on a busy machine are too few."""
+    import ray
+
+    try:
         ray.init(
             address="local",
-            num_cpus=int(-(-cpus // 1)),
+            num_cpus=cpus,
             include_dashboard=False,
             logging_level=logging.ERROR,
             log_to_driver=False,  # our workers report through files; Ray's own chatter stays in its logs
             _temp_dir=folder,
         )
-        yield
-    finally:
+    except Exception as error:
+        if "timed out during startup" not in str(error) or tries == 1:
+            raise
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        _start(cpus, folder, tries - 1)
 
 
 @contextmanager
