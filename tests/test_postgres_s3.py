@@ -29,7 +29,7 @@ from tests.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 SERVICES = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
 SHORT = {"prepare.max_pairs": 48, "train.max_steps": 2, "evaluate.prompts": 2, "promote.require": {}}
-WITHOUT = "no Postgres that this user can run: install postgresql, or the locked packages where others may read them"
+WITHOUT = "Postgres is not installed (apt-get install postgresql)"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT)]
 Env = dict[str, str]
 
