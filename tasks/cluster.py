@@ -24,7 +24,7 @@ from training.dtypes import slow_here
 
 CODE = Path(__file__).resolve().parents[1]
 PATIENCE = 5.0  # seconds for a head to answer
-JOIN = "A driver runs on a node: `ray start --address HEAD:PORT --num-cpus 0` makes this one that takes no work."
+JOIN = "A driver runs on a node: `ray start --address HEAD:PORT --num-cpus 0` makes this machine one, without work."
 RESTARTS = 2  # of an actor whose worker or node is lost
 
 Group = place.ReferenceGroup | place.ActorTrainGroup
@@ -90,6 +90,7 @@ def _connected(address: str, environment: dict[str, str]) -> Iterator[None]:
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "4")
     import ray
 
+    environment.pop("DS_ACCELERATOR", None)  # whether there is a GPU is each node's to say
     packages = [str(CODE / name) for name in ("tasks", "training")]
     runtime = {"py_modules": packages, "excludes": ["__pycache__"], "env_vars": environment}
     try:
