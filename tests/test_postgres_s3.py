@@ -30,7 +30,11 @@ STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 SERVICES = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
 SHORT = {"prepare.max_pairs": 48, "train.max_steps": 2, "evaluate.prompts": 2, "promote.require": {}}
 WITHOUT = "Postgres is not installed (apt-get install postgresql)"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT),
+]
 Env = dict[str, str]
 
 
