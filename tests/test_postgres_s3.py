@@ -32,7 +32,7 @@ SHORT = {"prepare.max_pairs": 48, "train.max_steps": 2, "evaluate.prompts": 2, "
 WITHOUT = "Postgres is not installed (apt-get install postgresql)"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT),
 ]
 Env = dict[str, str]
@@ -155,7 +155,7 @@ def flow(root: Path, env: Env) -> str:
     ours = {**env, "PYTHONPATH": str(root)}
     ours.pop("DPO_CLUSTER")
     command = [sys.executable, "-m", "flows.dpo"]
-    done = subprocess.run(command, cwd=root, env=ours, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
