@@ -108,7 +108,16 @@ def trained(referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
-LONGEST = ("test_end_to_end", "test_resume", "test_flow", "test_evaluate", "test_reference", "test_engine")
+LONGEST = (
+    "test_end_to_end",
+    "test_two_hosts",
+    "test_postgres_s3",
+    "test_resume",
+    "test_flow",
+    "test_evaluate",
+    "test_reference",
+    "test_engine",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

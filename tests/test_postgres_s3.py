@@ -177,17 +177,10 @@ def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing
     git(checkout, "clone", "-q", str(checkout), str(second))
     dvc(second, stack.env, "pull")
     assert "up to date" in dvc(second, stack.env, "status")
-    dry = dvc(second, stack.env, "repro", "--dry")
-    assert "Running stage" not in dry
+    assert "up to date" in dvc(second, stack.env, "repro")
     for folder in ("pairs", "reference", "policy", "model"):
         assert contents(second / "data" / folder) == contents(checkout / "data" / folder) != {}
-
-    again = flow(second, stack.env)
-    assert again.count("unchanged, not run") == len(STAGES)
-    journals = {path.stem for path in (second / ".scratch" / "runs").glob("*/*.jsonl")}
-    assert journals.isdisjoint(STAGES)  # no stage was started, so no model was loaded
-    assert database.one("mlflow", "SELECT max(version) FROM model_versions") == 1  # the same export is one version
-    assert database.one("prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'") == 2
+    assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
 
 
 def objects(s3: Any) -> list[str]:
