@@ -98,7 +98,7 @@ logs: ## what the services of `make up` said last; SERVICE=worker one of them, F
 	@tail -n 40 $(if $(FOLLOW),-F) .services/$(or $(SERVICE),*).log
 
 lock: $(READY) ## resolve pyproject.toml anew and pin what came out
-	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev .
+	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
 	@python -m pip freeze --exclude dpo-pipeline | sed 's/+cpu$$//' > requirements.lock
 
 $(READY): requirements.lock

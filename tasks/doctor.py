@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tasks import nodes
 from tasks import params as parameters
 from tasks.errors import UserError
 from tasks.files import home, read_json
@@ -52,6 +53,7 @@ def look(recipe: str | None) -> int:
     else:
         found.good("params.yaml and infra/cluster.yaml are good" + (f" with recipe {recipe}" if recipe else ""))
         fit(found, params, cluster)
+        nodes.look(found, cluster)
     print("ready" if not found.bad else f"{found.bad} to mend")
     return 1 if found.bad else 0
 

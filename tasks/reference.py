@@ -25,6 +25,7 @@ from training.objective import Objective
 from training.packing import Pair
 
 NUMERICS = 2  # raise when the values that we compute change
+PATIENCE = 120.0  # seconds for shared storage to show what another node wrote
 
 Shard = tuple[list[Pair], list[str]]
 
@@ -54,7 +55,7 @@ def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, basis: 
     if missing:
         model = base_folder(params.source.model)
         run.summary(_compute(missing, total - left, total, model, params.reference, cluster, folder))
-        values = read_shards(folder)
+        values = _written(folder, {key for _, some in missing for key in some})
     ids = {split: [pair.id for pair in pairs[split]] for split in SPLITS}
     _publish(ids, keys, values, basis)
     run.summary({"reference_pairs": total, "reference_pairs_computed": left})
@@ -69,6 +70,22 @@ def _missing(pairs: dict[str, list[Pair]], keys: dict[str, list[str]], known: se
     return wanted
 
 
+def _written(folder: Path, expected: set[str]) -> Any:
+    """All values, once those of workers on other nodes can be read here."""
+    from tasks.cluster import look_again
+
+    until = time.monotonic() + PATIENCE
+    while expected - known_keys(values := read_shards(folder)):
+        if time.monotonic() > until:
+            raise UserError(
+                f"Workers on other nodes wrote shards that are not in {folder} here. output_dir in "
+                "infra/cluster.yaml must be storage that every node shares."
+            )
+        time.sleep(1)
+        look_again(folder)
+    return values
+
+
 def _publish(ids: dict[str, list[str]], keys: dict[str, list[str]], values: Any, basis: dict[str, Any]) -> None:
     with publish(REFERENCE) as out:
         for split in SPLITS:
@@ -80,27 +97,27 @@ def _compute(
     missing: Sequence[Shard], found: int, total: int, model: Path, params: Reference, cluster: Cluster, folder: Path
 ) -> dict[str, float]:
     """Tokens a second of each worker."""
-    from tasks.cluster import ray_cluster, warn_of_slow_dtype
+    from tasks.cluster import nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype, worker
 
     group = cluster.reference
     workers = min(group.num_workers, len(missing))
     warn_of_slow_dtype("reference", params.dtype, group.gpus_per_worker)
-    with ray_cluster(cluster.ray.address, workers * group.cpus_per_worker), Bar("reference", total, "pairs") as bar:
+    with ray_cluster(cluster.ray, workers * group.cpus_per_worker), Bar("reference", total, "pairs") as bar:
         import ray
         from ray.util import ActorPool
 
-        actor = ray.remote(num_cpus=group.cpus_per_worker, num_gpus=group.gpus_per_worker, max_restarts=2)(Scorer)
-        given = (str(model), params.dtype, params.quantization, group.compile)
-        actors = [actor.options(max_task_retries=2).remote(number, *given) for number in range(workers)]
         work = [(*shard, str(folder), group.row_tokens) for shard in missing]
         tally = Tally(found, bar)
-        try:
-            for done in ActorPool(actors).map_unordered(lambda worker, shard: worker.score.remote(*shard), work):
-                tally.add(*done)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise UserError(f"source.model: {error.cause}. Choose another model.") from None
-            raise
+        with room_for(cluster.ray, group, workers) as placed, nodes_told(cluster.ray, bar):
+            given = (str(on_nodes(cluster, model)), params.dtype, params.quantization, group.compile)
+            actors = [worker(group, Scorer, placed, number).remote(number, *given) for number in range(workers)]
+            try:
+                for done in ActorPool(actors).map_unordered(lambda actor, shard: actor.score.remote(*shard), work):
+                    tally.add(*done)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ValueError):
+                    raise UserError(f"source.model: {error.cause}. Choose another model.") from None
+                raise
     return tally.rates()
 
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def _train(run: Run, params: Params, cluster: Cluster, folder: Path) -> None:
         print(f"train: going on from the checkpoint of step {int(last.name.removeprefix('step-'))}", flush=True)
     events = Events(run.folder / "tensorboard" if cluster.tensorboard else None)
     with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar, events):
-        _fit(settings, cluster, folder)
+        _fit(settings, cluster, folder, bar)
     _publish(run, folder)
 
 
@@ -101,31 +101,33 @@ def _how(params: Params, cluster: Cluster) -> str:
     return f"{mode}, {group.num_workers} workers, ZeRO-{group.zero_stage}, {params.train.dtype}"
 
 
-def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
-    """Start the worker group and wait; a dead worker restarts the group from the last checkpoint."""
-    from tasks.cluster import ray_cluster, warn_of_slow_dtype
+def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
+    """Start the worker group and wait; a dead worker or a lost node restarts the group from the last checkpoint."""
+    from tasks.cluster import bundle, look_again, nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype
 
     group = cluster.actor_train
-    resources = {"CPU": group.cpus_per_worker, **({"GPU": group.gpus_per_worker} if group.gpus_per_worker else {})}
     warn_of_slow_dtype("train", settings.dtype, group.gpus_per_worker)
     (folder / "refused").unlink(missing_ok=True)
     # One CPU more than the workers need: Ray Train's controller takes one.
-    with ray_cluster(cluster.ray.address, group.num_workers * group.cpus_per_worker + 1):
+    with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1):
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
-        TorchTrainer(
+        # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
+        with room_for(cluster.ray, group, group.num_workers):
+            model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
+        trainer = TorchTrainer(
             _worker,
             train_loop_config={
-                "settings": settings,
-                "root": str(Path.cwd()),
+                "settings": replace(settings, model=str(model)),
+                "root": str(root),
                 "world": group.num_workers,
                 "driver": (socket.gethostname(), os.getpid()),
             },
             scaling_config=ScalingConfig(
                 num_workers=group.num_workers,
                 use_gpu=group.gpus_per_worker > 0,
-                resources_per_worker=resources,
+                resources_per_worker=bundle(group),
                 placement_strategy=group.placement,
             ),
             run_config=RunConfig(
@@ -133,18 +135,21 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path) -> None:
                 storage_path=str(folder / "ray"),
                 failure_config=FailureConfig(max_failures=group.max_failures),
             ),
-        ).fit()
+        )
+        with nodes_told(cluster.ray, bar):
+            trainer.fit()
     shutil.rmtree(folder / "ray", ignore_errors=True)
+    look_again(folder)
     if (folder / "refused").exists():
         raise UserError((folder / "refused").read_text())
 
 
 def _worker(config: dict[str, Any]) -> None:
     """In each worker: read the artefacts, train, and leave metrics in a file that the driver watches."""
-    threading.Thread(target=_die_with_driver, args=config["driver"], daemon=True).start()
     from training import loop, memory
 
     settings, root = config["settings"], Path(config["root"])
+    threading.Thread(target=_die_with_driver, args=(*config["driver"], settings), daemon=True).start()
     journal, refusal = Path(settings.folder) / "metrics.jsonl", Path(settings.folder) / "refused"
     if refusal.exists():  # by the attempt before this one: a restart cannot mend it
         return
@@ -153,6 +158,8 @@ def _worker(config: dict[str, Any]) -> None:
         with journal.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    if _begun_before(settings):
+        write({"kind": "note", "text": "the workers start again, from the last checkpoint"})
     try:
         loop.train(
             settings,
@@ -185,12 +192,30 @@ def _by_source(settings: Settings, root: Path) -> dict[str, list[Pair]]:
     return sets
 
 
-def _die_with_driver(host: str, pid: int) -> None:
-    """A busy worker outlives a killed driver for up to a minute, and would go on training for nobody."""
-    while socket.gethostname() == host and Path(f"/proc/{pid}").exists():
-        time.sleep(0.5)
+def _begun_before(settings: Settings) -> bool:
+    """Whether this attempt lost a worker or a node. Asked on rank 0, which says so."""
+    from ray.train import get_context
+
+    mark = Path(settings.folder) / "begun"
+    if get_context().get_world_rank() != 0:
+        return False
+    before = mark.exists() and mark.read_text() == settings.attempt
+    mark.write_text(settings.attempt)
+    return before
+
+
+def _die_with_driver(host: str, pid: int, settings: Settings) -> None:
+    """A busy worker outlives a killed driver for up to a minute, and would go on training for nobody.
+
+    On the driver's host its process tells; on another, that the next attempt has claimed the folder.
+    """
     if socket.gethostname() == host:
-        os._exit(1)
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.5)
+    else:
+        while not checkpoint.taken_over(Path(settings.folder), settings.attempt):
+            time.sleep(5)
+    os._exit(1)
 
 
 def _refuse(settings: Settings, sentence: str) -> None:

@@ -98,8 +98,20 @@ def referenced(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, mlflow
     return workspace
 
 
+@pytest.fixture(scope="session")
+def trained(referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same after `train`, undisturbed and on one host."""
+    from tests.workspaces import run
+
+    workspace = Path(shutil.copytree(referenced, tmp_path_factory.mktemp("trained") / "workspace"))
+    run(workspace, "train")
+    return workspace
+
+
 LONGEST = (
     "test_end_to_end",
+    "test_two_hosts",
+    "test_postgres_s3",
     "test_resume",
     "test_services",
     "test_flow",

@@ -16,7 +16,7 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 HOMES = {
     "prefect": {"flows"},
     "mlflow": {"tasks/forward.py", "tasks/registry.py"},
-    "ray": {"tasks/cluster.py", "tasks/reference.py", "tasks/train.py"},
+    "ray": {"tasks/cluster.py", "tasks/nodes.py", "tasks/reference.py", "tasks/train.py"},
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
     "transformers": {"training"},

@@ -16,13 +16,6 @@ from tests.workspaces import run, start
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def undisturbed(referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workspace = Path(shutil.copytree(referenced, tmp_path_factory.mktemp("undisturbed") / "workspace"))
-    run(workspace, "train")
-    return workspace
-
-
 def checkpoints(workspace: Path) -> set[str]:
     return {path.name for path in workspace.glob(".scratch/train/*/step-*")}
 
@@ -52,7 +45,7 @@ def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undisturbed, tmp_path):
+def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trained, tmp_path):
     workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
     first = start(workspace, "train")
     orphans = workers(first)
@@ -72,14 +65,14 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, undi
     assert "going on from the checkpoint of step" in said
 
     for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
-        assert (workspace / name).read_bytes() == (undisturbed / name).read_bytes(), name
+        assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
     (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
     steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {}) and "step" in line]
     assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
 
 
-def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(undisturbed, tmp_path):
-    workspace = Path(shutil.copytree(undisturbed, tmp_path / "damaged"))
+def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained, tmp_path):
+    workspace = Path(shutil.copytree(trained, tmp_path / "damaged"))
     shutil.rmtree(workspace / "data/policy")
     newest = max(workspace.glob(".scratch/train/*/step-*"))
     part = next(newest.rglob("*optim_states.pt"))
@@ -95,4 +88,4 @@ def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(undistur
     assert not (workspace / "data/policy").exists()
     run(workspace, "train")
     weights = "data/policy/adapter_model.safetensors"
-    assert (workspace / weights).read_bytes() == (undisturbed / weights).read_bytes()
+    assert (workspace / weights).read_bytes() == (trained / weights).read_bytes()

@@ -21,6 +21,13 @@ def claim(folder: Path, attempt: str) -> None:
     write_atomically(folder / "attempt", attempt)
 
 
+def taken_over(folder: Path, attempt: str) -> bool:
+    try:
+        return (folder / "attempt").read_text() not in ("", attempt)
+    except OSError:  # storage that does not answer is no newer run
+        return False
+
+
 def save(engine: Any, folder: Path, attempt: str, step: int, state: dict[str, Any], keep: int) -> None:
     """A collective: every rank writes its part, rank 0 publishes the whole with `state`, which is plain JSON."""
     aside = folder / f".step-{step:08d}.{attempt}"

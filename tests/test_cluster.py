@@ -1,0 +1,94 @@
+"""A Ray cluster that is configured wrongly is told in a sentence, before work starts. Two hosts: test_two_hosts.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.server import free_port
+from tasks import cluster, nodes
+from tasks.errors import UserError
+from tasks.params import Cluster, validate
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+def refused(content: dict) -> str:
+    with pytest.raises(UserError) as error:
+        validate(Cluster, content, Path("infra/cluster.yaml"))
+    return str(error.value)
+
+
+def test_an_address_is_local_auto_or_host_and_port():
+    for good in ("local", "auto", "10.0.0.1:6379", "ray-head.dpo.svc:6379"):
+        assert validate(Cluster, {"ray": {"address": good}}, Path()).ray.address == good
+    said = refused({"ray": {"address": "ray://10.0.0.1:10001"}})
+    assert "it must be `local`, the head's host:port as 10.0.0.1:6379" in said
+    assert "`interface` has no effect on address local" in refused({"ray": {"interface": "eth0"}})
+    assert "ray.env" in refused({"ray": {"env": {"NCCL_DEBUG": 1}}})
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_missing_token_is_named_with_where_it_was_looked_for(no_token, monkeypatch):
+    with pytest.raises(UserError, match=f"RAY_AUTH_TOKEN is not set and {no_token}/.ray/auth_token holds none"):
+        cluster._find_token()
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(no_token / "token"))
+    with pytest.raises(UserError, match=f"{no_token}/token holds none"):
+        cluster._find_token()
+    (no_token / "token").write_text("abc")
+    cluster._find_token()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_head_that_does_not_answer_is_told_at_once():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=f"No Ray head answers at {address}.*`ray start --head --port"):
+        cluster._reach(address)
+
+
+def test_a_node_with_other_versions_is_named_with_both():
+    ours = nodes.facts()
+    theirs = {**ours, "python": "3.11.2", "torch": "2.12.0"}
+    (said,) = nodes.mismatches({"10.0.0.1": ours, "10.0.0.2": theirs}, ours)
+    assert said.startswith(f"Ray node 10.0.0.2 has python 3.11.2 (here: {ours['python']}), torch 2.12.0 (here: ")
+
+
+def test_the_same_files_are_told_from_others_of_the_same_size(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a").write_text("1")
+    before = [nodes.listing(tmp_path, [Path("data")], times) for times in (True, False)]
+    (tmp_path / "data/a").write_text("2")
+    os.utime(tmp_path / "data/a", ns=(1, 1))
+    after = [nodes.listing(tmp_path, [Path("data")], times) for times in (True, False)]
+    assert before[0] != after[0]
+    assert before[1] == after[1] == [("data/a", 1)]
+
+
+EMBEDDED = """
+from tasks import cluster, nodes, place
+nodes.SOON = 1.0
+group = place.ReferenceGroup(placement="STRICT_SPREAD")
+with cluster.ray_cluster(place.Ray(), 2):
+    with cluster.room_for(place.Ray(), group, 1):
+        print("one fits")
+    with cluster.room_for(place.Ray(), group, 2):
+        print("two fit")
+"""
+
+
+@pytest.mark.slow
+def test_a_group_that_will_never_fit_an_embedded_cluster_is_refused(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, "-c", EMBEDDED], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "one fits" in done.stdout
+    assert "two fit" not in done.stdout
+    assert "2 workers with 1 CPU each do not fit 1 nodes with 2 CPU in all" in done.stderr

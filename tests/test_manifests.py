@@ -1,0 +1,259 @@
+"""infra/k8s, infra/compose.yaml and infra/Dockerfile, as far as a machine without Kubernetes and Docker can check them.
+
+Against the schemas (Kubernetes' own, Compose's own, ours of KubeRay's documented fields), and against this repository:
+versions, commands, options, addresses, secrets and paths that they name exist.
+"""
+
+import copy
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tasks.params import Cluster, read_yaml, validate
+from tests import kuberay
+
+ROOT = Path(__file__).resolve().parents[1]
+INFRA, K8S = ROOT / "infra", ROOT / "infra" / "k8s"
+LOCK = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().split() if "==" in line)
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+IMAGE = f"dpo-pipeline:{VERSION}"
+KUSTOMIZATION = yaml.safe_load((K8S / "kustomization.yaml").read_text())
+NOT_KUBERNETES = {"kustomization.yaml", "cluster.yaml"}
+MANIFESTS = [
+    (path.name, document)
+    for path in sorted(K8S.glob("*.yaml"))
+    if path.name not in NOT_KUBERNETES
+    for document in yaml.safe_load_all(path.read_text())
+]
+BIN = Path(sys.executable).parent
+
+
+def named(manifest: tuple[str, dict[str, Any]]) -> str:
+    return f"{manifest[0]}-{manifest[1]['kind']}"
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Raise where a field is unknown, missing or of another type."""
+    if manifest["apiVersion"].startswith("ray.io/"):
+        jsonschema.validate(manifest, kuberay.SCHEMAS[manifest["kind"]])
+        for pod in kuberay.pods(manifest):
+            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    else:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=named)
+def test_a_manifest_follows_its_schema(manifest):
+    check(manifest[1])
+
+
+def walk(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    yield place, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield from walk(below, (*place, key))
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("raycluster.yaml", ("spec", "workerGroupSpecs", 0, "maxReplicas")),
+        ("raycluster.yaml", ("spec", "headGroupSpec", "template", "spec", "containers", 0, "env")),
+        ("rayjob.yaml", ("spec", "submissionMode")),
+        ("worker.yaml", ("spec", "template", "spec", "containers", 0, "resources")),
+    ],
+)
+def test_a_misspelt_field_is_found(file, place):
+    """The checks above can fail: the same manifests with one name spelt otherwise."""
+    broken = copy.deepcopy(next(document for name, document in MANIFESTS if name == file))
+    inside: Any = broken
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[f"{place[-1]}s"] = inside.pop(place[-1])
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check(broken)
+
+
+def everything(kind: str) -> list[dict[str, Any]]:
+    return [document for _, document in MANIFESTS if document["kind"] == kind]
+
+
+def test_kustomization_names_every_file_and_every_reference_exists():
+    files = {path.name for path in K8S.glob("*.yaml")} - NOT_KUBERNETES
+    assert set(KUSTOMIZATION["resources"]) == files - {"rayjob.yaml"}
+    secrets = {line.partition("=")[0] for line in (K8S / "secrets.env.example").read_text().splitlines() if "=" in line}
+    maps = {document["metadata"]["name"] for document in everything("ConfigMap")} | {"dpo"}
+    claims = {document["metadata"]["name"] for document in everything("PersistentVolumeClaim")}
+    used = set()
+    for place, value in (found for _, document in MANIFESTS for found in walk(document)):
+        match place[-1] if place else None:
+            case "secretKeyRef":
+                assert value["name"] == "dpo"
+                used.add(value["key"])
+            case "configMap":
+                assert value["name"] in maps
+            case "claimName":
+                assert value in claims
+            case "image":
+                assert value in (IMAGE, "postgres:17-alpine")
+    (cluster,) = everything("RayCluster")
+    assert cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "dpo"}
+    assert used | {"auth_token"} == secrets
+    assert KUSTOMIZATION["images"] == [{"name": "dpo-pipeline", "newTag": VERSION}]
+
+
+def test_ray_in_kubernetes_is_what_the_code_asks_for():
+    (ray,) = everything("RayCluster")
+    assert ray["spec"]["rayVersion"] == LOCK["ray"]
+    place = validate(Cluster, read_yaml(K8S / "cluster.yaml"), K8S / "cluster.yaml")
+    assert place.ray.address == f"{ray['metadata']['name']}-head-svc:6379"  # the service that KubeRay makes
+    groups = {group["groupName"]: group for group in ray["spec"]["workerGroupSpecs"]}
+    for name, ours in (("reference", place.reference), ("actor_train", place.actor_train)):
+        (container,) = groups[name]["template"]["spec"]["containers"]
+        offered = json.loads(json.loads(groups[name]["rayStartParams"]["resources"]))
+        assert ours.resources == offered == {name: 1}
+        assert ours.num_workers <= groups[name]["maxReplicas"]  # a worker takes the whole of its node's resource
+        assert ours.gpus_per_worker == float(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert ours.cpus_per_worker <= float(container["resources"]["requests"]["cpu"])
+    mounts = {m["mountPath"] for _, c in walk(ray) if isinstance(c, dict) for m in c.get("volumeMounts", [])}
+    assert place.output_dir.startswith("/shared/")
+    assert "/shared" in mounts
+    (job,) = everything("RayJob")
+    assert job["spec"]["clusterSelector"]["ray.io/cluster"] == ray["metadata"]["name"]
+    entrypoint = shlex.split(shlex.split(job["spec"]["entrypoint"])[2])
+    assert importlib.util.find_spec(entrypoint[entrypoint.index("-m") + 1])
+    assert (ROOT / "flows" / "recipes" / f"{entrypoint[-1]}.yaml").exists()
+
+
+COMPOSE = yaml.safe_load((INFRA / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command of ours in Compose and Kubernetes."""
+    found = [(name, service["command"]) for name, service in SERVICES.items() if service.get("image") == IMAGE]
+    for file, document in MANIFESTS:
+        for _, value in walk(document):
+            if isinstance(value, dict) and value.get("image") == IMAGE and "args" in value:
+                found.append((file, value["args"]))
+    return found
+
+
+@pytest.mark.parametrize(("where", "command"), commands())
+def test_a_command_exists_with_its_options(where, command):
+    if command[0].endswith(".sh"):
+        assert (ROOT / command[0]).stat().st_mode & 0o111
+        return
+    assert (BIN / command[0]).exists()
+    options = {word for word in command if word.startswith("--")}
+    assert options <= known_options(command), where
+
+
+def known_options(command: list[str]) -> set[str]:
+    if command[0] == "ray":
+        from ray.scripts.scripts import start
+
+        return {option for parameter in start.params for option in parameter.opts}
+    if command[0] == "mlflow":
+        from mlflow.cli import server
+
+        return {option for parameter in server.params for option in parameter.opts}
+    if command[0] == "prefect":  # started with them by tests/test_postgres_s3.py
+        return {"--host", "--port"}
+    return set()
+
+
+def test_the_shell_script_is_whole():
+    subprocess.run(["bash", "-n", INFRA / "worker.sh"], check=True)
+    named_files = re.findall(r"infra/[\w.]+", (INFRA / "worker.sh").read_text())
+    assert all((ROOT / name).exists() for name in named_files)
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_compose_follows_its_schema(name):
+    done = subprocess.run(
+        [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", INFRA / name],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_docker_itself_reads_the_compose_file(tmp_path):
+    if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("the command `docker compose` is not here")
+    filled = [
+        f"{line}secret" if line.endswith("=") else line for line in (INFRA / "env.example").read_text().split("\n")
+    ]
+    (tmp_path / "env").write_text("\n".join(filled))
+    files = ["-f", INFRA / "compose.yaml", "-f", INFRA / "compose.gpu.yaml"]
+    subprocess.run(["docker", "compose", *files, "--env-file", tmp_path / "env", "config", "--quiet"], check=True)
+    empty = subprocess.run(
+        ["docker", "compose", *files, "--env-file", INFRA / "env.example", "config"], capture_output=True, text=True
+    )
+    assert empty.returncode
+    assert "Copy infra/env.example to infra/.env" in empty.stderr
+
+
+def test_compose_has_no_secret_of_its_own_and_no_open_port():
+    text = (INFRA / "compose.yaml").read_text()
+    needed = set(re.findall(r"\$\{(\w+):\?[^}]*Copy infra/env.example to infra/.env", text))
+    example = {
+        line.partition("=")[0]: line.partition("=")[2] for line in (INFRA / "env.example").read_text().split("\n")
+    }
+    assert needed == {name for name in example if name and not name.startswith("#")}
+    assert not any(example[name] for name in needed)
+    assert set(re.findall(r"\$\{(\w+)\}", text)) <= needed
+    for service in SERVICES.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    for secret in ("infra/.env", "infra/k8s/secrets.env"):
+        assert subprocess.run(["git", "check-ignore", "-q", secret], cwd=ROOT).returncode == 0, secret
+
+
+def test_compose_services_find_each_other():
+    long_running = set(SERVICES) - {"bucket", "ray-worker", "worker"}
+    assert all("healthcheck" in SERVICES[name] for name in long_running)
+    for host, port in re.findall(r"(?://|@)([a-z][a-z0-9-]*):(\d+)", (INFRA / "compose.yaml").read_text()):
+        assert host in SERVICES
+        words = [*SERVICES[host].get("command", []), *{"postgres": ["5432"], "s3": ["7070"]}.get(host, [])]
+        assert port in words
+    head = SERVICES["ray-head"]["command"]
+    address = f"ray-head:{head[head.index('--port') + 1]}"
+    assert address in SERVICES["ray-worker"]["command"]
+    for name in ("compose.cluster.yaml", "compose.gpu-cluster.yaml"):
+        place = validate(Cluster, read_yaml(INFRA / name), INFRA / name)
+        assert place.ray.address == SERVICES["worker"]["environment"]["RAY_HEAD"] == address
+        assert place.tracking_uri == "http://mlflow:5000"
+        assert place.output_dir.startswith("/shared/")
+    assert all(
+        "shared:/shared" in SERVICES[name]["volumes"] for name in ("ray-head", "ray-worker", "worker", "prefect")
+    )
+    assert SERVICES["worker"]["environment"]["DPO_CLUSTER"] == "/shared/dpo/infra/compose.cluster.yaml"
+
+
+def test_the_image_is_made_from_the_lock_without_secrets_by_nobody_special():
+    text = (INFRA / "Dockerfile").read_text()
+    done = subprocess.run([BIN / "hadolint", "--no-color", INFRA / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    base = re.search(r"^FROM python:(\d+)\.(\d+)\.\d+-", text, re.M)
+    assert base
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert (int(base[1]), int(base[2])) >= tuple(map(int, requires.removeprefix(">=").split(".")))
+    assert "pip install --requirement requirements.lock" in text
+    assert text.rindex("\nUSER 1000:1000") < text.index("\nENTRYPOINT")
+    assert not re.search(r"(?i)password|secret|token|_key", text)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", ".scratch", "**/.env", "**/secrets.env"} <= set(ignored)

@@ -1,0 +1,192 @@
+"""The stack of infra/compose.yaml without containers: MLflow and Prefect on Postgres, DVC's remote and artifacts on S3.
+
+Servers are started with the commands and the environment that compose.yaml has, on loopback. The real pipeline, small,
+runs on them; then a second clone, as another machine, pulls everything and repeats nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows import child
+from flows.server import free_port
+from tasks import demo
+from tests import postgres
+from tests.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
+
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+SERVICES = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
+SHORT = {"prepare.max_pairs": 48, "train.max_steps": 2, "evaluate.prompts": 2, "promote.require": {}}
+WITHOUT = "Postgres is not installed (apt-get install postgresql)"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT),
+]
+Env = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stack:
+    database: postgres.Postgres
+    s3: Any
+    mlflow: str
+    env: Env  # of a driver
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    from moto.server import ThreadedMotoServer
+
+    folder = tmp_path_factory.mktemp("stack")
+    with ExitStack() as stack, postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database:
+        moto = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+        moto.start()
+        stack.callback(moto.stop)
+        ports = {"postgres:5432": database.port, "s3:7070": moto._port, "mlflow:5000": free_port()}
+        ports["prefect:4200"] = free_port()
+        secrets = {"POSTGRES_PASSWORD": database.password, "PREFECT_PASSWORD": "word"}
+        secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing"}
+        here = Translation(ports, secrets, folder)
+        s3 = bucket(here)
+        for name in ("mlflow", "prefect"):
+            stack.enter_context(here.started(name))
+        for name, path in (("mlflow", "/health"), ("prefect", "/api/health")):
+            wait_for(lambda name=name, path=path: answers(here.address(name) + path), 180)
+        yield Stack(database, s3, here.address("mlflow"), here.environment("worker"))
+
+
+class Translation:
+    """compose.yaml on this machine: services become loopback ports, /shared a folder, secrets are filled in."""
+
+    def __init__(self, ports: dict[str, int], secrets: dict[str, str], folder: Path) -> None:
+        self.ports, self.secrets, self.folder = ports, secrets, folder
+
+    def address(self, service: str) -> str:
+        return next(f"http://127.0.0.1:{port}" for name, port in self.ports.items() if name.startswith(f"{service}:"))
+
+    def words(self, text: str) -> str:
+        for service, port in self.ports.items():
+            text = text.replace(service, f"127.0.0.1:{port}")
+            text = re.sub(rf"127\.0\.0\.1:{service.partition(':')[2]}\b", f"127.0.0.1:{port}", text)
+            text = str(port) if text == service.partition(":")[2] else text
+        text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: self.secrets.get(found[1], ""), text)
+        return text.replace("0.0.0.0", "127.0.0.1").replace("/shared", str(self.folder))
+
+    def environment(self, service: str) -> Env:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_", "RAY_"))}
+        path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        return {**clean, **path, **{n: self.words(str(v)) for n, v in SERVICES[service]["environment"].items()}}
+
+    def started(self, service: str) -> Any:
+        command = [self.words(word) for word in SERVICES[service]["command"]]
+        log = (self.folder / f"{service}.log").open("w")
+        return child.started(command, self.folder, self.environment(service), log)
+
+
+def answers(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def bucket(here: Translation) -> Any:
+    """As the service `bucket` makes it, with its own command."""
+    import boto3
+
+    env = here.environment("bucket")
+    subprocess.run([sys.executable, *SERVICES["bucket"]["command"][1:]], env=env, check=True)
+    keys = {"aws_access_key_id": env["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": env["AWS_SECRET_ACCESS_KEY"]}
+    return boto3.client("s3", endpoint_url=env["AWS_ENDPOINT_URL_S3"], region_name="us-east-1", **keys)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: Stack) -> Path:
+    """The repository, with little data, a tiny model, and the stack's addresses in its configuration."""
+    from tasks.params import dotted, overlay, read_yaml
+
+    folder = tmp_path_factory.mktemp("first")
+    root = folder / "dpo"
+    for name in git(PROJECT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+        if (PROJECT / name).exists():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, root / name)
+    write_data(folder / "pairs.jsonl", demo.rows(0)[:60])
+    given = {"source.data": str(folder / "pairs.jsonl"), "source.model": str(tiny_base), **SMALL, **SHORT}
+    content = overlay(read_yaml(root / "params.yaml"), dotted(given))
+    (root / "params.yaml").write_text(yaml.safe_dump(content))
+    write_cluster(root, {"tracking_uri": stack.mlflow, "actor_train.num_workers": 1})
+    git(root, "init", "-q", "-b", "main")
+    dvc(root, stack.env, "remote", "add", "-d", "shared", "s3://dpo/dvc")
+    dvc(root, stack.env, "remote", "modify", "shared", "endpointurl", stack.env["AWS_ENDPOINT_URL_S3"])
+    commit(root, "as it comes")
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def commit(root: Path, message: str) -> None:
+    git(root, "add", "-A")
+    git(root, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", message)
+
+
+def dvc(root: Path, env: Env, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def flow(root: Path, env: Env) -> str:
+    ours = {**env, "PYTHONPATH": str(root)}
+    ours.pop("DPO_CLUSTER")
+    command = [sys.executable, "-m", "flows.dpo"]
+    done = subprocess.run(command, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing(stack, checkout, tmp_path):
+    said = flow(checkout, stack.env)
+    assert "unchanged, not run" not in said
+    database = stack.database
+    assert database.one("prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'") == 1
+    runs = len(STAGES) + len(["promote", "parent"])
+    assert database.one("mlflow", "SELECT count(*) FROM runs WHERE status = 'FINISHED'") == runs
+    assert database.one("mlflow", "SELECT max(version) FROM model_versions") == 1
+    assert any(key.startswith("mlflow/") and key.endswith("model.safetensors") for key in objects(stack.s3))
+
+    dvc(checkout, stack.env, "push")
+    assert any(key.startswith("dvc/files/md5/") for key in objects(stack.s3))
+    commit(checkout, "the run")
+    second = tmp_path / "second"
+    git(checkout, "clone", "-q", str(checkout), str(second))
+    dvc(second, stack.env, "pull")
+    assert "up to date" in dvc(second, stack.env, "status")
+    assert "up to date" in dvc(second, stack.env, "repro")
+    for folder in ("pairs", "reference", "policy", "model"):
+        assert contents(second / "data" / folder) == contents(checkout / "data" / folder) != {}
+    assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
+
+
+def objects(s3: Any) -> list[str]:
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket="dpo")
+    return [item["Key"] for page in pages for item in page.get("Contents", [])]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,129 @@
+"""More than one machine, for real: two hosts with addresses and disks of their own, and a cable that is cut.
+
+The numbers must be those of one host: reference values, losses of DeepSpeed ZeRO-2 over both, and the weights of a run
+that lost a node in the middle.
+"""
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.pairs import read_rows
+from tests.two_hosts import ADDRESSES, CABLE, HEAD, Hosts, two_hosts, unable
+from tests.workspaces import wait_for, write_cluster
+
+WHY_NOT = unable()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that host b does not see, as the disk of another machine."""
+    return tmp_path_factory.mktemp("private")
+
+
+@pytest.fixture(scope="module")
+def hosts(private: Path) -> Iterator[Hosts]:
+    with two_hosts(private) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def workspace(private: Path, referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On host a's own disk, base model included; only output_dir is on storage that both see."""
+    root = Path(shutil.copytree(referenced, private / "workspace"))
+    for made in (root / "data/reference", root / ".scratch"):
+        shutil.rmtree(made)
+    params = yaml.safe_load((root / "params.yaml").read_text())
+    params["source"]["model"] = str(shutil.copytree(params["source"]["model"], private / "base"))
+    (root / "params.yaml").write_text(yaml.safe_dump(params))
+    configure(root, tmp_path_factory.mktemp("shared"))
+    return root
+
+
+def configure(workspace: Path, shared: Path) -> None:
+    spread = {"num_workers": 2, "placement": "STRICT_SPREAD"}
+    groups = {f"{group}.{key}": value for group in ("reference", "actor_train") for key, value in spread.items()}
+    ray = {"ray.address": HEAD, "ray.interface": CABLE}
+    write_cluster(workspace, {**ray, **groups, "actor_train.zero_stage": 2, "output_dir": str(shared)})
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def logps(workspace: Path) -> dict[str, list[float]]:
+    rows = [row for split in ("train", "eval") for row in read_rows(workspace / f"data/reference/{split}.parquet")]
+    return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
+
+
+def test_the_reference_group_on_both_hosts_computes_the_values_of_one(hosts, workspace, referenced):
+    driver = hosts.open(["-m", "tasks.reference"], workspace)
+    wait_for(lambda: driver.poll() is not None or all(hosts.works(host, "Scorer") for host in ADDRESSES), 120)
+    said = finish(driver)
+    assert f"Not every node sees {workspace.parent / 'base'}; what workers read is copied to" in said
+    ours, theirs = logps(workspace), logps(referenced)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == pytest.approx(theirs[name], abs=1e-6) for name in ours)
+
+
+def test_a_node_that_is_cut_off_and_comes_back_costs_no_number(hosts, workspace, trained):
+    driver = hosts.open(["-u", "-m", "tasks.train"], workspace)
+    heard: list[str] = []
+
+    def hear(word: str) -> None:
+        """Read on until the driver has said it."""
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            heard.append(line)
+            if word in line:
+                return
+        raise AssertionError("".join(heard))
+
+    hear("starts as the reference")
+    shared = Path(yaml.safe_load((workspace / "infra/cluster.yaml").read_text())["output_dir"])
+    wait_for(lambda: list(shared.glob("train/*/step-*")), 60)
+    assert all(hosts.works(host, "RayTrainWorker") for host in ADDRESSES)
+    hosts.cable("down")
+    hear(f"train: node {ADDRESSES['b']} is lost")
+    hosts.cable("up")
+    hosts.end("b")  # a service manager would see its Ray end, being declared dead, and start it again
+    hosts.start("b")
+    hear(f"train: node {ADDRESSES['b']} has joined")
+    hear("train: the workers start again, from the last checkpoint")
+    finish(driver)
+    for name in ("data/metrics/train.csv", "data/metrics/train.json", "data/policy/adapter_model.safetensors"):
+        assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
+
+
+OLDER = "import ray; ray.__version__ = '2.59.0'; from tasks import reference, stage; stage.main(reference.reference)"
+
+
+def test_what_is_wrong_with_a_cluster_is_said_before_work_starts(hosts, workspace, private):
+    unshared = Path(shutil.copytree(workspace, private / "unshared"))
+    configure(unshared, private / "output")
+    others = [Path(shutil.copytree(unshared, private / name)) for name in ("token", "older")]
+    asked = {
+        "good": hosts.open(["-m", "tasks.doctor"], workspace),
+        "storage": hosts.open(["-m", "tasks.reference"], unshared),
+        "token": hosts.open(["-m", "tasks.reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
+        "version": hosts.open(["-c", OLDER], others[1]),
+    }
+    said = {name: process.communicate(timeout=240)[0] for name, process in asked.items()}
+    assert [asked[name].returncode for name in ("storage", "token", "version")] == [2, 2, 2], said
+    for address in ADDRESSES.values():
+        assert f"ok     Ray node {address}: python {platform.python_version()}, ray {version('ray')}," in said["good"]
+    assert f"error: Ray node {ADDRESSES['b']} does not see {private / 'output'}." in said["storage"]
+    assert (
+        f"error: The Ray head at {HEAD} (ray.address in infra/cluster.yaml) does not accept our token." in said["token"]
+    )
+    assert f"error: Ray or Python differ between the head at {HEAD} and this machine" in said["version"]
+    assert "2.59.0" in said["version"]
