@@ -58,6 +58,9 @@ test-fast: $(READY) ## tests without servers, clusters and several processes
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name
 	@python -m tasks.doctor $(RECIPE)
 
+sync: $(READY) ## send to MLflow what earlier runs could not
+	@python -m tasks.forward
+
 lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 	@ruff check .
 	@ruff format --check .
@@ -102,5 +105,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor lint bench ui server \
+.PHONY: help demo run promote approve rollback compare verify push reproduce report test test-fast doctor sync lint bench ui server \
   worker lock

@@ -31,7 +31,7 @@ def dpo(recipe: str | None = None, overrides: dict[str, Any] | None = None, name
     """
     key = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
     files = workspace.plan(recipe, overrides)
-    with workspace.opened(key, name, files) as place, publish.recorded(place) as states:
+    with workspace.opened(key, name, files) as place, publish.recorded(place, recipe) as states:
         if place.own:
             _say_where(place)
         run_stages(place, states)

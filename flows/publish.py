@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prefect import runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
 from flows.workspace import Workspace
@@ -44,14 +45,15 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
 
 
 @contextmanager
-def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
+def recorded(place: Workspace, recipe: str | None = None) -> Iterator[list[dict[str, Any]]]:
     """Yields the list of what became of each stage, and tells MLflow when the run is over, however it ended."""
     from tasks import tracking
     from tasks.params import load_cluster, load_params
 
     os.environ.update(place.identity())
-    folder = tracking.open_run(load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml"))
-    tracking.start_forwarder(folder)
+    params, cluster = load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml")
+    folder = tracking.open_run(params, cluster, place.root)
+    tracking.begin(folder, {"recipe": recipe or "none", "prefect_flow_run": str(runtime.flow_run.id)})
     states: list[dict[str, Any]] = []
     status = "FAILED"
     try:

@@ -15,7 +15,7 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 # One tool has one home.
 HOMES = {
     "prefect": {"flows"},
-    "mlflow": {"tasks/forward.py", "tasks/registry.py"},
+    "mlflow": {"tasks/record.py", "tasks/registry.py"},
     "ray": {"tasks/cluster.py", "tasks/reference.py", "tasks/train.py"},
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
@@ -40,6 +40,7 @@ PLUMBING = {
         "cluster",
         "configuration",
         "errors",
+        "flock",
         "forward",
         "lock",
         "params",
@@ -47,6 +48,8 @@ PLUMBING = {
         "place",
         "plots",
         "progress",
+        "record",
+        "redact",
         "runs",
         "stage",
         "tensorboard",
