@@ -26,6 +26,7 @@ PATIENCE = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0.5",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
@@ -141,7 +142,7 @@ def sync() -> None:
         done, failed = send_all(home() / load_cluster().logging_dir)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"sent the figures of {done} runs" if done or not failed else "nothing could be sent")
+    print(f"sent the figures of {done} run{'' if done == 1 else 's'}")
     for name, why in failed.items():
         print(f"error: MLflow still refuses {name}: {why} Start it (`make ui`, `make up`), then `make sync`.")
     if failed:
