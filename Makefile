@@ -11,6 +11,7 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export DO_NOT_TRACK := 1
 export DVC_NO_ANALYTICS := 1
 export MLFLOW_DISABLE_TELEMETRY := true
+export MLFLOW_ALLOW_MODEL_CODE_EXECUTION := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
 PORT ?= 5000
@@ -55,8 +56,8 @@ test: $(READY) ## all tests, in two processes, fast ones first
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
-doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name
-	@python -m tasks.doctor $(RECIPE)
+doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
+	@python -m tasks.doctor $(RECIPE) $(if $(FIX),--fix)
 
 sync: $(READY) ## send to MLflow what earlier runs could not
 	@python -m tasks.forward
@@ -71,7 +72,7 @@ bench: $(READY) ## our training beside TRL's: BENCH=cpu (as it comes), gpu or co
 
 ui: $(READY) ## MLflow's pages on http://127.0.0.1:5000 (PORT=...)
 	@mkdir -p .mlflow
-	@echo "MLflow: http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning  (Ctrl-C ends it)"
+	@echo "MLflow: http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey=dpo  (Ctrl-C ends it)"
 	@mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///$(CURDIR)/.mlflow/mlflow.db \
 	  --artifacts-destination $(CURDIR)/.mlflow/artifacts --workers 1
 

@@ -15,6 +15,7 @@ from prefect import runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
 from flows.workspace import Workspace
+from tasks.redact import redact
 
 MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make ui` serves it
 SAMPLES = 3
@@ -29,7 +30,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     page = write_page(place, states)
     tracking.Run(place.logs, tracking.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
-    create_markdown_artifact(result(place), key="dpo-result", description="What the run achieved")
+    create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
     link = mlflow_link(_read_json(place.logs / "run.json"))
     where = f"{link}/artifacts/{page.name}" if link else page.as_uri()
     create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")

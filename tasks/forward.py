@@ -82,7 +82,8 @@ class Workers:
         self.last: dict[str, dict[str, Any]] = {}
 
     def any(self) -> bool:
-        return any([self._works(path) for path in sorted(self.folder.glob("*.jsonl"))])
+        working = [self._works(path) for path in sorted(self.folder.glob("*.jsonl"))]  # each is looked at
+        return any(working)
 
     def _works(self, journal: Path) -> bool:
         lines, self.offsets[journal.stem] = read_lines(journal, self.offsets.get(journal.stem, 0))

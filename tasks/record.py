@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tasks.experiment import experiment
 from tasks.files import fingerprint, read_json, write_json
 from tasks.flock import locked
 from tasks.redact import redact
@@ -24,7 +25,7 @@ Line = dict[str, Any]
 LONGEST_PARAM = 500
 MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
-MARK = "journal"  # the tag by which a run is found again
+MARK = "mlflow.journal"  # the tag by which a run is found again; MLflow hides what begins so
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # for good: no second try helps
 
 
@@ -155,30 +156,15 @@ def _parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path
     """The pipeline run's own run, made once and named in run.json."""
     if (folder / "run.json").exists():
         return
-    experiment = _experiment(client, settings["exp_name"], artifacts)
+    place = experiment(client, settings["exp_name"], artifacts)
     tags = {"mlflow.source.name": "dpo", "mlflow.source.type": "PROJECT", "pipeline_run": folder.name}
-    tags["mlflow.source.git.commit"] = settings.get("commit", "unknown")
-    run_id = _made_once(client, experiment, folder, "run", folder.name, tags, settings.get("began"))
+    if commit := settings.get("commit"):  # MLflow shows its own tag on a run's page, and not where runs are compared
+        tags |= {"mlflow.source.git.commit": commit, "git_commit": commit[:12]}
+    run_id = _made_once(client, place, folder, "run", folder.name, tags, settings.get("began"))
     _tolerant(_log_params, client, run_id, flatten(read_json(folder / "params.json")))
     client.log_artifact(run_id, str(folder / "params.json"))
-    ids = {"experiment_id": experiment, "run_id": run_id, "tracking_uri": settings["tracking_uri"]}
-    write_json(folder / "run.json", {**ids, "tracking_uri": redact(settings["tracking_uri"])})
-
-
-def _experiment(client: Any, name: str, artifacts: Path | None) -> str:
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(name)
-    if found:
-        return str(found.experiment_id)
-    location = artifacts.resolve().as_uri() if artifacts else None
-    try:
-        return str(client.create_experiment(name, artifact_location=location))
-    except MlflowException:  # another run made it a moment ago
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            raise
-        return str(found.experiment_id)
+    address = redact(settings["tracking_uri"])
+    write_json(folder / "run.json", {"experiment_id": place, "run_id": run_id, "tracking_uri": address})
 
 
 def _child(client: Any, folder: Path, stage: str) -> str:
@@ -195,7 +181,7 @@ def _child(client: Any, folder: Path, stage: str) -> str:
 
 
 def _made_once(
-    client: Any, experiment: str, folder: Path, what: str, name: str, tags: dict[str, str], began: int | None
+    client: Any, place: str, folder: Path, what: str, name: str, tags: dict[str, str], began: int | None
 ) -> str:
     """A new run, or the one that a forwarder made which died before it could note it."""
     marks = folder / "mark"
@@ -203,10 +189,10 @@ def _made_once(
     if not before:
         marks.write_text(uuid.uuid4().hex)
     mark = fingerprint([marks.read_text(), what])
-    found = client.search_runs([experiment], f"tags.{MARK} = '{mark}'", max_results=1) if before else []
+    found = client.search_runs([place], f"tags.`{MARK}` = '{mark}'", max_results=1) if before else []
     if found:
         return str(found[0].info.run_id)
-    run = client.create_run(experiment, start_time=began, run_name=name, tags={**tags, MARK: mark})
+    run = client.create_run(place, start_time=began, run_name=name, tags={**tags, MARK: mark})
     return str(run.info.run_id)
 
 

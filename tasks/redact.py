@@ -13,7 +13,10 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 8  # characters of a value that is taken for a secret: `true` and `1` are not
-NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|CONNECTION_STRING|(^|_)KEY|KEY_ID|_AUTH)$", re.IGNORECASE)
+SURE = 16  # the same where it is a reason to refuse a configuration
+NAMES = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|CONNECTION_STRING|(^|_)KEY|KEY_ID|_AUTH)$", re.IGNORECASE
+)
 ADDRESS = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s/?#@'\"]+@")
 # Long enough and mixed enough that no word is meant.
 SHAPES = re.compile(
@@ -55,10 +58,10 @@ def redacted(content: Any) -> Any:
 def is_secret(text: str) -> bool:
     """Whether a configured value is one that belongs into the environment."""
     hidden = ADDRESS.search(text) and re.search(r"://[^/@\s]*:[^/@\s]+@", text)
-    return bool(hidden or SHAPES.search(text) or any(value in text for value in _values()))
+    return bool(hidden or SHAPES.search(text) or any(value in text for value in _values() if len(value) >= SURE))
 
 
-def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+def hook(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
     """For sys.excepthook."""
     print(redact("".join(traceback.format_exception(kind, error, where))), file=sys.stderr, end="", flush=True)
 

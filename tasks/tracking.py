@@ -133,13 +133,13 @@ def finish(folder: Path, root: Path, states: Mapping[str, str], status: str) -> 
 
 
 def commit(root: Path) -> str:
-    """What git has checked out there: of a run in its own worktree, the snapshot."""
+    """What git has checked out there: of a run in its own worktree, the snapshot. Nothing where there is no git."""
     try:
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
         answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
-        return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def lineage(root: Path = Path()) -> dict[str, str]:

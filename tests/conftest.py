@@ -43,6 +43,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (home / "server.log").open("w") as log, child.started(command, home, env, log) as process:
         wait_until_it_answers(process, api, home / "server.log")

@@ -12,7 +12,7 @@ HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 
 class Proxy:
-    """`mode`: good, error (500 to everything), slow (`delay` seconds each), lost (the server acts, its answer is lost)."""
+    """`mode`: good, error (500 to everything), slow (`delay` seconds each), lost (the server acts and is not heard)."""
 
     def __init__(self, behind: str, port: int = 0) -> None:
         self.behind = urlparse(behind).netloc

@@ -15,7 +15,7 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 # One tool has one home.
 HOMES = {
     "prefect": {"flows"},
-    "mlflow": {"tasks/record.py", "tasks/registry.py"},
+    "mlflow": {"tasks/record.py", "tasks/registry.py", "tasks/experiment.py"},
     "ray": {"tasks/cluster.py", "tasks/reference.py", "tasks/train.py"},
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
@@ -40,6 +40,7 @@ PLUMBING = {
         "cluster",
         "configuration",
         "errors",
+        "experiment",
         "flock",
         "forward",
         "lock",

@@ -1,7 +1,7 @@
-"""Tracking never hurts training: a real MLflow server behind a proxy that is gone, dies, is slow, fails or loses answers.
+"""Tracking never hurts training: a real MLflow server behind a proxy that is gone, dies, is slow, fails, loses answers.
 
-A stage that only writes figures stands for training in all but the last test. Whatever the server did, the stage ends in
-bounded time, and afterwards MLflow has one parent, one child and each step once.
+A stage that only writes figures stands for training here (tests/test_resume.py has a real one). Whatever the server
+did, the stage ends in bounded time, and afterwards MLflow has one parent, one child and each step once.
 """
 
 import threading

@@ -32,7 +32,7 @@ def write(folder: Path, target: Path, kind: str) -> None:
     """`kind` is f16 or q8_0; norms and biases stay float32, as llama.cpp wants them."""
     import gguf
 
-    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    config, tokenizer = (kind.from_pretrained(folder, trust_remote_code=False) for kind in (AutoConfig, AutoTokenizer))
     family = _family(config)
     writer = gguf.GGUFWriter(str(target), family)
     _add_shape(writer, config, kind)
