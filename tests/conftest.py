@@ -63,7 +63,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) 
     stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "artifacts")]
     env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
     with (home / "server.log").open("w") as log, child.started([*command, *stores], home, env, log):
-        wait_for(lambda: _answers(f"{address}/health"), 120)
+        wait_for(lambda: _answers(f"{address}/health"), 300)
         yield address
 
 

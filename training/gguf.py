@@ -53,7 +53,11 @@ def difference(target: Path, logits: Sequence[Tensor], prompts: Sequence[Sequenc
     """Read back by transformers: mean KL to the model's own logits, and how often both say the same next token."""
     with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
         model = AutoModelForCausalLM.from_pretrained(
-            target.parent, gguf_file=target.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            target.parent,
+            gguf_file=target.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
     found = logits_of(model.eval(), prompts)
     kl = [_kl(ours, theirs) for ours, theirs in zip(logits, found, strict=True)]
