@@ -26,7 +26,7 @@ OPTIONS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
-PATIENCE = 90.0  # seconds; a page of a busy server takes its time
+PATIENCE = 180.0  # seconds; a page of a busy server takes its time
 
 
 def chromium() -> str:
