@@ -115,8 +115,9 @@ def _examples(report: dict[str, Any]) -> Table:
 
 def _markdown_table(table: Table) -> list[str]:
     head, rows = table
-    lines = [list(head), ["---"] * len(head), *rows]
-    return ["| " + " | ".join(plain(cell) for cell in line) + " |" for line in lines]
+    lines = [[plain(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _html_table(table: Table) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 LONGEST = 1500  # characters of a text
 # What Markdown may take for its own: punctuation, an underscore but inside a word, the beginning of a bare link.
-RISKY = re.compile(r"[\\`*\[\]<>|~&]|^[#+-]|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.")
+RISKY = re.compile(r"[\\`*\[\]<>|~&]|^#|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.")
 
 
 def section(title: str, content: str) -> str:
