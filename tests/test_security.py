@@ -290,7 +290,8 @@ def test_every_server_that_we_start_is_told_where_to_listen():
 
 
 def hostile_report() -> dict[str, Any]:
-    spread = dict.fromkeys(("mean", "p5", "p50", "p95", "max"), 3)
+    histogram = {"counts": [1, 2], "edges": [0, 1, 2]}
+    spread = {**dict.fromkeys(("mean", "p5", "p50", "p95", "max"), 3), "histogram": histogram}
     example = {"file": f"a{SCRIPT}.jsonl", "row": 1, "reason": LINKS, "content": SCRIPT}
     one = {"format": "pairs", "rows": 5, "train": 2, "eval": 1, "left_out": {"tie": 2}}
     return {
@@ -307,7 +308,13 @@ def hostile_report() -> dict[str, Any]:
         "truncated": 0,
         "tokenizer_merged_across_the_border": 0,
         "warnings": [SCRIPT, LINKS],
-        "shortcuts": {"chosen_longer": 0.5, "chosen_ends": 1.0, "rejected_ends": 1.0, "probe_accuracy": 0.5},
+        "shortcuts": {
+            "chosen_longer": 0.5,
+            "chosen_ends": 1.0,
+            "rejected_ends": 1.0,
+            "probe_accuracy": 0.5,
+            "length_difference": histogram,
+        },
     }
 
 
