@@ -11,6 +11,7 @@ export PREFECT_HOME := $(CURDIR)/.prefect
 export DO_NOT_TRACK := 1
 export DVC_NO_ANALYTICS := 1
 export MLFLOW_DISABLE_TELEMETRY := true
+export MLFLOW_ALLOW_MODEL_CODE_EXECUTION := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
 help: ## this list
@@ -73,8 +74,11 @@ test: $(READY) ## all tests, in two processes, fast ones first
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
-doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name
-	@python -m tasks.doctor $(RECIPE)
+doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
+	@python -m tasks.doctor $(RECIPE) $(if $(FIX),--fix)
+
+sync: $(READY) ## send to MLflow what earlier runs could not
+	@python -m tasks.forward
 
 lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 	@ruff check .
@@ -118,5 +122,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor lint bench up down \
+.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor sync lint bench up down \
   status logs lock plan runs resume open gc

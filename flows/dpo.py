@@ -55,7 +55,7 @@ def dpo(
     with workspace.opened(_record(recipe, overrides, name, resume), runtime.flow_run.id) as place:
         _say_where(place)
         night.note(place)
-        with publish.recorded(place) as states:
+        with publish.recorded(place, {} if resume else {"recipe": recipe or "none"}) as states:
             run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
             if registered:
                 states.append(promote.promote(place))

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from prefect import runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
 from flows import ROOT, services
 from flows.runs import RESULTS
 from flows.workspace import Workspace
+from tasks.redact import redact
 
 MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
 SAMPLES = 3
@@ -31,7 +33,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     page = write_page(place, states)
     tracking.Run(place.logs, tracking.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
-    create_markdown_artifact(result(place), key="dpo-result", description="What the run achieved")
+    create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
     link = mlflow_link(_read_json(place.logs / "run.json"))
     where = f"{link}/artifacts/{page.name}" if link else page.as_uri()
     create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
@@ -47,17 +49,16 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
 
 
 @contextmanager
-def recorded(place: Workspace) -> Iterator[list[dict[str, Any]]]:
+def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
     """Yields the list of what became of each stage, and tells MLflow when the run is over, however it ended."""
     from tasks import tracking
     from tasks.params import load_cluster, load_params
 
     os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; which run it is, is handed on
-    cluster = load_cluster(place.root / "infra/cluster.yaml")
-    folder = tracking.open_run(load_params(place.root / "params.yaml"), cluster, place.logs)
-    tracking.Run(folder, tracking.FLOW).write("start", pid=os.getpid())
-    tracking.Run(folder, tracking.FLOW).tags(json.loads(os.environ.get("DPO_TAGS", "{}")))  # which sweep, say
-    tracking.start_forwarder(folder)
+    params, cluster = load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml")
+    folder = tracking.open_run(params, cluster, place.root, place.logs)
+    more = json.loads(os.environ.get("DPO_TAGS", "{}"))  # which sweep, say
+    tracking.begin(folder, {**tags, **more, "prefect_flow_run": str(runtime.flow_run.id)})
     states: list[dict[str, Any]] = []
     status = "FAILED"
     try:

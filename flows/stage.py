@@ -19,6 +19,7 @@ from flows import ROOT, child, inputs
 from flows.workspace import Workspace
 from tasks.errors import UserError
 from tasks.lock import alone
+from tasks.redact import redact
 
 PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")
 OUTCOME = {  # what DVC says about a stage
@@ -99,6 +100,7 @@ class Watch:
         self.artifact: UUID | None = None
 
     def __call__(self, line: str) -> None:
+        line = redact(line)
         self.lines = [*self.lines[-200:], line]
         self.state = next((state for pattern, state in OUTCOME.items() if pattern.search(line)), self.state)
         if match := PROGRESS.match(line):

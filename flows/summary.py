@@ -72,7 +72,7 @@ def lines(result: Result) -> list[str]:
         found.append(f"beware     its interval overlaps that of {len(chance)} more, so their order may be chance")
     found.append(f"look       make open RUN={best['name']}; make compare RUN={best['name']}")
     if best["logs"] and (ids := next((one for one in result["ids"] if one["run_id"] == _run_id(best)), None)):
-        found.append(f"open       {mlflow_link(ids)} (make ui)")
+        found.append(f"open       {mlflow_link(ids)} (make up)")
     if link := compare_link(result["ids"]):
         found.append(f"compare    {link}")
     found.append(f"promote    {result['promote']}")

@@ -1,14 +1,17 @@
 """The model card of an export, from its manifest and the data's report."""
 
+import json
+import re
 from typing import Any
 
 from tasks import serve
 from tasks.gate import by_slash
+from tasks.markup import plain
 from tasks.params import Params
 
 CARD = """\
 ---
-base_model: {base}
+base_model: {base_line}
 library_name: transformers
 pipeline_tag: text-generation
 {licence_line}tags: [dpo, preference-optimization]
@@ -58,6 +61,8 @@ model = AutoModelForCausalLM.from_pretrained("data/model")
 {commands}
 ```
 """
+NOT_YAML = re.compile(r"[^\w./@-]")  # the card's header is YAML
+PLAIN_LICENCE = re.compile(r"[\w.+-]+")
 HEADLINES = (
     ("rewards/accuracies", "prefers the chosen answer"),
     ("rewards/margins", "reward margin"),
@@ -75,9 +80,10 @@ def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any])
     mixture = " + ".join(f"{weight:g} x {name}" for name, weight in train.loss.items())
     gguf = [f"model-{kind}.gguf" for kind in params.export.gguf]
     return CARD.format(
-        base=base,
+        base=plain(base),
+        base_line=json.dumps(base, ensure_ascii=False) if NOT_YAML.search(base) else base,
         name=manifest["model"],
-        licence_line=f"license: {licence}\n" if licence and " " not in licence else "",
+        licence_line=f"license: {licence}\n" if licence and PLAIN_LICENCE.fullmatch(licence) else "",
         losses=mixture,
         adapter=f" with a LoRA adapter of rank {train.adapter.rank}, merged" if train.adapter else "",
         results=_headlines(manifest["metrics"]) + _samples(manifest["metrics"].get("samples")),
@@ -112,7 +118,7 @@ def _samples(samples: dict[str, dict[str, float]] | None) -> str:
 def _data(data: dict[str, Any], report: dict[str, Any]) -> list[tuple[str, Any]]:
     pairs, tokens = report["pairs"], report["tokens"]
     return [
-        ("source", f"{data['source']} ({data['rows']} rows, sha256 `{data['sha256'][:16]}`)"),
+        ("source", f"{plain(data['source'])} ({data['rows']} rows, sha256 `{data['sha256'][:16]}`)"),
         ("pairs", f"{pairs['train']} to train on, {pairs['eval']} held out"),
         ("left out", ", ".join(f"{number} {name}" for name, number in report["left_out"].items()) or "nothing"),
         ("tokens (mean)", ", ".join(f"{part} {tokens[part]['mean']:g}" for part in tokens)),
@@ -123,7 +129,7 @@ def _made(params: Params, manifest: dict[str, Any]) -> list[tuple[str, Any]]:
     train, made = params.train, manifest["made"]
     clean = "clean" if made["clean"] else "with changes that were not committed"
     return [
-        ("base model", f"{manifest['base']['model']} (`{manifest['base']['sha256'][:16]}`)"),
+        ("base model", f"{plain(manifest['base']['model'])} (`{manifest['base']['sha256'][:16]}`)"),
         ("training", f"beta {train.beta}, learning rate {train.learning_rate:g}, batches of {train.global_batch_size}"),
         ("code", f"commit `{made['commit'][:12]}`, {clean}"),
         ("environment", ", ".join(f"{name} {number}" for name, number in made["packages"].items())),
@@ -131,8 +137,8 @@ def _made(params: Params, manifest: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _licence(found: str | None) -> str:
-    return found or "not stated in its files; look where it came from"
+    return plain(found) if found else "not stated in its files; look where it came from"
 
 
 def _rows(rows: list[tuple[str, Any]]) -> str:
-    return "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return "\n".join(f"| {name} | {value} |" for name, value in rows)  # what came from others is `plain` already

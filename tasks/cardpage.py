@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tasks.histograms import lengths_figure, sources_figure
+from tasks.markup import plain
 from tasks.violations import BAD, VIOLATIONS
 
 STYLE = """
@@ -14,6 +15,7 @@ th { border-bottom: 1px solid #999 } pre { white-space: pre-wrap; background: #f
 .chosen { color: #2a7f4f; font-weight: 600 } .rejected { color: #b5443c; font-weight: 600 } .not { color: #777 }
 .note { border-left: 4px solid #d9a400; padding-left: .8rem } svg { max-width: 100%; height: auto }
 """
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a page that could load or run nothing
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # head, rows
 Section = tuple[str, list[Table | str]]
 
@@ -33,11 +35,11 @@ def sections(report: dict[str, Any], changes: list[list[str]]) -> list[Section]:
 
 
 def markdown(report: dict[str, Any], previews: list[Any], changes: list[list[str]]) -> str:
-    lines = [f"# Data card: {report['source']}", ""]
+    lines = [f"# Data card: {plain(report['source'])}", ""]
     for title, blocks in sections(report, changes):
         lines += [f"## {title}", ""]
         for block in blocks:
-            lines += [block, ""] if isinstance(block, str) else [*_markdown_table(block), ""]
+            lines += [plain(block), ""] if isinstance(block, str) else [*_markdown_table(block), ""]
     lines += ["## As the model sees them", "", "What stands in «» counts.", ""]
     for pair in previews:
         for part, pieces in pair.items():
@@ -57,7 +59,8 @@ def page(report: dict[str, Any], previews: list[Any], changes: list[list[str]]) 
         body.append(f"<section{kind}><h2>{name}</h2>{inner}</section>")
     body.append(f"<h2>Plots</h2>{lengths_figure(report)}{sources_figure(report)}")
     body.append("<h2>As the model sees them</h2><p>Coloured tokens count.</p>" + "".join(map(_preview, previews)))
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    guard = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    head = f'<meta charset="utf-8">{guard}<title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
@@ -112,12 +115,9 @@ def _examples(report: dict[str, Any]) -> Table:
 
 def _markdown_table(table: Table) -> list[str]:
     head, rows = table
-    lines = [list(head), ["---"] * len(head), *rows]
-    return ["| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines]
-
-
-def _markdown_cell(cell: str) -> str:
-    return html.escape(" ".join(cell.split()), quote=False).replace("|", "\\|").replace("`", "\\`")
+    lines = [[plain(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _html_table(table: Table) -> str:

@@ -1,6 +1,7 @@
 """`make doctor`: is this machine ready, and will the configured run fit it? Says what is wrong and what to do.
 
-python -m tasks.doctor [RECIPE]
+python -m tasks.doctor [RECIPE] [--fix]: `--fix` (`make doctor FIX=1`) clears locks that killed processes left behind.
+Nothing here waits for long: every question to another machine has a few seconds.
 """
 
 import os
@@ -12,39 +13,25 @@ from typing import Any
 
 import psutil
 
-from tasks import nodes
+from tasks import doctor_locks, doctor_network, doctor_space, nodes
 from tasks import params as parameters
 from tasks.errors import UserError
 from tasks.files import home, read_json
+from tasks.findings import Findings
 from tasks.paths import BASE
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-LEAST_DISK = 10  # GiB, for checkpoints and the cache
 
 
-class Findings:
-    """Lines as they come; whether any of them is bad."""
-
-    def __init__(self) -> None:
-        self.bad = 0
-
-    def good(self, sentence: str) -> None:
-        print(f"  ok     {sentence}")
-
-    def note(self, sentence: str) -> None:
-        print(f"  note   {sentence}")
-
-    def wrong(self, sentence: str) -> None:
-        self.bad += 1
-        print(f"  WRONG  {sentence}")
-
-
-def look(recipe: str | None) -> int:
-    found = Findings()
+def look(recipe: str | None, fix: bool = False) -> int:
+    found = Findings(fix)
     tools(found)
     packages(found, ROOT / "requirements.lock")
     machine(found)
+    doctor_space.shared_memory(found)
+    doctor_locks.locks(found, home())
+    doctor_network.ports(found)
     try:
         params, cluster = _configured(recipe)
     except UserError as error:
@@ -52,6 +39,9 @@ def look(recipe: str | None) -> int:
             found.wrong(sentence)
     else:
         found.good("params.yaml and infra/cluster.yaml are good" + (f" with recipe {recipe}" if recipe else ""))
+        doctor_network.tracking(found, cluster)
+        doctor_network.hub(found, params)
+        doctor_network.remotes(found, home())
         fit(found, params, cluster)
         nodes.look(found, cluster)
     print("ready" if not found.bad else f"{found.bad} to mend")
@@ -95,35 +85,57 @@ def packages(found: Findings, lock: Path) -> None:
 
 
 def machine(found: Findings) -> None:
+    from training.driver import mismatch, stack
     from training.hardware import gpus
 
-    free = shutil.disk_usage(home()).free / GIB
     memory = psutil.virtual_memory().available / GIB
-    (found.good if free > LEAST_DISK else found.wrong)(f"{free:.0f} GiB of disk are free ({LEAST_DISK} are needed)")
     found.good(f"{os.cpu_count()} CPUs, {memory:.0f} GiB of memory free")
+    there = stack()
+    if problem := mismatch(there):
+        found.wrong(f"{problem}.")
     for name, size in gpus():
-        found.good(f"{name}, {size / GIB:.0f} GiB")
+        found.good(f"{name}, {size / GIB:.0f} GiB, driver {there.driver}, torch {there.torch} for CUDA {there.cuda}")
 
 
 def fit(found: Findings, params: parameters.Params, cluster: parameters.Cluster) -> None:
-    """The training run's memory on each device, as far as the model is known here."""
+    """Disk and each device's memory against what this run needs, as far as the model is known here."""
+    folder = _model(params)
+    if folder is None:
+        doctor_space.disk(found, params, cluster, None)
+        found.note(f"{params.source.model} is not here yet: `dvc repro source` fetches it, and then this can say more")
+        return
+    from training.memory import measure
+
+    adapter = params.train.adapter.model_dump() if params.train.adapter else None
+    doctor_space.disk(found, params, cluster, measure(folder, adapter, params.train.quantization))
+    _memory(found, params, cluster, folder)
+
+
+def _model(params: parameters.Params) -> Path | None:
     from tasks.models import base_folder, local_path
-    from tasks.train import make_settings
-    from training import memory
-    from training.hardware import gpus
 
     manifest = BASE / "manifest.json"
     seen = manifest.exists() and read_json(manifest)["model"] == params.source.model
     folder = base_folder(params.source.model) if seen else local_path(params.source.model)
-    if not (folder / "config.json").exists():
-        found.note(f"{params.source.model} is not here yet: `dvc repro source` fetches it, and then this can say more")
-        return
+    return folder if (folder / "config.json").exists() else None
+
+
+def _memory(found: Findings, params: parameters.Params, cluster: parameters.Cluster, folder: Path) -> None:
+    from tasks.train import make_settings
+    from training import memory
+    from training.hardware import gpus
+
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir)
     group = cluster.actor_train
     needed: Any = memory.estimate(settings, group.num_workers)
     sentence = f"train needs about {needed} on each of {group.num_workers} workers"
     cards = gpus()
-    if group.gpus_per_worker and not cards:
+    if group.gpus_per_worker and not cards and cluster.ray.address == "local":
+        found.wrong(
+            f"{sentence}, actor_train.gpus_per_worker asks for GPUs, and there is none here. "
+            "Set it to 0, or ray.address to a cluster."
+        )
+    elif group.gpus_per_worker and not cards:
         found.note(f"{sentence}; there is no GPU on this machine to hold it against")
     elif group.gpus_per_worker and needed.total > cards[0][1]:
         found.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {memory.advice(settings)}.")
@@ -133,5 +145,13 @@ def fit(found: Findings, params: parameters.Params, cluster: parameters.Cluster)
         found.good(sentence)
 
 
+def main() -> None:
+    given = [argument for argument in sys.argv[1:] if argument != "--fix"]
+    try:
+        sys.exit(look(given[0] if given else None, "--fix" in sys.argv))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    sys.exit(look(sys.argv[1] if len(sys.argv) > 1 else None))
+    main()

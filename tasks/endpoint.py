@@ -20,6 +20,7 @@ from typing import Any
 from tasks.errors import UserError
 from tasks.files import fingerprint, home, read_json, write_json
 from tasks.params import Endpoint
+from tasks.redact import protect
 
 TRIES = 5
 FIRST_WAIT = 0.5  # seconds, doubled with each try
@@ -142,4 +143,5 @@ def _key(endpoint: Endpoint) -> str | None:
             f"evaluate.endpoint.key_variable: the environment has no {endpoint.key_variable}. "
             f"Run `export {endpoint.key_variable}=...`, and this again."
         )
+    protect(endpoint.key_variable)
     return key

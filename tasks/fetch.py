@@ -82,7 +82,28 @@ def changed(address: str, files: dict[str, str], strict: bool = False) -> bool:
 def _row_files(folder: Path) -> list[Path]:
     """Files of rows below a folder, in a fixed order; what lies under a dot is a tool's."""
     paths = (path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts))
-    return sorted(path for path in paths if path.is_file() and _holds_rows(path.name))
+    files = sorted(path for path in paths if path.is_file() and _holds_rows(path.name))
+    for path in files:
+        _refuse_a_way_out(path, folder)
+    return files
+
+
+def _refuse_a_way_out(path: Path, folder: Path) -> None:
+    """A link may lead to another place of the folder or of the project (DVC's cache, say), and nowhere else."""
+    there = path.resolve()
+    if not any(there.is_relative_to(root) for root in (folder.resolve(), home())):
+        raise UserError(
+            f"{path} is a symbolic link to {there}, outside the folder {folder}. Copy the file there, or give its own "
+            "address."
+        )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A store may call a file `../../x`; it lands in the folder or nowhere."""
+    target = folder / name
+    if not target.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"the store names a file '{name}', which would lie outside {folder}")
+    return target
 
 
 def _holds_rows(name: str) -> bool:
@@ -117,7 +138,7 @@ def _from_afar(key: str, address: str, folder: Path) -> None:
             raise FileNotFoundError("there is no file of rows")
         root = paths[0].rpartition("/")[0] if len(paths) == 1 else system._strip_protocol(address).rstrip("/")
         for path in paths:
-            target = folder / path.removeprefix(root).lstrip("/")
+            target = _inside(folder, path.removeprefix(root).lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, str(target))
         memory = {**_stamps(), address: {"files": hash_files(folder), "stamp": _stamp(address)}}

@@ -1,10 +1,13 @@
-"""HTML from values. Text comes from others: everything that is shown passes `escape`."""
+"""HTML and Markdown from values. Text comes from others: everything that is shown passes `escape` or `plain`."""
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
 LONGEST = 1500  # characters of a text
+# What Markdown may take for its own: punctuation, an underscore but inside a word, the beginning of a bare link.
+RISKY = re.compile(r"[\\`*\[\]<>|~&]|^#|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.")
 
 
 def section(title: str, content: str) -> str:
@@ -32,3 +35,9 @@ def text(content: str) -> str:
 def escape(value: Any) -> str:
     plain = "".join(char if char.isprintable() or char == "\n" else " " for char in str(value))  # no direction marks
     return html.escape(plain)
+
+
+def plain(value: Any) -> str:
+    """Text as one line of Markdown that shows it and does nothing else."""
+    shown = " ".join("".join(char if char.isprintable() else " " for char in str(value)).split())
+    return RISKY.sub(lambda match: f"\\{match.group()}", shown)

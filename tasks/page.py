@@ -17,6 +17,7 @@ from tasks.files import read_json
 from tasks.gate import by_slash
 from tasks.markup import charts, escape, section, table, text
 from tasks.paths import CARD, METRICS, MODEL
+from tasks.redact import redact
 from tasks.style import STYLE
 from tasks.verdict import decision_of, verdict
 
@@ -61,7 +62,7 @@ def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), logs:
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     guard = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-    return (
+    return redact(
         f'<!doctype html><html lang="en"><head>{head}{guard}<title>{escape(title)}</title><style>{STYLE}</style></head>'
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )

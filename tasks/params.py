@@ -5,7 +5,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from tasks.configuration import Count, Fraction, Positive, Section, dotted, lay_
 from tasks.drift import FIGURES
 from tasks.errors import UserError
 from tasks.place import Cluster
+from tasks.redact import is_secret
 from tasks.violations import VIOLATIONS
 from training import objective
 
@@ -39,7 +40,7 @@ def known(key: str, names: Iterable[str], allowed: Iterable[str]) -> None:
 class Mixed(Section):
     """One source of a mixture."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder's, below data/raw
     data: str
     weight: Positive  # of each of its pairs in the loss
     share: Annotated[float, Field(gt=0.0, le=1.0)]  # of its rows that are taken
@@ -225,7 +226,7 @@ class Export(Section):
 
 
 class Promote(Section):
-    model_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    model_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     alias: Annotated[str, Field(pattern=r"^[a-z][\w-]*$")]
     require: dict[str, float]
     limits: dict[str, float]
@@ -257,6 +258,16 @@ class Params(Section):
     promote: Promote
 
     @model_validator(mode="after")
+    def _secrets_are_elsewhere(self) -> "Params":
+        for name, value in _texts(self.model_dump()):
+            if is_secret(value):
+                raise ValueError(
+                    f"`{name}` holds what looks like a password or a token, and params are committed, logged and "
+                    "exported. Put it into the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...) and leave it out here"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _the_reference_is_the_policys_start(self) -> "Params":
         if self.train.quantization != self.reference.quantization:
             raise ValueError(
@@ -271,6 +282,15 @@ class Params(Section):
                 "held-out pairs come from `source.eval` or by `prepare.eval_fraction`: give one, and null for the other"
             )
         return self
+
+
+def _texts(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of nested sections and lists, by its dotted name."""
+    if isinstance(content, str):
+        yield name, content
+    below = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in below:
+        yield from _texts(value, f"{name}.{key}" if name else str(key))
 
 
 def load_params(path: Path = PARAMS) -> Params:

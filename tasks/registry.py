@@ -1,4 +1,4 @@
-"""Versions and aliases in MLflow's registry; with forward.py the only code that talks to MLflow.
+"""Versions and aliases in MLflow's registry; with record.py the only code that talks to MLflow.
 
 Aliases move together: what they shall become is written down first (one tag, one call), and who comes next finishes
 what a crash left half done.
@@ -15,7 +15,9 @@ from urllib.parse import unquote, urlparse
 
 from tasks.errors import UserError
 from tasks.files import home, read_json
+from tasks.forward import PATIENCE
 from tasks.params import Cluster
+from tasks.redact import redact
 from tasks.tracking import absolute
 
 LARGEST_UPLOAD = 2**30  # weights above it stay where they are, named by hash
@@ -139,7 +141,8 @@ class Registry:
 @contextmanager
 def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[Registry]:
     """The registered model, settled, made where a pipeline run's folder is given; what goes wrong is a sentence."""
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for setting, value in {**PATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}.items():  # it sends weights
+        os.environ.setdefault(setting, value)
     from mlflow.exceptions import MlflowException
 
     try:
@@ -154,7 +157,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
         yield found
     except (MlflowException, OSError) as error:
         raise UserError(
-            f"The registry at {cluster.tracking_uri} could not be used: {str(error).splitlines()[0]} "
+            f"The registry at {redact(cluster.tracking_uri)} could not be used: {redact(str(error).splitlines()[0])} "
             "Start it or mend tracking_uri in infra/cluster.yaml, then run this again."
         ) from error
 
@@ -184,7 +187,7 @@ def run_id(folder: Path) -> str:
 def _client(uri: str, run: Path | None) -> Any:
     from mlflow import MlflowClient
 
-    from tasks.forward import store
+    from tasks.record import store
 
     if run:  # a fresh store is made by one process alone, and the forwarder may be about to
         with store(run) as client:

@@ -48,10 +48,27 @@ def _check(params: Source) -> None:
             )
         if not list(folder.glob("*.safetensors")):
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
+        _refuse_code(folder, model)
     if params.adapter and not (local_path(params.adapter) / "adapter_config.json").is_file():
         raise UserError(
             f"source.adapter: there is no adapter in {params.adapter} (no adapter_config.json). Give a folder as "
             "peft's `save_pretrained` writes it, or null."
+        )
+    if params.adapter and not (local_path(params.adapter) / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"source.adapter: {params.adapter} has no adapter_model.safetensors; other formats can run code when they "
+            "are read. Save it as safetensors."
+        )
+
+
+def _refuse_code(folder: Path, model: str) -> None:
+    """Code that comes with a model is never run."""
+    from training.remote_code import needs_its_own_code
+
+    if what := needs_its_own_code(folder):
+        raise UserError(
+            f"source.model: {model} works with Python code of its own alone ({what}, `auto_map` in its configuration), "
+            "and code that comes with a model is not run. Choose a model that transformers has, or convert it."
         )
 
 
@@ -104,6 +121,7 @@ def fetch_model(params: Source, base: Path) -> dict[str, Any]:
         folder = base
     elif address.startswith(HUB):
         folder, revision = _hub_model(address)
+        _refuse_code(folder, address)
     else:
         folder = local_path(address)
     came = {"model": address, "revision": revision, "origin": fingerprint(_model_hashes(folder))}

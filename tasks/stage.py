@@ -11,12 +11,14 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tasks import redact
 from tasks.errors import UserError
 
 if importlib.util.find_spec("pydantic") is None:
@@ -58,6 +60,8 @@ def main(stage: Callable[[Any], None]) -> None:
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category)
     die_with_parent()
+    sys.excepthook = redact.hook
+    threading.excepthook = lambda given: redact.hook(given.exc_type, given.exc_value, given.exc_traceback)
     try:
         _run(stage)
     except UserError as error:

@@ -4,11 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.workspaces import wait_for
 
 PROJECT = Path(__file__).parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
@@ -40,10 +43,36 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (home / "server.log").open("w") as log, child.started(command, home, env, log) as process:
         wait_until_it_answers(process, api, home / "server.log")
         yield {**env, "PREFECT_API_URL": api}
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
+    """The address of a real MLflow server on a free loopback port."""
+    from flows import child
+    from flows.server import free_port
+
+    home = tmp_path_factory.mktemp("mlflow-server")
+    shutil.copytree(mlflow_store, home, dirs_exist_ok=True)
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "artifacts")]
+    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    with (home / "server.log").open("w") as log, child.started([*command, *stores], home, env, log):
+        wait_for(lambda: _answers(f"{address}/health"), 300)
+        yield address
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def make_dummy_repo(root: Path, store: Path) -> Path:

@@ -130,7 +130,7 @@ def test_the_pages_show_the_data_and_never_run_it(report):
     assert page.count("<svg") == 2
     assert "//" not in page.replace("http://www.w3.org", "")  # nothing is loaded from elsewhere
     text = cardpage.markdown(report, preview, [["rows", "4", "5"]])
-    assert "| a \\| \\`b\\` &lt;script&gt; |" in text
+    assert "| a \\| \\`b\\` \\<script\\> |" in text
     assert "## Since the previous version\n\n|  | before | now |\n| --- | --- | --- |\n| rows | 4 | 5 |" in text
     assert "    chosen:\n    «yes»" in text
     assert cardpage.page(report, preview, []) == page

@@ -19,6 +19,7 @@ from flows import publish, workspace
 from flows.dpo import override, run_here
 from tasks.errors import UserError
 from tasks.lock import workspace_lock
+from tests.browser import browser
 from tests.workspaces import wait_for
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
@@ -160,6 +161,38 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
     again = flow(repo, prefect_api, "--set", "train.beta=0.8", "--name", "high-beta")
     assert again.returncode == 1
     assert again.stderr.startswith("error: There is a run named 'high-beta' already.")
+
+
+@pytest.mark.slow
+def test_prefects_page_shows_the_run_and_its_artifacts_and_runs_nothing(
+    done_once: Path, prefect_api: Env, tmp_path: Path
+) -> None:
+    """In real Chromium: the flow run with its tasks, and the result with the hostile sample of tests/dummy_stage.py."""
+    newest = max((done_once / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
+    name, _, begins = newest.parent.name.rpartition("-")
+    runs = api_post(prefect_api, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    (run,) = [run for run in runs if run["id"].startswith(begins)]
+    pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
+    with browser(tmp_path / "profile") as page:
+        page.open(f"{pages}/runs/flow-run/{run['id']}")
+        page.shows(name, "Completed", "train", "promote", "Artifacts")
+        page.picture(tmp_path / "run.png")
+        page.click("Artifacts")
+        page.shows("dpo-result", "dpo-stages", "dpo-report")
+        of_this_run = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}, "key": {"any_": ["dpo-result"]}}}
+        (result,) = api_post(prefect_api, "artifacts/filter", of_this_run)
+        page.open(f"{pages}/artifacts/artifact/{result['id']}")
+        page.shows("rewards/accuracies", "<script>alert(1)</script> [a](http://b.c) | x")
+        page.picture(tmp_path / "result.png")
+        assert page.ask("[...document.querySelectorAll('a')].filter(a => a.href.includes('b.c')).length") == 0
+        assert page.ask("[...document.querySelectorAll('main script, main img')].length") == 0
+
+
+def api_post(env: Env, path: str, body: dict[str, Any]) -> Any:
+    asked = urllib.request.Request(
+        f"{env['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(asked))
 
 
 @pytest.mark.slow

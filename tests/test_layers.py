@@ -15,7 +15,7 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 # One tool has one home.
 HOMES = {
     "prefect": {"flows"},
-    "mlflow": {"tasks/forward.py", "tasks/registry.py"},
+    "mlflow": {"tasks/record.py", "tasks/registry.py", "tasks/experiment.py"},
     "ray": {"tasks/cluster.py", "tasks/nodes.py", "tasks/reference.py", "tasks/train.py"},
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
@@ -40,6 +40,8 @@ PLUMBING = {
         "cluster",
         "configuration",
         "errors",
+        "experiment",
+        "flock",
         "forward",
         "lock",
         "params",
@@ -47,6 +49,8 @@ PLUMBING = {
         "place",
         "plots",
         "progress",
+        "record",
+        "redact",
         "runs",
         "stage",
         "tensorboard",

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
-from tasks.tracking import read_lines
-from tests.workspaces import run, start
+from tasks.files import hash_files, read_json, write_json
+from tasks.forward import send_all
+from tasks.tracking import read_lines, unsent
+from tests.proxy import proxied
+from tests.workspaces import run, start, write_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +93,29 @@ def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained,
     run(workspace, "train")
     weights = "data/policy/adapter_model.safetensors"
     assert (workspace / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_a_tracking_server_that_only_fails_costs_neither_weights_nor_figures(referenced, trained, tmp_path):
+    """With 500 to every call training ends with the same weights; once the store is good, each step is there once."""
+    workspace = Path(shutil.copytree(referenced, tmp_path / "unheard"))
+    with proxied("http://127.0.0.1:9") as proxy:
+        proxy.mode = "error"
+        write_cluster(workspace, {"tracking_uri": proxy.address})
+        said = run(workspace, "train")
+        assert proxy.requests > 0
+    assert "MLflow could not be reached; the figures of train are kept" in said
+    assert hash_files(workspace / "data/policy") == hash_files(trained / "data/policy")
+    (folder,) = {path.parent for path in workspace.glob(".scratch/runs/*/train.jsonl") if unsent(path.parent)}
+    settings = read_json(folder / "settings.json")
+    write_json(folder / "settings.json", {**settings, "tracking_uri": f"sqlite:///{workspace}/.mlflow/mlflow.db"})
+    assert send_all(folder.parent) == (1, {})
+    assert curve(workspace, folder) == curve(trained, None)
+
+
+def curve(workspace: Path, folder: Path | None) -> list[tuple[int, float]]:
+    """The loss by step as MLflow has it, in the order of steps; a step that is there twice shows twice."""
+    folder = folder or next(path.parent for path in workspace.glob(".scratch/runs/*/train.run.json"))
+    client = MlflowClient(f"sqlite:///{workspace}/.mlflow/mlflow.db")
+    history = client.get_metric_history(read_json(folder / "train.run.json")["run_id"], "loss")
+    assert len(history) > 10
+    return sorted((point.step, point.value) for point in history)

@@ -114,7 +114,7 @@ def test_a_store_that_cannot_be_reached_costs_a_warning_and_is_made_up_for(works
     settings = workspace / ".scratch/runs/fourth/settings.json"
     back = {**json.loads(settings.read_text()), "tracking_uri": f"sqlite:///{workspace}/.mlflow/mlflow.db"}
     settings.write_text(json.dumps(back))
-    assert forward.send_all(workspace / ".scratch/runs") == 1
+    assert forward.send_all(workspace / ".scratch/runs") == (1, {})
     _, child_id = ids(workspace, "fourth")
     assert client(workspace).get_run(child_id).data.metrics["loss"] == 0.5
 

@@ -53,9 +53,11 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 def merge_folders(model: Path, adapter: Path, target: Path) -> None:
     """A model with an adapter folded in, as a model of its own with the same tokenizer, in its own precision."""
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto", use_safetensors=True, local_files_only=True)
+    whole = AutoModelForCausalLM.from_pretrained(
+        model, dtype="auto", use_safetensors=True, local_files_only=True, trust_remote_code=False
+    )
     merge(load_adapter(whole, adapter)).save_pretrained(target)
-    AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(target)
+    AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
 
 
 @torch.no_grad()

@@ -103,6 +103,9 @@ def find_damage(path: Path) -> str | None:
             return f"{name} is missing"
         if sha256(path / name) != digest:
             return f"{name} has changed"
+    there = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    if strange := sorted(there - files.keys() - {"manifest.json"}):  # DeepSpeed unpickles what it finds
+        return f"{strange[0]} is not of this checkpoint"
     return None
 
 

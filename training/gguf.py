@@ -32,7 +32,7 @@ def write(folder: Path, target: Path, kind: str) -> None:
     """`kind` is f16 or q8_0; norms and biases stay float32, as llama.cpp wants them."""
     import gguf
 
-    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    config, tokenizer = (kind.from_pretrained(folder, trust_remote_code=False) for kind in (AutoConfig, AutoTokenizer))
     family = _family(config)
     writer = gguf.GGUFWriter(str(target), family)
     _add_shape(writer, config, kind)
@@ -53,7 +53,11 @@ def difference(target: Path, logits: Sequence[Tensor], prompts: Sequence[Sequenc
     """Read back by transformers: mean KL to the model's own logits, and how often both say the same next token."""
     with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
         model = AutoModelForCausalLM.from_pretrained(
-            target.parent, gguf_file=target.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            target.parent,
+            gguf_file=target.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
     found = logits_of(model.eval(), prompts)
     kl = [_kl(ours, theirs) for ours, theirs in zip(logits, found, strict=True)]

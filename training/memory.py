@@ -100,9 +100,9 @@ def _logits(sizes: Sizes, targets: int, wide: int) -> float:
 
 def measure(folder: Path, adapter: dict[str, Any] | None, quantization: str | None = None) -> Sizes:
     """Sizes of the model in a folder, from its configuration alone."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text, head = config.get_text_config(), model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     parameters = sum(p.numel() for p in model.parameters())

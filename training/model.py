@@ -27,7 +27,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
     if quantization:
         options |= {"quantization_config": _four_bits(dtype), "device_map": {"": device}}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     no_dropout(model)
     return model.to(device) if device and not quantization else model  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def _four_bits(dtype: str) -> BitsAndBytesConfig:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -20,9 +20,9 @@ def scores(
     batch_size: int = 16,
 ) -> list[float]:
     """Of (prompt, answer) texts: the logit of a one-label model, or the log-probability of `label`."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True
+        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True, trust_remote_code=False
     )
     model.to(device).eval()
     if tokenizer.pad_token_id is None:

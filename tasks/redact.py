@@ -1,0 +1,88 @@
+"""Secrets out of text: whatever leaves a process (params, logs, tracking, tracebacks, pages) passes here.
+
+A secret is the password in an address, a token by its shape, what stands behind `password=` and the like, and the value
+of any environment variable whose name says that it is one. `python -m tasks.redact` does it to standard input.
+"""
+
+import os
+import re
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+HIDDEN = "***"
+SHORTEST = 8  # characters of a value that is taken for a secret: `true` and `1` are not
+SURE = 16  # the same where it is a reason to refuse a configuration
+NAMES = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|CONNECTION_STRING|(^|_)KEY|KEY_ID|_AUTH)$", re.IGNORECASE
+)
+ADDRESS = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s/?#@'\"]+@")
+# Long enough and mixed enough that no word is meant.
+SHAPES = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+NAMED = re.compile(
+    r"(?P<name>\b(?:password|passwd|secret|secret_key|access_key|api_key|apikey|access_token|auth_token|token|signature"
+    r"|x-amz-signature|x-amz-credential|x-amz-security-token)[\"']?\s*[=:]\s*[\"']?|\bbearer\s+|\bbasic\s+)"
+    r"(?P<value>[^\s\"'&,;}]{8,})",
+    re.IGNORECASE,
+)
+_names: set[str] = set()  # variables that the configuration calls secret, whatever they are called
+
+
+def protect(variable: str) -> None:
+    """Take this environment variable's value for a secret, too."""
+    _names.add(variable)
+
+
+def redact(text: str) -> str:
+    for value in _values():
+        text = text.replace(value, HIDDEN)
+    text = ADDRESS.sub(rf"\g<scheme>{HIDDEN}@", text)
+    text = SHAPES.sub(HIDDEN, text)
+    return NAMED.sub(_behind_its_name, text)
+
+
+def redacted(content: Any) -> Any:
+    """The same of every text in nested lists and mappings."""
+    if isinstance(content, str):
+        return redact(content)
+    if isinstance(content, dict):
+        return {name: redacted(value) for name, value in content.items()}
+    return [redacted(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def is_secret(text: str) -> bool:
+    """Whether a configured value is one that belongs into the environment."""
+    hidden = ADDRESS.search(text) and re.search(r"://[^/@\s]*:[^/@\s]+@", text)
+    return bool(hidden or SHAPES.search(text) or any(value in text for value in _values() if len(value) >= SURE))
+
+
+def hook(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    """For sys.excepthook."""
+    print(redact("".join(traceback.format_exception(kind, error, where))), file=sys.stderr, end="", flush=True)
+
+
+def _behind_its_name(match: re.Match[str]) -> str:
+    """What is plainly no secret stays: a path, a number, a word such as `token: required`."""
+    value = match["value"]
+    looks = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
+    return match["name"] + (HIDDEN if looks or len(value) >= 20 else value)
+
+
+def _values() -> list[str]:
+    """Longest first: one secret may be the beginning of another."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SHORTEST and (name in _names or NAMES.search(name)) and not os.path.exists(value)
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(redact(line), end="", flush=True)

@@ -1,0 +1,73 @@
+"""The pages say what the code says: quoted messages exist, commands and files that they name are there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+DOCS = sorted((PROJECT / "docs").glob("*.md"))
+GAP = "\0"  # where a message has a value
+
+
+def said(path: Path) -> list[str]:
+    """Every text in a file, as it would be printed."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else GAP for v in node.values))
+    return texts
+
+
+def messages() -> list[str]:
+    """The first cells of the table of our own messages; a cell may quote several."""
+    page = (PROJECT / "docs" / "troubleshooting.md").read_text()
+    table = page.split("## Messages")[1].split("## What other tools say")[0]
+    cells = [line.split(" | ")[0].removeprefix("| ").strip() for line in table.splitlines() if line.startswith("| `")]
+    return [quote for cell in cells for quote in re.split(r"(?<=`)(?:,| and) (?=`)", cell)]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return [
+        text
+        for folder in ("flows", "tasks", "training")
+        for path in (PROJECT / folder).rglob("*.py")
+        for text in said(path)
+    ]
+
+
+def test_every_quoted_message_is_one_that_the_code_says(texts):
+    quoted = messages()
+    assert len(quoted) > 35
+    for quote in quoted:
+        parts = [re.escape(part) for part in quote[1:-1].split("...")]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), f"nobody says {quote}"
+
+
+def test_a_message_that_nobody_says_would_be_found(texts):
+    assert not any("the moon is full" in text for text in texts)
+
+
+@pytest.mark.parametrize("page", [*DOCS, PROJECT / "README.md"], ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*DOCS, PROJECT / "README.md"], ids=lambda path: path.name)
+def test_commands_of_make_exist(page):
+    known = set(re.findall(r"(?m)^([a-z-]+):", (PROJECT / "Makefile").read_text()))
+    for name in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        assert name in known, f"{page.name} names `make {name}`"
+
+
+def test_recipes_that_are_named_exist():
+    page = (PROJECT / "docs" / "own-data.md").read_text()
+    names = re.findall(r"\| `([\w.-]+)` \|", page.split("| what you have |")[1].split("\n\n")[0])
+    assert len(names) == 3
+    assert all((PROJECT / "flows" / "recipes" / f"{name}.yaml").exists() for name in names)
