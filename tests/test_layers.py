@@ -1,6 +1,7 @@
 """The architecture: who may import whom, each tool's home, and that DVC knows the code that a stage runs."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def python_files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Dotted names of the modules that a file imports, inside functions too."""
     names: set[str] = set()
