@@ -130,6 +130,7 @@ def _say_where(server: Service, mlflow: str, asked: Settings) -> None:
     print("\nPages")
     print(f"  Prefect  {server.address}  runs, deployments, schedules, automations")
     print(f"  MLflow   {mlflow}  curves, models, compare")
+    print(f"  runs     {mlflow}/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey=dpo")
     if asked.open:
         print(f"  from elsewhere: the same ports of {socket.gethostname()}, with the user and password that you set")
     print(f"In a shell\n  {PROJECT_SHELL} && {export}")

@@ -130,4 +130,4 @@ def test_the_list_of_runs_has_useful_columns_at_once(runs, page, mlflow_server, 
     page.picture(tmp_path / "runs.png")
     assert "0.0125" in shown
     assert "A row is a run of the pipeline" in shown
-    assert asked in (PROJECT / "Makefile").read_text()
+    assert asked in (PROJECT / "flows" / "up.py").read_text()
