@@ -117,10 +117,12 @@ def webhook(told: list[str]) -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/secret-path"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/secret-path"
+    finally:  # or the thread keeps a failed test's process alive
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextmanager
