@@ -132,10 +132,8 @@ def show(steps: list[Step], files: Files) -> None:
 
 
 def _memory(measured: float | None, estimated: float | None) -> str:
-    if measured is None and estimated is None:
-        return "unknown"
-    parts = [f"{measured:.1f} GiB measured"] * (measured is not None)
-    return ", ".join(parts + [f"{estimated:.1f} GiB a worker counted"] * (estimated is not None))
+    found = ((measured, "measured"), (estimated, "a worker counted"))
+    return ", ".join(f"{gib:.1f} GiB {how}" for gib, how in found if gib is not None) or "unknown"
 
 
 def _duration(seconds: float | None) -> str:
