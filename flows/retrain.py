@@ -55,7 +55,7 @@ class Night:
 
 
 def asked(recipe: str | None, overrides: dict[str, Any] | None, resume: str | None = None) -> Night:
-    if resume is None:
+    if not resume:
         record, now = record_of(recipe, overrides), made_of(workspace.plan(recipe, overrides))
         return Night(record, now, _read(record))
     note = _read(runs.runs_folder() / resume / ASKED)
