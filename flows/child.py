@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -83,6 +84,19 @@ def started(
 def _end_what_stays_behind(process: subprocess.Popen[str]) -> None:
     process.wait()
     end(process.pid)
+
+
+@cache  # once for a process
+def end_with_parent() -> None:
+    """End as if by `kill` when the process that started us is gone: a worker that is killed leaves its runs running."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def end(pid: int) -> None:

@@ -20,7 +20,7 @@ import yaml
 from prefect import flow, get_run_logger, runtime
 from prefect.states import Completed
 
-from flows import ROOT, commits, promote, publish, retrain, runs, server, terminal, workspace
+from flows import ROOT, child, commits, promote, publish, retrain, runs, server, terminal, workspace
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.runs import Record
 from flows.stage import StageFailed, stage
@@ -48,6 +48,8 @@ def dpo(
         registered: the model goes into the registry and through the gate; a sweep's runs do not.
         overrides: values of params.yaml by dotted name, {"train.beta": 0.2}.
     """
+    if _by_a_worker():
+        child.end_with_parent()
     began, night = datetime.now().astimezone(), retrain.asked(recipe, overrides, resume)
     if only_if_new and (why := night.nothing_new()):
         get_run_logger().info("retrain: %s", why)
