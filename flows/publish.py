@@ -5,7 +5,6 @@ Preference text comes from others and is escaped wherever it is rendered.
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +17,12 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 from flows import ROOT, services
 from flows.runs import RESULTS
 from flows.workspace import Workspace
+from tasks.markup import plain
 from tasks.redact import redact
 
 MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
 SAMPLES = 3
 LONGEST = 400  # characters of a sample
-RISKY = re.compile(r"[^\w\s,;?'.-]|_|\.(?=\w)")  # all that Markdown, HTML or a link finder may take for its own
 
 
 def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
@@ -166,10 +165,8 @@ def _cell(value: Any) -> str:
 
 
 def escape(text: str, longest: int = LONGEST) -> str:
-    """Text as a table cell that shows it and does nothing else."""
-    cut = text if len(text) <= longest else text[:longest] + " ..."
-    plain = "".join(char if char.isprintable() else " " for char in cut)  # no control or direction characters
-    return RISKY.sub(lambda match: f"&#{ord(match.group())};", plain)
+    """Text as a table cell that shows it and does nothing else. Prefect's page shows entities as they are written."""
+    return plain(text if len(text) <= longest else text[:longest] + " ...")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
