@@ -54,7 +54,7 @@ def _follow(folder: Path) -> bool:
             note(folder, error)
             if not working:
                 return False
-            time.sleep(pause)
+            _rest(workers, pause)
             pause, quiet_since = min(2 * pause, LONGEST_PAUSE), time.monotonic()
             continue
         pause = FIRST_PAUSE
@@ -65,6 +65,13 @@ def _follow(folder: Path) -> bool:
             quiet_since = time.monotonic()
         time.sleep(0.3)
     return True
+
+
+def _rest(workers: "Workers", seconds: float) -> None:
+    """So long, or until the last stage has ended: then there is one more try, and `make sync` need not wait for us."""
+    until = time.monotonic() + seconds
+    while workers.any() and time.monotonic() < until:
+        time.sleep(0.3)
 
 
 def note(folder: Path, error: Exception) -> None:
@@ -140,10 +147,13 @@ def sync() -> None:
     from tasks.params import load_cluster
 
     try:
-        done, failed = send_all(home() / load_cluster().logging_dir)
+        runs = home() / load_cluster().logging_dir
+        done, failed = send_all(runs)
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"sent the figures of {done} run{'' if done == 1 else 's'}")
+    for folder in (path for path in sorted(runs.glob("*/")) if unsent(path) and path.name not in failed):
+        print(f"note: {folder.name} has a process of its own that is sending")
     for name, why in failed.items():
         print(f"error: MLflow still refuses {name}: {why} Start it (`make up`), then `make sync`.")
     if failed:
