@@ -26,6 +26,8 @@ PATIENCE = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0.5",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
@@ -125,13 +127,16 @@ def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
     return lines
 
 
-def send_all(runs: Path, but: Path | None = None) -> tuple[int, dict[str, str]]:
+def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
     """Send what earlier runs could not; how many there were, and those that failed, with why."""
     done, failed = 0, {}
+    until = time.monotonic() + patience  # a forwarder whose stage has failed to reach MLflow is about to end
     for folder in sorted(path for path in runs.glob("*/") if path != but and unsent(path)):
+        while _held(folder) and unsent(folder) and time.monotonic() < until:
+            time.sleep(0.2)
         with locked(folder / "forward.lock", wait=False) as mine:
-            if not mine or not (folder / "settings.json").exists():
-                continue  # its own forwarder is at work
+            if not mine or not unsent(folder) or not (folder / "settings.json").exists():
+                continue  # its own forwarder is at work, or was
             try:
                 send_new(folder)
                 (folder / ERROR).unlink(missing_ok=True)
@@ -140,6 +145,11 @@ def send_all(runs: Path, but: Path | None = None) -> tuple[int, dict[str, str]]:
                 note(folder, error)
                 failed[folder.name] = (folder / ERROR).read_text()
     return done, failed
+
+
+def _held(folder: Path) -> bool:
+    with locked(folder / "forward.lock", wait=False) as mine:
+        return not mine
 
 
 def sync() -> None:
@@ -169,7 +179,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if not follow(folder):
         sys.exit(1)
-    send_all(folder.parent, but=folder)  # the store is there: what earlier runs could not send goes now
+    send_all(folder.parent, but=folder, patience=0.0)  # the store is there: what earlier runs could not send goes now
 
 
 if __name__ == "__main__":

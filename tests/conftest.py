@@ -13,6 +13,7 @@ import yaml
 
 from tests.workspaces import wait_for
 
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
 PROJECT = Path(__file__).parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 
