@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flows.dpo import override, run_here
 from tasks.errors import UserError
 from tasks.lock import workspace_lock
 from tests.browser import browser
+from tests.deployed import ask
 from tests.workspaces import wait_for
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
@@ -229,13 +229,6 @@ def test_a_person_decides_in_prefect_and_nobody_is_waited_for_for_ever(repo: Pat
 
 def paused(env: Env) -> list[dict[str, Any]]:
     return ask(env, "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}})
-
-
-def ask(env: Env, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"{env['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return json.load(urllib.request.urlopen(request))
 
 
 @pytest.mark.slow

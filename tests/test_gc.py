@@ -127,7 +127,7 @@ def test_it_shows_first_and_then_keeps_what_is_needed(repo: Path, env: Env, tmp_
         opened = command(repo, env, "flows.open", name, str(tmp_path / name))
         assert opened.returncode == 0, opened.stderr
         assert "Not in DVC's cache" not in opened.stdout
-        assert json.loads((tmp_path / name / "data/train/out.json").read_text())["beta"] == beta
+        assert json.loads((tmp_path / name / "data/train/out.json").read_text())["beta"] == pytest.approx(beta)
         assert (tmp_path / name / "data/reference/out.json").exists()
 
 

@@ -121,7 +121,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: S
     folder = tmp_path_factory.mktemp("first")
     root = folder / "dpo"
     for name in git(PROJECT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
-        if (PROJECT / name).exists():
+        if (PROJECT / name).is_file():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, root / name)
     write_data(folder / "pairs.jsonl", demo.rows(0)[:60])
