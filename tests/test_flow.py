@@ -49,12 +49,8 @@ def git(root: Path, *arguments: str) -> str:
 
 def artifacts(env: Env) -> dict[str, Any]:
     """The newest artifact of each key."""
-    body = json.dumps({"sort": "CREATED_DESC"}).encode()
-    request = urllib.request.Request(
-        f"{env['PREFECT_API_URL']}/artifacts/filter", body, {"Content-Type": "application/json"}
-    )
     found: dict[str, Any] = {}
-    for artifact in json.load(urllib.request.urlopen(request)):
+    for artifact in ask(env, "artifacts/filter", {"sort": "CREATED_DESC"}):
         found.setdefault(artifact["key"], artifact["data"])
     return found
 
@@ -170,7 +166,7 @@ def test_prefects_page_shows_the_run_and_its_artifacts_and_runs_nothing(
     """In real Chromium: the flow run with its tasks, and the result with the hostile sample of tests/dummy_stage.py."""
     newest = max((done_once / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
     name, _, begins = newest.parent.name.rpartition("-")
-    runs = api_post(prefect_api, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    runs = ask(prefect_api, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
     (run,) = [run for run in runs if run["id"].startswith(begins)]
     pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
     with browser(tmp_path / "profile") as page:
@@ -180,19 +176,12 @@ def test_prefects_page_shows_the_run_and_its_artifacts_and_runs_nothing(
         page.click("Artifacts")
         page.shows("dpo-result", "dpo-stages", "dpo-report")
         of_this_run = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}, "key": {"any_": ["dpo-result"]}}}
-        (result,) = api_post(prefect_api, "artifacts/filter", of_this_run)
+        (result,) = ask(prefect_api, "artifacts/filter", of_this_run)
         page.open(f"{pages}/artifacts/artifact/{result['id']}")
         page.shows("rewards/accuracies", "<script>alert(1)</script> [a](http://b.c) | x")
         page.picture(tmp_path / "result.png")
         assert page.ask("[...document.querySelectorAll('a')].filter(a => a.href.includes('b.c')).length") == 0
         assert page.ask("[...document.querySelectorAll('main script, main img')].length") == 0
-
-
-def api_post(env: Env, path: str, body: dict[str, Any]) -> Any:
-    asked = urllib.request.Request(
-        f"{env['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return json.load(urllib.request.urlopen(asked))
 
 
 @pytest.mark.slow
