@@ -9,18 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from prefect import runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
-from flows import ROOT, services
+from flows import ROOT
+from flows.links import mlflow_link
 from flows.runs import RESULTS
 from flows.workspace import Workspace
 from tasks.markup import plain
 from tasks.redact import redact
 
-MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
 SAMPLES = 3
 LONGEST = 400  # characters of a sample
 
@@ -124,35 +123,10 @@ def _where(place: Workspace) -> str:
     return "\n".join(lines)
 
 
-def compare_link(runs: list[dict[str, Any]]) -> str | None:
-    """MLflow's page that puts these runs side by side."""
-    if not runs:
-        return None
-    asked = {
-        "runs": [ids["run_id"] for ids in runs],
-        "experiments": sorted({str(ids["experiment_id"]) for ids in runs}),
-    }
-    query = "&".join(f"{name}={quote(json.dumps(values, separators=(',', ':')))}" for name, values in asked.items())
-    return f"{_page(runs[0])}/#/compare-runs?{query}"
-
-
 def _model(place: Workspace) -> str:
     """The worktree is gone when this is read."""
     here = f"`{place.root / 'data' / 'model'}`"
     return f"`make open RUN={place.key}` lays it out, from DVC's cache" if place.own else here
-
-
-def mlflow_link(ids: dict[str, Any]) -> str | None:
-    if not ids:
-        return None
-    return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
-
-
-def _page(ids: dict[str, Any]) -> str:
-    address = str(ids.get("tracking_uri", ""))
-    served = services.known("mlflow")
-    local = served.address if served else MLFLOW_PAGE
-    return address.rstrip("/") if address.startswith("http") else local
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -10,11 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from prefect import get_run_logger, runtime
 from prefect.artifacts import create_table_artifact
 
-from flows import ROOT, runs, workspace
+from flows import ROOT, inputs, runs, workspace
 from flows.promote import decision
 from flows.workspace import Files, Workspace
 from tasks.errors import UserError
@@ -81,15 +80,11 @@ def made_of(files: Files, root: Path = ROOT) -> Record:
 
 def code(root: Path) -> dict[str, str]:
     """The hash of each dependency of the stages that no stage makes, and of their commands."""
-    stages = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
-    outs = {next(iter(out)) if isinstance(out, dict) else out for stage in stages.values() for out in _outs(stage)}
-    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outs)
+    stages = inputs.stages(root)
+    made = {path for stage in stages.values() for path in inputs.out_paths(stage)}
+    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - made)
     commands = {name: stage["cmd"] for name, stage in stages.items()}
     return {**{dep: _hash(root / dep) for dep in deps}, "dvc.yaml": fingerprint(commands)}
-
-
-def _outs(stage: Mapping[str, Any]) -> list[Any]:
-    return [*stage.get("outs", []), *stage.get("metrics", [])]
 
 
 def _hash(path: Path) -> str:

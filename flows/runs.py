@@ -148,7 +148,7 @@ def stages(record: Record) -> list[dict[str, Any]]:
 
 
 def _row(record: Record) -> tuple[str, ...]:
-    from flows.publish import mlflow_link
+    from flows.links import mlflow_link
 
     done = stages(record)
     ran = [state["stage"] for state in done if state["state"] == "ran" and state["stage"] != "promote"]

@@ -10,8 +10,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -78,15 +76,7 @@ def _take_that_of_make_up() -> bool:
 
 def wait_until_it_answers(process: subprocess.Popen[str], api: str, log: Path) -> None:
     until = time.monotonic() + PATIENCE
-    while not _answers(api):
+    while not services.answers(f"{api}/health"):
         if process.poll() is not None or time.monotonic() > until:
             raise RuntimeError(f"Prefect's embedded server did not start. It wrote to {log}:\n{log.read_text()}")
         time.sleep(0.1)
-
-
-def _answers(api: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

@@ -5,7 +5,6 @@ A service is known by its process id and the moment at which that process began,
 left behind by a killed one is found too.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -13,8 +12,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ import psutil
 
 from flows import ROOT, child
 from tasks.errors import UserError
+from tasks.lock import alone
 
 FOLDER = ROOT / ".services"
 MARK = "DPO_SERVICE"
@@ -63,14 +63,18 @@ class Service:
         return FOLDER / f"{self.name}.log"
 
     def answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.health, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return answers(self.health)
 
     def last_words(self, lines: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def answers(health: str) -> bool:
+    try:
+        with urllib.request.urlopen(health, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def make_folder() -> None:
@@ -175,17 +179,10 @@ def _mark(name: str) -> str:
     return f"{name} of {ROOT}"
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> AbstractContextManager[None]:
     """Two commands that start or end services would undo each other."""
     make_folder()
-    with (FOLDER / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("Another `make up` or `make down` is at work here; waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return alone(FOLDER / "lock", lambda who: print(f"{who} starts or ends services here; waiting for it", flush=True))
 
 
 def is_free(host: str, port: int) -> bool:

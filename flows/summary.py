@@ -9,7 +9,8 @@ from typing import Any
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_markdown_artifact
 
 from flows import ROOT
-from flows.publish import compare_link, escape, mlflow_link
+from flows.links import compare_link, mlflow_link
+from flows.publish import escape
 from flows.workspace import Workspace
 from tasks import sweeps, tracking
 from tasks.files import write_json

@@ -3,7 +3,6 @@
 Run again it says what runs already and brings back what is missing. `make down` ends what this started, and no more.
 """
 
-import fcntl
 import importlib
 import os
 import socket
@@ -16,6 +15,7 @@ from flows import ROOT, services, stack
 from flows.services import Service
 from flows.stack import POOL, TITLES, Settings
 from tasks.errors import UserError
+from tasks.flock import locked
 
 PROJECT_SHELL = "source .venv/bin/activate"
 
@@ -89,9 +89,7 @@ def _making(store: str) -> Iterator[bool]:
     if not store.startswith("sqlite:///") or path.exists():
         yield False
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / "store.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.parent / "store.lock"):
         yield True
 
 

@@ -8,8 +8,9 @@ import platform
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from tasks import place
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish
+from tasks.progress import meanwhile
 
 SAME = ("ray", "torch", "transformers", "deepspeed", "peft")  # and Python: what numbers and pickles depend on
 ANSWER = 120.0  # seconds for a node to run a small task; the first one brings our code there
@@ -162,17 +164,9 @@ def _words(resources: dict[str, float]) -> str:
     return ", ".join(f"{number:g} {name}" for name, number in sorted(resources.items())) or "nothing"
 
 
-@contextmanager
-def watched(say: Callable[[str], None]) -> Iterator[None]:
+def watched(say: Callable[[str], None]) -> AbstractContextManager[None]:
     """Say which nodes are lost and which join, meanwhile."""
-    over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(say, over), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    return meanwhile(partial(_watch, say))
 
 
 def _watch(say: Callable[[str], None], over: threading.Event) -> None:

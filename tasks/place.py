@@ -32,28 +32,26 @@ class PrepareGroup(Section):
     num_workers: Count | None = None
 
 
-class ReferenceGroup(Section):
+class Group(Section):
+    """Workers on Ray that hold a model."""
+
     num_workers: Count = 1
     cpus_per_worker: Positive = 1
     gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
     resources: Resources = Field(default_factory=dict)
     placement: Placement = "PACK"
     row_tokens: Annotated[int, Field(ge=64)] = 8192
-    shard_pairs: Count = 512
     compile: bool = True
 
 
-class ActorTrainGroup(Section):
-    num_workers: Count = 1
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
-    resources: Resources = Field(default_factory=dict)
-    placement: Placement = "PACK"
+class ReferenceGroup(Group):
+    shard_pairs: Count = 512
+
+
+class ActorTrainGroup(Group):
     zero_stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "optimizer", "all"] = "none"
-    row_tokens: Annotated[int, Field(ge=64)] = 8192
     activation_checkpointing: bool = False
-    compile: bool = True
     save_steps: Count = 100
     keep_checkpoints: Count = 2
     resume_from_checkpoint: Literal["auto", "never"] = "auto"

@@ -4,7 +4,10 @@ The line `train: 40/124 steps, eta 0:21, loss 0.41` is what the flow turns into 
 """
 
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -52,3 +55,16 @@ class Bar:
             return ""
         seconds = (time.monotonic() - since) / (done - first) * (self.total - done)
         return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+@contextmanager
+def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
+    """`watch` runs beside the block, and is told by the event when the block is over."""
+    over = threading.Event()
+    watcher = threading.Thread(target=watch, args=(over,), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()

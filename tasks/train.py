@@ -13,8 +13,9 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tasks.models import base_folder, base_hash
 from tasks.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
-from tasks.progress import Bar
+from tasks.progress import Bar, meanwhile
 from tasks.tensorboard import Events
 from tasks.tracking import Run, read_lines
 from training import batches, checkpoint
@@ -226,15 +227,8 @@ def _refuse(settings: Settings, sentence: str) -> None:
 @contextmanager
 def _watched(journal: Path, run: Run, bar: Bar, events: Events) -> Iterator[None]:
     """Forward what rank 0 logs, while it trains."""
-    over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(journal, run, bar, events, over), daemon=True)
-    watcher.start()
-    try:
+    with closing(events), meanwhile(partial(_watch, journal, run, bar, events)):
         yield
-    finally:
-        over.set()
-        watcher.join()
-        events.close()
 
 
 def _watch(journal: Path, run: Run, bar: Bar, events: Events, over: threading.Event) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from flows import side_by_side, trials
-from flows.publish import compare_link
+from flows.links import compare_link
 from flows.side_by_side import Running
 from flows.space import Range, combinations, parse
 from flows.sweep import run_here

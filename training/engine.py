@@ -81,7 +81,7 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    if fused and config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
+    if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _look_once_at_gradients(engine.optimizer)
     return engine
 
@@ -94,8 +94,9 @@ def _look_once_at_gradients(optimizer: Any) -> None:
 
     def norm(gradients: list[Tensor], params: list[nn.Parameter]) -> Tensor:
         real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
-        lengths = torch._foreach_norm(real[: len(params)], 2, dtype=torch.float32)
-        total = torch.stack(lengths).double().square().sum() if lengths else torch.zeros((), device="cuda").double()
+        # A rank's share may be padding alone.
+        lengths = torch._foreach_norm(real[: len(params)], 2, dtype=torch.float32) if real else []
+        total = torch.stack([torch.zeros((), device=optimizer.device), *lengths]).double().square().sum()
         dist.all_reduce(total)
         length = total.sqrt().float()
         return torch.where(torch.isfinite(length), length, -1.0)  # DeepSpeed's sign of one that is not

@@ -1,0 +1,34 @@
+"""Addresses of MLflow's pages. Without Prefect, whose import takes seconds: lists of runs need them too."""
+
+import json
+from typing import Any
+from urllib.parse import quote
+
+from flows import services
+
+MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
+
+
+def mlflow_link(ids: dict[str, Any]) -> str | None:
+    if not ids:
+        return None
+    return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+
+
+def _page(ids: dict[str, Any]) -> str:
+    address = str(ids.get("tracking_uri", ""))
+    served = services.known("mlflow")
+    local = served.address if served else MLFLOW_PAGE
+    return address.rstrip("/") if address.startswith("http") else local
+
+
+def compare_link(runs: list[dict[str, Any]]) -> str | None:
+    """MLflow's page that puts these runs side by side."""
+    if not runs:
+        return None
+    asked = {
+        "runs": [ids["run_id"] for ids in runs],
+        "experiments": sorted({str(ids["experiment_id"]) for ids in runs}),
+    }
+    query = "&".join(f"{name}={quote(json.dumps(values, separators=(',', ':')))}" for name, values in asked.items())
+    return f"{_page(runs[0])}/#/compare-runs?{query}"
