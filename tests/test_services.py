@@ -27,9 +27,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import services, stack
-from flows.parameters import comments, keys, known_and_typed, schema
-from tasks.errors import UserError
+from flows import stack
+from flows.parameters import known_and_typed
 from tests.workspaces import wait_for
 
 SECRET = "ada:love-lace-1815"
@@ -356,79 +355,3 @@ def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psuti
     assert not list((up.root / ".services").glob("*.json"))
     assert up.command("status").count("does not run") == 3
     assert up.command("down").count(" did not run\n") == 3
-
-
-@pytest.mark.parametrize(
-    ("env", "sentence"),
-    [
-        ({"BIND": "0.0.0.0"}, "BIND=0.0.0.0 would let in everybody"),
-        ({"BIND": "::"}, "Set PREFECT_SERVER_API_AUTH_STRING=user:password as well"),
-        ({"BIND": "::", "PREFECT_SERVER_API_AUTH_STRING": "secret"}, "must be user:password"),
-        ({"PORT": "many"}, "PORT must be a port"),
-        ({"DPO_WEBHOOK_URL": "hooks.example/x"}, "DPO_WEBHOOK_URL must begin with"),
-        ({"DPO_SILENCE_SECONDS": "30"}, "more than a heartbeat's 30 seconds"),
-    ],
-)
-def test_what_is_asked_for_in_vain_is_a_sentence(env: dict[str, str], sentence: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        stack.settings(env)
-    assert sentence in str(refusal.value)
-
-
-def test_pages_open_to_others_only_with_a_password() -> None:
-    assert stack.settings({"BIND": "0.0.0.0", "PREFECT_SERVER_API_AUTH_STRING": "ada:secret"}).open
-    assert not stack.settings({"BIND": "127.0.0.1"}).open
-    assert not stack.settings({}).open
-
-
-def test_a_port_that_was_asked_for_and_is_taken_is_not_replaced() -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        number = str(holder.getsockname()[1])
-        with pytest.raises(UserError, match=f"Port {number} is taken by another program. Choose another PREFECT_PORT"):
-            stack.port("prefect", stack.settings({"PREFECT_PORT": number}))
-
-
-def test_a_process_that_only_has_the_number_is_not_the_service() -> None:
-    me = psutil.Process()
-    mine = services.Service("worker", me.pid, me.create_time() - psutil.boot_time(), 1, "", "")
-    assert mine.process == me
-    assert services.Service("worker", me.pid, mine.began - 60, 1, "", "").process is None
-
-
-def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
-    fields = schema()["properties"]
-    assert {"train.beta", "train.adapter.rank", "promote.require", "source.data"} <= set(keys())
-    assert fields["train.beta"]["anyOf"][0] == {"exclusiveMinimum": 0.0, "type": "number"}
-    assert fields["prepare.ties"]["enum"] == ["drop", "soft"]
-    assert fields["source.seed"] == {
-        "type": "integer",
-        "title": "source.seed",
-        "description": "of the demo's data and base model",
-    }
-    assert comments("a:\n  b: 1  # one\n  c:\n    d: 2 # two\n")["a.c.d"] == {"description": "two"}
-    assert "prepare.by_source.format" not in fields  # its keys are names of sources
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ({"train.bta": 1}, "`train.bta` is not a key of params.yaml. Did you mean `train.beta`?"),
-        ({"x": 1}, "`x` is not a key of params.yaml. They are written as in `train.beta`."),
-        ({"train.beta": -1.0}, "`train.beta`: Input should be greater than 0, and it is -1.0"),
-        ({"train.adapter": {"rnk": 1}}, "`train.adapter`"),
-    ],
-)
-def test_overrides_are_checked_one_by_one(overrides: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        known_and_typed(overrides)
-
-
-def test_what_a_form_sends_for_nothing_reaches_the_flow_as_nothing() -> None:
-    from flows.dpo import dpo
-
-    untouched = dpo.validate_parameters({"recipe": "none", "name": "", "overrides": {}})
-    assert (untouched["recipe"], untouched["name"], untouched["overrides"]) == (None, None, None)
-    given = {"recipe": "demo", "name": "none", "overrides": {"train.beta": 0.2}}
-    assert dpo.validate_parameters(given) | given == dpo.validate_parameters(given)
