@@ -20,7 +20,7 @@ from flows.services import free_port
 from tasks.lock import alone
 
 PATIENCE = 120.0  # seconds; the first start makes a database
-COMMAND = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1"]
+COMMAND = ["-m", "uvicorn", "--factory", "flows.api:create_app", "--host", "127.0.0.1"]
 SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 PASSWORD = "PREFECT_SERVER_API_AUTH_STRING"
 

@@ -108,7 +108,7 @@ def prefect(asked: Settings) -> Service:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,  # in memory, a restart would crash the runs that hold one
     }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", asked.bind, "--port", str(number)]
+    command = [sys.executable, "-m", "flows.api", "server", "start", "--host", asked.bind, "--port", str(number)]
     return services.start("prefect", command, env, number, page, f"{page}/api/health")
 
 
