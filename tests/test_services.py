@@ -287,9 +287,7 @@ def set_schedule(up: Up, nightly: dict[str, Any], active: bool, **changes: str) 
 @pytest.mark.slow
 def test_runs_on_the_worker_tell_the_webhook_how_they_ended(up: Up, zombie: str, nightly: dict[str, Any]) -> None:
     won = up.start("dpo/smoke", "promote:win")
-    lost = up.start(
-        "dpo/smoke", "train:user", overrides={"train.beta": 0.6}
-    )  # or DVC may have its train from the other
+    lost = up.start("dpo/smoke", "train:user", overrides={"train.beta": 0.6})  # or DVC has its train from the other
     wait_for(lambda: {up.state(won), up.state(lost)} == {"COMPLETED", "FAILED"}, PATIENCE)
     wait_for(lambda: up.state(zombie) == "CRASHED", PATIENCE)
     wait_for(lambda: len(up.told) >= 3, 60)
@@ -324,7 +322,7 @@ def test_a_schedule_starts_runs_by_itself(up: Up, nightly: dict[str, Any]) -> No
 
 @pytest.mark.slow
 def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
-    run, family = hanging(up, "cancelled")
+    run, family = hanging(up, "cancelled", beta=0.7)
     assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
     assert not (up.root / "data").exists()
     up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the button does
@@ -335,17 +333,19 @@ def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_worker(up: Up) -> None:
-    _, family = hanging(up, "orphaned")
+    _, family = hanging(up, "orphaned", beta=0.8)
     os.kill(up.pids()["worker"], signal.SIGKILL)
     wait_for(lambda: not any(map(lives, family)), 60)
     up.command("up")
 
 
-def hanging(up: Up, name: str) -> tuple[str, list[int]]:
+def hanging(up: Up, name: str, beta: float) -> tuple[str, list[int]]:
     """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
     pids = up.root / ".scratch" / "pids"
     pids.unlink(missing_ok=True)
-    run = up.start("dpo/full", "train:sessions", name=name)
+    run = up.start(
+        "dpo/full", "train:sessions", name=name, overrides={"train.beta": beta}
+    )  # one that DVC does not have
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, PATIENCE)
     return run, list(map(int, pids.read_text().split()))
 
