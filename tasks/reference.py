@@ -24,7 +24,7 @@ from tasks.tracking import Run
 from training.objective import Objective
 from training.packing import Pair
 
-NUMERICS = 2  # raise when the values that we compute change
+NUMERICS = 3  # raise when the values that we compute change
 PATIENCE = 120.0  # seconds for shared storage to show what another node wrote
 
 Shard = tuple[list[Pair], list[str]]

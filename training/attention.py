@@ -2,8 +2,10 @@
 
 On a GPU in half precision it is FlashAttention over variable lengths: each pair is the sequence prompt + chosen, and
 the sequence rejected, whose keys are the prompt's again and its own. That is the row's mask without a mask: nothing to
-build, nothing to compile, a sliding window included. Elsewhere SDPA gets the row's pairs as a batch of blocks with a
-dense mask each, or the row as one block where its pairs are too unlike for that to be less work.
+build, nothing to compile, a sliding window included. On a CPU SDPA gets the same sequences one by one, and computes of
+the first no more than its causal half. Elsewhere, where so many calls would cost more than they save, SDPA gets the
+row's pairs as a batch of blocks with a dense mask each, or the row as one block where its pairs are too unlike for that
+to be less work.
 """
 
 from typing import Any
@@ -32,6 +34,8 @@ def row_inputs(row: Row, flash: bool) -> dict[str, Any]:
             "row_key_ends": row.key_ends,
             "row_longest": row.longest,
         }
+    if row.keys.device.type == "cpu":
+        return {"row_keys": row.keys, "row_lengths": (row.query_ends.diff().tolist(), row.key_ends.diff().tolist())}
     return blocks(row)
 
 
@@ -79,12 +83,15 @@ def attend(
     row_query_ends: Tensor | None = None,
     row_key_ends: Tensor | None = None,
     row_longest: int = 0,
+    row_lengths: tuple[list[int], list[int]] | None = None,
     row_blocks: Tensor | None = None,
     row_places: Tensor | None = None,
     row_mask: Tensor | None = None,
     row_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if row_keys is not None and row_lengths is not None:
+        return _one_by_one(query, key, value, row_keys, row_lengths, scaling, sliding_window, softcap), None
     if row_keys is not None:
         ends = row_query_ends, row_key_ends
         out = _flash(query[0], key[0], value[0], row_keys, ends, row_longest, scaling, sliding_window)
@@ -105,6 +112,34 @@ def _to_blocks(part: Tensor, index: Tensor) -> Tensor:
     """(1, heads, tokens, size) to (blocks, heads, tokens of a block, size)."""
     chosen = part[0].transpose(0, 1).index_select(0, index.flatten())
     return chosen.unflatten(0, index.shape).transpose(1, 2)
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    lengths: tuple[list[int], list[int]],  # queries and keys of each sequence
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, tokens, heads, size)."""
+    key, value = key.index_select(2, keys), value.index_select(2, keys)
+    parts = query.split(lengths[0], 2), key.split(lengths[1], 2), value.split(lengths[1], 2)
+    out = []
+    for queries, seen, values in zip(*parts, strict=True):
+        mask = _causal(queries.shape[2], seen.shape[2], window)
+        out.append(_dense(queries, seen, values, mask, scaling, softcap))
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def _causal(queries: int, keys: int, window: int | None) -> Tensor | None:
+    """Who sees whom, aligned at the ends; None for the plain half, of which SDPA knows."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries - window + 1)
 
 
 def _flash(
@@ -139,11 +174,15 @@ def _flash(
 
 
 def _dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)

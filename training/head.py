@@ -77,8 +77,9 @@ def gather(logits: Tensor, targets: Tensor) -> Values:
     normaliser = logits.logsumexp(-1)
     logps = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
     with torch.no_grad():
-        entropy = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
-        collision = (2 * logits).logsumexp(-1) - 2 * normaliser
+        probability = (logits - normaliser[:, None]).exp_()
+        entropy = normaliser - (probability * logits).sum(-1)
+        collision = probability.square_().sum(-1).log()
     return logps, entropy, collision
 
 
