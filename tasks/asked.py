@@ -15,7 +15,8 @@ from tasks.pairs import read_pairs, read_rows, with_reference
 from tasks.params import Evaluate, Params, load_cluster
 from tasks.paths import PAIRS
 from tasks.progress import Bar
-from training.objective import OPTIONS, Objective
+from training.objective import Objective
+from training.options import OPTIONS
 from training.packing import Pair
 
 Margins = dict[str, dict[str, Any]]  # by pair id, as compare.Side has them
@@ -35,7 +36,7 @@ class HeldOut:
 
 def todays(params: Params) -> HeldOut:
     pairs = read_pairs("eval")
-    known = Objective(params.train.loss, params.train.loss_options()).needs_reference
+    known = params.train.needs_reference
     return HeldOut(read_rows(PAIRS / "eval.parquet"), with_reference(pairs, "eval") if known else pairs)
 
 

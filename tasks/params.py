@@ -19,7 +19,7 @@ from tasks.errors import UserError
 from tasks.place import Cluster
 from tasks.redact import is_secret
 from tasks.violations import VIOLATIONS
-from training import objective
+from training import options
 
 __all__ = ["Cluster", "Params", "dotted", "overlay", "read_yaml", "validate"]
 
@@ -154,14 +154,18 @@ class Train(Section):
     stop_on_alarm: bool
     seed: int
 
-    def loss_options(self) -> dict[str, objective.Option]:
+    def loss_options(self) -> dict[str, options.Option]:
         """The options that were given, by name."""
-        given = {name: getattr(self, name) for name in objective.OPTIONS}
+        given = {name: getattr(self, name) for name in options.OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        return options.needs_reference(self.loss, self.loss_options())
 
     @model_validator(mode="after")
     def _loss_is_known_and_every_option_has_an_effect(self) -> "Train":
-        objective.check(self.loss, self.loss_options())
+        options.check(self.loss, self.loss_options())
         return self
 
     @model_validator(mode="after")
@@ -172,7 +176,7 @@ class Train(Section):
             raise ValueError(f"`select` names a metric of held-out pairs, eval/..., and it is '{self.select}'")
         if self.quantization and not self.adapter:
             raise ValueError("`quantization` freezes the base: set `adapter`, or quantization to null")
-        if self.kl_limit and not objective.Objective(self.loss, self.loss_options()).needs_reference:
+        if self.kl_limit and not self.needs_reference:
             raise ValueError(f"`kl_limit` has no effect on loss {', '.join(self.loss)}, which has no reference")
         return self
 

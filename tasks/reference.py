@@ -21,7 +21,6 @@ from tasks.params import Cluster, Params, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
 from tasks.tracking import Run
-from training.objective import Objective
 from training.packing import Pair
 
 NUMERICS = 3  # raise when the values that we compute change
@@ -33,7 +32,7 @@ Shard = tuple[list[Pair], list[str]]
 def reference(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
     basis = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
-    if not Objective(params.train.loss, params.train.loss_options()).needs_reference:
+    if not params.train.needs_reference:
         print(f"reference: loss {', '.join(params.train.loss)} has no reference; nothing to compute")
         nothing: dict[str, list[str]] = {split: [] for split in SPLITS}
         _publish(nothing, nothing, no_values(), basis)

@@ -13,14 +13,12 @@ from tasks import plots
 from tasks.errors import UserError
 from tasks.params import Params
 from tasks.tracking import read_lines
-from training.objective import Objective
 
 Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why
 
 
 def needs_reference(params: Mapping[str, Any]) -> bool:
-    train = Params.model_validate(params).train
-    return Objective(train.loss, train.loss_options()).needs_reference
+    return Params.model_validate(params).train.needs_reference
 
 
 def metrics_of(folder: Path) -> dict[str, float]:

@@ -5,27 +5,45 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tasks.flock import locked
 from tests.workspaces import wait_for
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
 PROJECT = Path(__file__).parents[1]
+Once = Callable[[str, Callable[[Path], object]], Path]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 
 
 @pytest.fixture(scope="session")
-def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes a folder of that name unless another test process has: once(name, lambda folder: ...)."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "once"
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        with locked(shared / f"{name}.lock"):
+            if not (shared / f"{name}.made").exists():
+                shutil.rmtree(shared / name, ignore_errors=True)  # of one that failed
+                (shared / name).mkdir()
+                make(shared / name)
+                (shared / f"{name}.made").touch()
+        return shared / name
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def mlflow_store(once: Once) -> Path:
     """An empty MLflow database to copy: making one takes seconds."""
     from mlflow import MlflowClient
 
-    folder = tmp_path_factory.mktemp("mlflow")
-    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-    return folder
+    return once("mlflow", lambda folder: MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments())
 
 
 @pytest.fixture
@@ -45,8 +63,8 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with (home / "server.log").open("w") as log, child.started(command, home, env, log) as process:
+    command = [sys.executable, "-m", "flows.api", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with (home / "server.log").open("w") as log, child.started(command, PROJECT, env, log) as process:
         wait_until_it_answers(process, api, home / "server.log")
         yield {**env, "PREFECT_API_URL": api}
 
@@ -107,35 +125,37 @@ def _stages() -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_base(once: Once) -> Path:
     """The demo's base model, barely trained: the right shape in seconds."""
     from tasks import demo
     from training import tiny
 
-    folder = tmp_path_factory.mktemp("tiny") / "base"
-    tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20)
-    return folder
+    return once("base", lambda folder: tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20))
 
 
 @pytest.fixture(scope="session")
-def referenced(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, mlflow_store: Path) -> Path:
+def referenced(once: Once, tiny_base: Path, mlflow_store: Path) -> Path:
     """A workspace with everything before `train`. Copy it before changing it."""
     from tests.workspaces import make_workspace, run
 
-    workspace = make_workspace(tmp_path_factory.mktemp("referenced") / "workspace", tiny_base)
-    shutil.copytree(mlflow_store, workspace / ".mlflow")
-    run(workspace, "source", "prepare", "reference")
-    return workspace
+    def make(folder: Path) -> None:
+        make_workspace(folder, tiny_base)
+        shutil.copytree(mlflow_store, folder / ".mlflow")
+        run(folder, "source", "prepare", "reference")
+
+    return once("referenced", make)
 
 
 @pytest.fixture(scope="session")
-def trained(referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(once: Once, referenced: Path) -> Path:
     """The same after `train`, undisturbed and on one host."""
     from tests.workspaces import run
 
-    workspace = Path(shutil.copytree(referenced, tmp_path_factory.mktemp("trained") / "workspace"))
-    run(workspace, "train")
-    return workspace
+    def make(folder: Path) -> None:
+        shutil.copytree(referenced, folder, dirs_exist_ok=True)
+        run(folder, "train")
+
+    return once("trained", make)
 
 
 LONGEST = (

@@ -1,11 +1,37 @@
 """Combinations of losses, rewards, and the refusal of everything that would be ignored."""
 
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.test_losses import pairs, value
-from training.objective import Objective, check
+from training.losses import LOSSES
+from training.objective import Objective
+from training.options import OPTIONS, TAKES, Takes, check
 from training.packing import Pair
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_table_of_options_is_what_the_functions_take():
+    taken = {}
+    for name, loss in LOSSES.items():
+        parameters = list(inspect.signature(loss).parameters.values())[1:]
+        needs = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+        may = [parameter.name for parameter in parameters if parameter.default is not inspect.Parameter.empty]
+        taken[name] = Takes(tuple(needs), tuple(may))
+    assert taken == TAKES
+    assert {option for takes in TAKES.values() for option in (*takes.needs, *takes.may)} <= set(OPTIONS)
+
+
+def test_a_configuration_is_read_without_torch():
+    """Every command begins with it."""
+    code = "import sys, tasks.params, flows.parameters; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_combination_is_the_weighted_sum_of_its_components():

@@ -308,16 +308,20 @@ def test_runs_on_the_worker_tell_the_webhook_how_they_ended(up: Up, zombie: str,
 
 
 @pytest.mark.slow
-def test_a_schedule_starts_runs_by_itself(up: Up, nightly: dict[str, Any]) -> None:
+def test_a_schedule_starts_runs_by_itself_and_missed_ones_do_not_pile_up(up: Up, nightly: dict[str, Any]) -> None:
     of_nightly = {"deployments": {"id": {"any_": [nightly["id"]]}}, "sort": "START_TIME_ASC"}
 
-    def over() -> list[dict[str, Any]]:
-        return [run for run in up.api("flow_runs/filter", of_nightly) if run["state_type"] == "COMPLETED"]
+    def runs(*states: str) -> list[dict[str, Any]]:
+        return [run for run in up.api("flow_runs/filter", of_nightly) if run["state_type"] in states]
 
-    wait_for(over, PATIENCE)
+    wait_for(lambda: runs("COMPLETED"), PATIENCE)
     set_schedule(up, nightly, active=False)
-    assert over()[0]["auto_scheduled"]
-    assert over()[0]["parameters"] == {"only_if_new": True}
+    assert runs("COMPLETED")[0]["auto_scheduled"]
+    assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
+    wait_for(lambda: not runs("PENDING", "RUNNING"), PATIENCE)
+    missed = [up.start("dpo/nightly", "") for _ in range(3)]
+    wait_for(lambda: {up.state(run) for run in missed} <= {"COMPLETED", "CANCELLED"}, PATIENCE)
+    assert sorted(map(up.state, missed)) == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
 
 @pytest.mark.slow

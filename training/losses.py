@@ -1,8 +1,8 @@
 """Preference losses as pure functions: log-probabilities of pairs in, one loss per pair out.
 
 The caller takes the mean over the global batch. A new loss is a function with the paper's equation on the line and
-its name in LOSSES; its keyword arguments are the options that have an effect on it, and objective.check refuses the
-others.
+its name in LOSSES; its keyword arguments are the options that have an effect on it, which training/options.py names too
+and so refuses the others.
 """
 
 import math
@@ -188,17 +188,9 @@ def sft(pairs: Pairs) -> Tensor:
 
 
 _WITH_REFERENCE = (sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard)
-_SORTED = (aot, aot_unpaired)
-_MORE = (apo_zero, apo_down, discopop)
-_REFERENCE_FREE = (simpo, cpo, orpo, sft)
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    loss.__name__: loss for loss in (*_WITH_REFERENCE, *_SORTED, *_MORE, *_REFERENCE_FREE)
-}
-REFERENCE_FREE = frozenset(loss.__name__ for loss in _REFERENCE_FREE)
-SORTED = frozenset(loss.__name__ for loss in _SORTED)
-SOFT = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})  # read pairs.label
-MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})  # read pairs.margin
-DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+_MORE = (aot, aot_unpaired, apo_zero, apo_down, discopop)
+_WITHOUT = (simpo, cpo, orpo, sft)
+LOSSES: dict[str, Callable[..., Tensor]] = {loss.__name__: loss for loss in (*_WITH_REFERENCE, *_MORE, *_WITHOUT)}
 
 
 def score(ratio: Tensor, f_divergence: str, f_alpha: float) -> Tensor:
