@@ -47,7 +47,7 @@ def _network(interface: str | None) -> dict[str, str]:
 def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
     # Inherited by the cluster's processes: cheaper than an environment of Ray's making.
     os.environ.update(environment, PYTHONPATH=str(CODE), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # Ray Train's actors cannot use such workers
+    os.environ.update(RAY_prestart_worker_first_driver="0")  # Ray Train's actors cannot use such workers
     # A token of its own, so that nothing is written into the home folder and no other Ray is reached.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     import ray
