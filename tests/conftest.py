@@ -160,14 +160,19 @@ def trained(once: Once, referenced: Path) -> Path:
 
 LONGEST = (
     "test_end_to_end",
-    "test_two_hosts",
-    "test_postgres_s3",
     "test_resume",
-    "test_services",
     "test_flow",
+    "test_postgres_s3",
+    "test_two_hosts",
+    "test_services",
     "test_evaluate",
+    "test_sweep",
+    "test_retrain",
     "test_reference",
     "test_engine",
+    "test_outage",
+    "test_runs",
+    "test_pages",
 )
 
 
