@@ -117,7 +117,7 @@ $(READY): requirements.lock
 	"$$found" -m venv .venv
 	@python -m pip install --disable-pip-version-check --no-input -r requirements.lock 2>&1 | tee .venv/install.log | \
 	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
-	  if (n % 20 == 0) { printf "  %d of about %d packages\n", n, total; fflush() } } \
+	  if (n % 20 == 0 && n < total) { printf "  %d of about %d packages\n", n, total; fflush() } } \
 	  /^Installing/ { print "  installing" ; fflush() } /^ERROR/ { print }' || { \
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)

@@ -32,7 +32,7 @@ def make_pool(client: SyncPrefectClient, name: str) -> None:
 
 
 def deploy(client: SyncPrefectClient, access: Mapping[str, str]) -> bool:
-    """Whether there was anything to do."""
+    """Whether there was anything to do. `access` is what leads to the server beyond our own environment."""
     wanted = fingerprint()
     if NOTE.exists() and NOTE.read_text() == wanted and all(_found(client, name) for name in names()):
         return False
@@ -44,6 +44,7 @@ def deploy(client: SyncPrefectClient, access: Mapping[str, str]) -> bool:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise UserError(f"{FILE} could not be deployed:\n{said}\nMend it and run `make up` again.")
     _switch(client, before)
+    services.make_folder()
     NOTE.write_text(wanted)
     return True
 

@@ -30,7 +30,7 @@ def up() -> None:
         server = _start_or_say("prefect") or _say(stack.prefect(asked))
         mlflow = None if store.startswith("http") else _mlflow(asked, store)
         access = services.prefect_access(server)
-        importlib.import_module("flows.deploy")  # takes seconds, in which the server starts
+        importlib.import_module("flows.equip")  # takes seconds, in which the server starts
         services.wait_for(server, TITLES["prefect"])
         worker = _equip(access, asked)
         for service in filter(None, (mlflow, worker)):
@@ -107,19 +107,14 @@ def _equip(access: Mapping[str, str], asked: Settings) -> Service:
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows import automations, deploy
+    from flows import deploy, equip
 
     secret = access.get("PREFECT_API_AUTH_STRING")
     settings = temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
     with settings, get_client(sync_client=True) as client:
         deploy.make_pool(client, POOL)
         worker = _worker(access) or _say(stack.worker(asked, access["PREFECT_API_URL"]))
-        changed = deploy.deploy(client, access)
-        print(f"Deployments {'deployed' if changed else 'unchanged'}: {', '.join(deploy.names())}", flush=True)
-        changes = automations.watch(asked.silence) + automations.notify(asked.webhook)
-        print(f"Automations {'changed: ' + ', '.join(changes) if changes else 'unchanged'}", flush=True)
-        if not automations.notifies():
-            print("No notifications: DPO_WEBHOOK_URL is not set (docs/operations.md)", flush=True)
+        equip.equip(client, access, asked)
     return worker
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The machine that drives runs: a node of the Ray cluster that takes no work, and a Prefect worker.
-# Needs RAY_HEAD (host:port), RAY_AUTH_TOKEN, PREFECT_API_URL; DPO_REPOSITORY names a git repository of your own.
+# Needs RAY_HEAD (host:port), RAY_AUTH_TOKEN, PREFECT_API_URL; DPO_REPOSITORY names a git repository of your own,
+# DPO_WEBHOOK_URL who is told of failures and champions.
 set -euo pipefail
 
 checkout=/shared/dpo
@@ -23,6 +24,5 @@ if [ -n "${DPO_S3_BUCKET:-}" ]; then # where `dvc push` and `dvc pull` go; keys 
 fi
 
 ray start --address "$RAY_HEAD" --num-cpus 0 --num-gpus 0 --disable-usage-stats
-prefect work-pool create dpo --type process --overwrite
-prefect --no-prompt deploy --all --prefect-file infra/prefect.yaml
+python -m flows.equip
 exec prefect worker start --pool dpo

@@ -43,9 +43,10 @@ class Up:
     env: dict[str, str]
     told: list[str] = field(default_factory=list)  # to the webhook
 
-    def command(self, name: str, *arguments: str) -> str:
-        command = [sys.executable, "-m", f"flows.{name}", *arguments]
-        done = subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=PATIENCE)
+    def command(self, name: str, **env: str) -> str:
+        command = [sys.executable, "-m", f"flows.{name}"]
+        env = {**self.env, **env}
+        done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=PATIENCE)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         return done.stdout
 
@@ -224,6 +225,9 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
     assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in said
     assert f"Prefect  {up.note('prefect')['address']} " in said
     assert (up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]) == before
+    address = f"{up.note('prefect')['address']}/api"
+    said = up.command("equip", PREFECT_API_URL=address, PREFECT_API_AUTH_STRING=SECRET)  # as infra/worker.sh does
+    assert said == f"Deployments unchanged: {', '.join(DEPLOYED)}\nAutomations unchanged\n"
     assert up.api("automations/filter", {}) == automations
     assert len(automations) == 4
     assert "secret-path" not in json.dumps(up.api("block_documents/filter", {})) + said
