@@ -151,17 +151,17 @@ def dvc(root: Path, env: Env, *arguments: str) -> str:
     return done.stdout
 
 
-def flow(root: Path, env: Env) -> str:
+def command(root: Path, env: Env, module: str, *arguments: str) -> str:
     ours = {**env, "PYTHONPATH": str(root)}
     ours.pop("DPO_CLUSTER")
-    command = [sys.executable, "-m", "flows.dpo"]
-    done = subprocess.run(command, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
+    words = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(words, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing(stack, checkout, tmp_path):
-    said = flow(checkout, stack.env)
+    said = command(checkout, stack.env, "flows.dpo")
     assert "unchanged, not run" not in said
     database = stack.database
     assert database.one("prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'") == 1
@@ -181,6 +181,21 @@ def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing
     for folder in ("pairs", "reference", "policy", "model"):
         assert contents(second / "data" / folder) == contents(checkout / "data" / folder) != {}
     assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
+
+
+def test_a_worker_equips_its_server_and_a_schedule_that_is_on_plans_nights(stack, checkout):
+    """As infra/worker.sh does it; a worker that starts again leaves the schedule on."""
+    assert "Deployments deployed: dpo/full, " in command(checkout, stack.env, "flows.equip")
+    database = stack.database
+    assert database.one("prefect", "SELECT count(*) FROM deployment") == 4
+    assert database.one("prefect", "SELECT count(*) FROM automation") == 2
+    schedule = str(database.one("prefect", "SELECT id FROM deployment_schedule"))
+    command(checkout, stack.env, "prefect", "deployment", "schedule", "resume", "dpo/nightly", schedule)
+    with (checkout / "infra" / "prefect.yaml").open("a") as file:
+        file.write("# changed, so that it is deployed anew\n")
+    assert "Deployments deployed: dpo/full, " in command(checkout, stack.env, "flows.equip")
+    assert database.one("prefect", "SELECT active FROM deployment_schedule")
+    wait_for(lambda: database.one("prefect", "SELECT count(*) FROM flow_run WHERE auto_scheduled"), 120)
 
 
 def objects(s3: Any) -> list[str]:
