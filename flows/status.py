@@ -38,7 +38,8 @@ def _of_prefect(server: Service) -> None:
     for one in deployments.values():
         for schedule in one["schedules"]:
             when = schedule["schedule"].get("cron", schedule["schedule"]), schedule["schedule"].get("timezone", "UTC")
-            print(f"  {one['name']}: {when[0]} ({when[1]}), {'on' if schedule['active'] else 'off'}")
+            state = f"on, {_next(server, one['id'])}" if schedule["active"] else "off"
+            print(f"  {one['name']}: {when[0]} ({when[1]}), {state}")
     print("\nLast runs")
     begun = {"flow_runs": {"state": {"name": {"not_any_": ["Scheduled"]}}}}
     runs = ask(server, "flow_runs/filter", {**begun, "sort": "EXPECTED_START_TIME_DESC", "limit": RUNS})
@@ -46,6 +47,14 @@ def _of_prefect(server: Service) -> None:
         print(f"  {_line(run, deployments)}  {server.address}/runs/flow-run/{run['id']}")
     if not runs:
         print("  none yet")
+
+
+def _next(server: Service, deployment: str) -> str:
+    planned = {"deployment_id": {"any_": [deployment]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
+    runs = ask(server, "flow_runs/filter", {"flow_runs": planned, "sort": "EXPECTED_START_TIME_ASC", "limit": 1})
+    if not runs:
+        return "and no run is planned (it takes a minute; otherwise see `make logs SERVICE=prefect`)"
+    return f"next {datetime.fromisoformat(runs[0]['expected_start_time']).astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def ask(server: Service, path: str, body: dict[str, Any]) -> Any:

@@ -319,6 +319,7 @@ def test_a_schedule_starts_runs_by_itself_and_missed_ones_do_not_pile_up(up: Up,
         return [run for run in up.api("flow_runs/filter", of_nightly) if run["state_type"] in states]
 
     wait_for(lambda: runs("COMPLETED"), PATIENCE)
+    assert re.search(r"nightly: \* \* \* \* \* \(Europe/Berlin\), on, next 20\d\d-\d\d-", up.command("status"))
     set_schedule(up, nightly, active=False)
     assert runs("COMPLETED")[0]["auto_scheduled"]
     assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
