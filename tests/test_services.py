@@ -138,6 +138,7 @@ def webhook(told: list[str]) -> Iterator[str]:
 def taken(port: int) -> Iterator[None]:
     """By us, if not by somebody else already."""
     with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also just after a server that was there
         with suppress(OSError):
             holder.bind(("127.0.0.1", port))
             holder.listen()
