@@ -42,7 +42,7 @@ def deploy(client: SyncPrefectClient, access: Mapping[str, str]) -> bool:
     done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise UserError(f"{FILE} could not be deployed:\n{said}\nMend it and run `make up` again.")
+        raise UserError(f"{FILE} could not be deployed:\n{said}\nMend it, and then this again.")
     _switch(client, before)
     services.make_folder()
     NOTE.write_text(wanted)

@@ -353,9 +353,8 @@ def hanging(up: Up, name: str, beta: float) -> tuple[str, list[int]]:
     """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
     pids = up.root / ".scratch" / "pids"
     pids.unlink(missing_ok=True)
-    run = up.start(
-        "dpo/full", "train:sessions", name=name, overrides={"train.beta": beta}
-    )  # one that DVC does not have
+    # A training that DVC does not have from another run.
+    run = up.start("dpo/full", "train:sessions", name=name, overrides={"train.beta": beta})
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, PATIENCE)
     return run, list(map(int, pids.read_text().split()))
 
