@@ -17,7 +17,7 @@ from tasks.errors import UserError
 
 
 def equip(client: SyncPrefectClient, access: Mapping[str, str], asked: stack.Settings) -> None:
-    deploy.make_pool(client, stack.POOL)
+    """All but the pool, without which no worker starts."""
     changed = deploy.deploy(client, access)
     print(f"Deployments {'deployed' if changed else 'unchanged'}: {', '.join(deploy.names())}", flush=True)
     changes = automations.watch(asked.silence) + automations.notify(asked.webhook)
@@ -31,6 +31,7 @@ def main() -> None:
         if not os.environ.get("PREFECT_API_URL"):
             raise UserError("PREFECT_API_URL is not set. Set it to the server's, as http://prefect:4200/api.")
         with get_client(sync_client=True) as client:
+            deploy.make_pool(client, stack.POOL)
             equip(client, {}, stack.settings(os.environ))
     except UserError as error:
         sys.exit(f"error: {error}")

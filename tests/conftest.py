@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
     """The address of a real MLflow server on a free loopback port."""
     from flows import child
-    from flows.server import free_port
+    from flows.services import answers, free_port
 
     home = tmp_path_factory.mktemp("mlflow-server")
     shutil.copytree(mlflow_store, home, dirs_exist_ok=True)
@@ -82,16 +81,8 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) 
     stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "artifacts")]
     env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
     with (home / "server.log").open("w") as log, child.started([*command, *stores], home, env, log):
-        wait_for(lambda: _answers(f"{address}/health"), 300)
+        wait_for(lambda: answers(f"{address}/health"), 300)
         yield address
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def make_dummy_repo(root: Path, store: Path) -> Path:

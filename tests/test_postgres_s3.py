@@ -9,8 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import pytest
 import yaml
 
 from flows import child
-from flows.server import free_port
+from flows.services import answers, free_port
 from tasks import demo
 from tests import postgres
 from tests.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
@@ -94,13 +92,6 @@ class Translation:
         command = [self.words(word) for word in SERVICES[service]["command"]]
         log = (self.folder / f"{service}.log").open("w")
         return child.started(command, self.folder, self.environment(service), log)
-
-
-def answers(url: str) -> bool:
-    try:
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def bucket(here: Translation) -> Any:

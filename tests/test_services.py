@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -61,16 +60,9 @@ class Up:
         if secret:
             headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
         data = None if body is None else json.dumps(body).encode()
-        for _ in range(10):
-            try:
-                request = urllib.request.Request(url, data, headers, method=method)
-                with urllib.request.urlopen(request, timeout=30) as answer:
-                    return json.loads(answer.read() or "null")
-            except urllib.error.HTTPError as error:
-                if error.code != 503:  # a busy SQLite, which Prefect's own client tries again too
-                    raise
-                time.sleep(1)
-        raise AssertionError(f"{url} stayed busy")
+        request = urllib.request.Request(url, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=90) as answer:
+            return json.loads(answer.read() or "null")
 
     def api(self, path: str, body: Any = None, **more: Any) -> Any:
         return self.get(f"{self.note('prefect')['address']}/api/{path}", body, **more)
