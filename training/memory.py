@@ -1,10 +1,9 @@
 """How much memory a training run needs on each device, before anything is loaded.
 
-Weights, gradients and optimizer states are counted; what a row keeps for its backward pass is counted by layer with
-factors that were measured (docs/performance.md).
+Weights, gradients, optimizer states and the rows to come are counted; what a row keeps for its backward pass is counted
+by layer with factors that were measured (docs/performance.md).
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from training.batches import pair_costs, step_pairs, total_steps
 from training.dtypes import DTYPES
 from training.head import CHUNK_BYTES, KEEP_BYTES
-from training.packing import Pair
+from training.packing import Pair, pack
 from training.settings import Settings
 
 GIB = 2**30
 OutOfMemory = torch.OutOfMemoryError
 # Values that a layer keeps of each token: multiples of its hidden, attention and intermediate sizes.
-HIDDEN, ATTENTION, INTERMEDIATE = 6.0, 2.0, 3.0
+HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
 OVERHEAD = 1.0 * GIB  # the CUDA context's and the allocator's own
+LOOK_AHEAD = 32  # steps whose rows are looked at
 
 
 @dataclass(frozen=True)
@@ -57,35 +58,41 @@ class Sizes:
 def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Estimate:
     """Peak on each of `world` devices, for rows of these pairs or for rows that are full."""
     sizes = measure(Path(settings.model), settings.adapter, settings.quantization)
-    tokens, targets = _row(pairs, settings, world) if pairs else (settings.row_tokens, int(0.75 * settings.row_tokens))
+    full = (settings.row_tokens, int(0.75 * settings.row_tokens))
+    tokens, targets = _largest_row(pairs, settings, sizes.hidden, world) if pairs else full
     wide = DTYPES[settings.dtype].itemsize
     shard = 1 / world
-    weights = ((sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55) * (
-        shard if settings.zero_stage == 3 else 1
-    )
-    on_device = settings.offload == "none"
+    weights = (sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55
+    states = sizes.trainable * shard if settings.offload == "none" else 0.0
+    rows = tokens * _kept(sizes, settings.activation_checkpointing) * wide
+    logits = _logits(sizes, targets, wide)
     return Estimate(
         {
-            "weights": 0.0 if settings.offload == "all" else weights,
+            "weights": 0.0 if settings.offload == "all" else weights * (shard if settings.zero_stage == 3 else 1),
             "gradients": sizes.trainable * wide * (shard if settings.zero_stage > 1 else 1),
-            "optimizer": sizes.trainable * 16.0 * shard
-            if on_device
-            else 0.0,  # master weights, two moments, a gradient
-            "rows": tokens * _kept(sizes, settings.activation_checkpointing) * wide,
-            "logits": _logits(sizes, targets, wide),
+            "optimizer": states * 12.0,  # master weights and two moments
+            "rows": rows,
+            "logits": logits,
+            # Float32 gradients come when rows and logits have gone.
+            "update": max(0.0, states * 4.0 - rows - logits),
             "overhead": OVERHEAD,
         }
     )
 
 
-def _row(pairs: Sequence[Pair], settings: Settings, world: int) -> tuple[int, int]:
-    """Tokens and predicted tokens of a typical row: a step's tokens go evenly into as few rows as hold them."""
-    mean = sum(map(len, pairs)) / len(pairs)
-    step = mean * min(settings.global_batch_size, len(pairs)) / world
-    rows = max(1, math.ceil(1.05 * step / settings.row_tokens))
-    tokens = max(int(1.05 * step / rows), max(map(len, pairs)))
-    answers = sum(len(pair.chosen) + len(pair.rejected) for pair in pairs) / len(pairs)
-    return tokens, int(tokens * answers / mean)
+def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: int) -> tuple[int, int]:
+    """Tokens and predicted tokens of the largest row of the first steps; a row of the longest pair may come later."""
+    lengths, costs = list(map(len, pairs)), pair_costs(pairs, hidden)
+    sizes = [(length, len(pair.chosen) + len(pair.rejected)) for length, pair in zip(lengths, pairs, strict=True)]
+    largest = max(sizes)
+    steps = total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
+    for step in range(min(LOOK_AHEAD, steps)):
+        numbers = step_pairs(step, len(pairs), settings.global_batch_size, settings.seed)
+        rows = pack([costs[n] for n in numbers], [lengths[n] for n in numbers], settings.row_tokens, multiple=world)
+        for row in rows:
+            tokens, targets = (sum(sizes[numbers[item]][part] for item in row) for part in (0, 1))
+            largest = max(largest, (tokens, targets))
+    return largest
 
 
 def _kept(sizes: Sizes, activation_checkpointing: bool) -> float:
