@@ -23,7 +23,7 @@ from tasks.progress import Bar
 from tasks.tracking import Run
 from training.packing import Pair
 
-NUMERICS = 3  # raise when the values that we compute change
+NUMERICS = 4  # raise when the values that we compute change
 PATIENCE = 120.0  # seconds for shared storage to show what another node wrote
 
 Shard = tuple[list[Pair], list[str]]

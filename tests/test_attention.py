@@ -14,7 +14,9 @@ UNLIKE = [(40, 3, 2), (1, 1, 1), (2, 5, 1)]
 
 
 def row_of(lengths: list[tuple[int, int, int]]) -> Row:
-    pairs = [Pair(str(lengths), [1] * n, [2] * c, [3] * r, [1] * c, [1] * r) for n, c, r in lengths]
+    """The responses of every other pair begin with three tokens more, the same."""
+    starts = [[4] * (3 * (number % 2)) for number in range(len(lengths))]
+    pairs = [Pair("", [1] * n, s + [2] * c, s + [3] * r, [], []) for s, (n, c, r) in zip(starts, lengths, strict=True)]
     return build_row(pairs, range(len(pairs)))
 
 

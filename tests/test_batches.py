@@ -47,7 +47,7 @@ def test_no_rank_waits_for_another():
 
 
 def test_attention_is_part_of_the_cost():
-    long = Pair("a", range(500), range(250), range(250), [], [])
+    long = Pair("a", range(500), range(250), range(1, 251), [], [])
     assert pair_costs([long], hidden_size=64) == [1000 + long.attended / 384]
 
 

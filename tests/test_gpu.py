@@ -41,6 +41,8 @@ def make_pairs(count: int = 6) -> list[Pair]:
         return rng.integers(0, 4096, rng.integers(3, 120))
 
     parts = [(tokens(), tokens(), tokens()) for _ in range(count)]
+    # Every other pair's responses begin alike.
+    parts[1::2] = [(p, np.append(s, c), np.append(s, r)) for p, c, r in parts[1::2] for s in [tokens()]]
     return [Pair(str(n), p, c, r, np.ones(len(c)), np.ones(len(r))) for n, (p, c, r) in enumerate(parts)]
 
 
@@ -130,7 +132,7 @@ def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
 def test_sums_on_the_gpu_are_those_of_the_cpu():
     pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1, "ld_alpha": 0.5})
     row = build_row(pairs, range(len(pairs)))
-    values = -torch.rand(len(row.targets))
+    values = -torch.rand(len(row.response))
     from training.logps import TokenLogps
 
     def sums(where: torch.device) -> Pairs:

@@ -56,6 +56,8 @@ def make_pairs(count: int, seed: int = 0) -> list[Pair]:
         return [rng.randrange(61) for _ in range(rng.randint(low, high))]
 
     rows = [(tokens(1, 9), tokens(1, 7), tokens(1, 7)) for _ in range(count)]
+    # Every other pair's responses begin alike.
+    rows[1::2] = [(p, start + c, start + r) for p, c, r in rows[1::2] for start in [tokens(1, 5)]]
     return [Pair(str(n), p, c, r, [1] * len(c), [1] * len(r)) for n, (p, c, r) in enumerate(rows)]
 
 
@@ -171,6 +173,10 @@ def test_scores_do_not_depend_on_the_row_budget():
         assert rejected == pytest.approx(rejected_too, abs=1e-4)
 
 
+def beginnings(response: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(response[:end]) for end in range(1, len(response) + 1)}
+
+
 def test_every_token_is_computed_once_and_only_responses_reach_the_vocabulary(monkeypatch):
     """The work that a row costs, counted: calls of the model, its tokens, and positions in the head."""
     model, pairs = make_model("llama"), make_pairs(8)
@@ -180,5 +186,7 @@ def test_every_token_is_computed_once_and_only_responses_reach_the_vocabulary(mo
     project = head._project
     monkeypatch.setattr(head, "_project", lambda hidden, *more: projected.append(len(hidden)) or project(hidden, *more))
     scorer(build_row(pairs, range(8)))[0].sum().backward()
-    assert tokens == [sum(len(p.prompt) + len(p.chosen) + len(p.rejected) for p in pairs)]
-    assert projected == [sum(len(p.chosen) + len(p.rejected) for p in pairs)]  # once: kept for the backward pass
+    distinct = [len(beginnings(p.chosen) | beginnings(p.rejected)) for p in pairs]
+    assert sum(distinct) < sum(len(p.chosen) + len(p.rejected) for p in pairs)
+    assert tokens == [sum(distinct) + sum(len(p.prompt) for p in pairs)]
+    assert projected == [sum(distinct)]  # once: kept for the backward pass

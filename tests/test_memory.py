@@ -56,13 +56,13 @@ def test_states_are_twelve_bytes_a_parameter_and_shared_by_the_ranks(folder):
 
 def test_rows_are_those_that_the_pairs_will_make(folder):
     """64 pairs of 300 tokens go into 3 rows of at most 22; one of 7000 tokens, whenever it comes, is a row alone."""
-    pairs = [Pair(str(n), range(100), range(100), range(100), [], []) for n in range(64)]
+    pairs = [Pair(str(n), range(100), range(100), range(1, 101), [], []) for n in range(64)]
     estimate = memory.estimate(settings(folder, dtype="bfloat16"), 1, pairs)
     per_token = 3 * (5 * 64 + 2 * 128 + 3 * 160) * 2  # layers x (hidden + attention + intermediate), bfloat16
     assert estimate.parts["rows"] == 22 * 300 * per_token
     assert estimate.parts["logits"] == 22 * 200 * 1000 * 2
     assert estimate.parts["update"] == 0
-    late = [*pairs * (memory.LOOK_AHEAD + 10), Pair("long", range(1000), range(5000), range(1000), [], [])]
+    late = [*pairs * (memory.LOOK_AHEAD + 10), Pair("long", range(1000), range(5000), range(1, 1001), [], [])]
     longer = memory.estimate(settings(folder, dtype="bfloat16"), 1, late)
     assert (longer.parts["rows"], longer.parts["logits"]) == (7000 * per_token, 6000 * 1000 * 2)
 

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from training.attention import row_mask
@@ -16,6 +17,7 @@ def test_a_row_shares_the_prompt_and_restarts_positions():
     assert row.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 1, 1, 2]
     assert row.targets.tolist() == [3, 4, 5, 7, 8, 9]
     assert row.predict.tolist() == [1, 2, 1, 5, 5, 7]  # the prompt's last token predicts both first tokens
+    assert row.copies.tolist() == [0, 1, 2, 3, 4, 5]
     assert row.response.tolist() == [0, 0, 1, 2, 3, 3]
     assert row.counts.tolist() == [1, 1, 1, 1, 0, 1]
     assert row.order.tolist() == [0, 1, 0, 0, 0, 0]  # counted tokens before it
@@ -34,15 +36,41 @@ def test_a_row_shares_the_prompt_and_restarts_positions():
     ]
 
 
+def test_what_both_responses_begin_with_is_computed_once():
+    """Prompt 1 2, then 3 4 in both; chosen goes on with 5, rejected with 6 7."""
+    pair = Pair("a", [1, 2], [3, 4, 5], [3, 4, 6, 7], [1, 1, 1], [1, 1, 1, 1])
+    row = build_row([pair], [0])
+    assert (pair.shared, len(pair)) == (2, 7)
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5]
+    assert row.targets.tolist() == [3, 4, 5, 6, 7]
+    assert row.predict.tolist() == [1, 2, 3, 3, 5]
+    assert row.targets[row.copies].tolist() == [*pair.chosen, *pair.rejected]
+    assert row_mask(row).int().tolist()[4:] == [
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0],  # rejected: all but the chosen response's own
+        [1, 1, 1, 1, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "shared"),
+    [([3], [3], 0), ([3, 4], [3, 4], 1), ([3, 4], [3, 4, 5], 1), ([3, 4, 5], [3], 0), ([3, 4], [5, 4], 0)],
+)
+def test_each_response_keeps_its_last_token(chosen, rejected, shared):
+    assert Pair("a", [1], chosen, rejected, [], []).shared == shared
+
+
 def test_the_sequences_of_flash_attention_are_the_mask():
-    """Four sequences of queries, each aligned with the end of its keys, see what the mask shows."""
-    pairs = [Pair("a", [1, 2], [3, 4], [5], [1, 1], [1]), Pair("b", [6], [7], [8, 9], [1], [0, 1])]
-    row = build_row(pairs, [0, 1])
-    seen = torch.zeros(9, 9, dtype=torch.bool)
+    """Six sequences of queries, each aligned with the end of its keys, see what the mask shows."""
+    shared = Pair("c", [1], [2, 3, 4], [2, 3, 5], [1] * 3, [1] * 3)
+    pairs = [Pair("a", [1, 2], [3, 4], [5], [1, 1], [1]), Pair("b", [6], [7], [8, 9], [1], [0, 1]), shared]
+    row = build_row(pairs, [0, 1, 2])
+    seen = torch.zeros(14, 14, dtype=torch.bool)
     queries, keys = row.query_ends.tolist(), row.key_ends.tolist()
-    assert queries == [0, 4, 5, 7, 9]
-    assert keys == [0, 4, 7, 9, 12]
-    for sequence in range(4):
+    assert queries == [0, 4, 5, 7, 9, 13, 14]
+    assert keys == [0, 4, 7, 9, 12, 16, 20]
+    for sequence in range(6):
         own_keys = row.keys[keys[sequence] : keys[sequence + 1]]
         own_queries = range(queries[sequence], queries[sequence + 1])
         for behind, query in enumerate(reversed(own_queries)):

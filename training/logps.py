@@ -17,9 +17,9 @@ AT_ONCE = 512  # pairs that are packed into rows together
 
 @dataclass(frozen=True)
 class TokenLogps:
-    logps: Tensor  # (targets,) float32, with gradient
-    entropy: Tensor  # (targets,) of the predicting distribution, no gradient
-    collision: Tensor  # (targets,) log sum_v p_v^2 of the predicting distribution, no gradient
+    logps: Tensor  # (response tokens,) float32, with gradient
+    entropy: Tensor  # (response tokens,) of the predicting distribution, no gradient
+    collision: Tensor  # (response tokens,) log sum_v p_v^2 of the predicting distribution, no gradient
 
 
 class Scorer(nn.Module):
@@ -43,7 +43,8 @@ class Scorer(nn.Module):
     def forward(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         if self.how == "plain":
             return _one_by_one(self.model, row)
-        return self._fused(row) if self.how == "fused" else self._packed(row)
+        logps, entropy, collision = self._fused(row) if self.how == "fused" else self._packed(row)
+        return logps[row.copies], entropy[row.copies], collision[row.copies]
 
     def _fused(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict]

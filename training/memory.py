@@ -83,7 +83,7 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
 def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: int) -> tuple[int, int]:
     """Tokens and predicted tokens of the largest row of the first steps; a row of the longest pair may come later."""
     lengths, costs = list(map(len, pairs)), pair_costs(pairs, hidden)
-    sizes = [(length, len(pair.chosen) + len(pair.rejected)) for length, pair in zip(lengths, pairs, strict=True)]
+    sizes = [(length, pair.targets) for length, pair in zip(lengths, pairs, strict=True)]
     largest = max(sizes)
     steps = total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
     for step in range(min(LOOK_AHEAD, steps)):

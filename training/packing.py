@@ -1,12 +1,14 @@
 """Rows: pairs packed back to back as [prompt, chosen, rejected], so that each prompt is computed once.
 
-Positions restart with every pair and the rejected response continues the prompt's positions. Log-probabilities are
-wanted only where they count: `predict` holds the positions whose hidden state predicts a response token.
+So are tokens that both responses begin with: the rejected response continues where it parts from the chosen one, in
+positions and in what it sees. Positions restart with every pair. Log-probabilities are wanted only where they count:
+`predict` holds the positions whose hidden state predicts a response token.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,25 +36,39 @@ class Pair:
     weight: float = 1.0  # how much the pair counts
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.chosen) + len(self.rejected)
+        """Tokens to compute."""
+        return len(self.prompt) + len(self.chosen) + len(self.rejected) - self.shared
+
+    @cached_property
+    def shared(self) -> int:
+        """Tokens that both responses begin with; each keeps at least its last one for itself."""
+        most = max(0, min(len(self.chosen), len(self.rejected)) - 1)
+        differ = np.flatnonzero(np.asarray(self.chosen)[:most] != np.asarray(self.rejected)[:most])
+        return int(differ[0]) if len(differ) else most
+
+    @property
+    def targets(self) -> int:
+        """Response tokens to predict."""
+        return len(self) - len(self.prompt)
 
     @property
     def attended(self) -> int:
         """How many tokens are seen by all of its tokens together: the attention's share of the cost."""
-        n, c, r = len(self.prompt), len(self.chosen), len(self.rejected)
-        return (n + c) * (n + c + 1) // 2 + n * r + r * (r + 1) // 2
+        first, stem = len(self.prompt) + len(self.chosen), len(self.prompt) + self.shared
+        own = len(self.rejected) - self.shared
+        return first * (first + 1) // 2 + stem * own + own * (own + 1) // 2
 
 
-PROMPT, CHOSEN, REJECTED = 0, 1, 2
+PROMPT, CHOSEN, REJECTED = 0, 1, 2  # what both responses begin with belongs to the prompt here
 
 
 @dataclass(frozen=True)
 class Row:
     """A packed row. Response r of the row's pair p is numbered 2p (chosen) or 2p + 1 (rejected).
 
-    For attention each pair is two sequences: prompt and chosen, which see themselves, and rejected, which sees the
-    prompt too. `keys` are the tokens that the sequences see, one after the other, the prompt's a second time for the
-    rejected response; `query_ends` and `key_ends` are where each sequence begins and ends.
+    For attention each pair is two sequences: prompt and chosen, which see themselves, and the rest of rejected, which
+    sees what comes before it too. `keys` are the tokens that the sequences see, one after the other, the common ones a
+    second time for the rejected response; `query_ends` and `key_ends` are where each sequence begins and ends.
     """
 
     pairs: tuple[int, ...]  # which pairs, as numbers of the caller's list
@@ -65,12 +81,13 @@ class Row:
     keys: Tensor  # (keys,)
     query_ends: Tensor  # (2 pairs + 1,) int32
     key_ends: Tensor  # (2 pairs + 1,) int32
-    predict: Tensor  # (targets,) position that predicts each response token
-    targets: Tensor  # (targets,) the response tokens
-    response: Tensor  # (targets,) the response that each belongs to
-    counts: Tensor  # (targets,) 1.0 where the token counts
-    order: Tensor  # (targets,) counted tokens of its response before it
-    reference: Tensor  # (targets,) the reference's log-probability; zeros without a reference
+    predict: Tensor  # (targets,) position that predicts each target
+    targets: Tensor  # (targets,) the chosen tokens and those of the rejected that are its own
+    copies: Tensor  # (response tokens,) which target each is: what is shared comes twice
+    response: Tensor  # (response tokens,) the response that each belongs to
+    counts: Tensor  # (response tokens,) 1.0 where the token counts
+    order: Tensor  # (response tokens,) counted tokens of its response before it
+    reference: Tensor  # (response tokens,) the reference's log-probability; zeros without a reference
     label: Tensor  # (pairs,)
     margin: Tensor  # (pairs,)
     weight: Tensor  # (pairs,)
@@ -87,7 +104,7 @@ class Row:
         return replace(self, **changed)
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum values (targets,) over the tokens of each response: chosen and rejected, (pairs,) each."""
+        """Sum values (response tokens,) over the tokens of each response: chosen and rejected, (pairs,) each."""
         totals = values.new_zeros(2 * len(self.pairs)).index_add(0, self.response, values)
         return totals[0::2], totals[1::2]
 
@@ -126,10 +143,11 @@ def _even(
 def build_row(pairs: Sequence[Pair], numbers: Sequence[int]) -> Row:
     """Lay pairs[n] for n in numbers into one row."""
     members = [pairs[number] for number in numbers]
-    blocks, offset = [], 0
+    blocks, tokens, targets = [], 0, 0
     for order, pair in enumerate(members):
-        blocks.append(_block(pair, order, offset))
-        offset += len(pair)
+        blocks.append(_block(pair, order, tokens, targets))
+        tokens += len(pair)
+        targets += pair.targets
     columns = {name: torch.from_numpy(np.concatenate([block[name] for block in blocks])) for name in blocks[0]}
     ends = {name: torch.from_numpy(_ends(columns.pop(name).numpy())) for name in ("query_ends", "key_ends")}
     per_pair = {name: torch.tensor([getattr(p, name) for p in members]) for name in ("label", "margin", "weight")}
@@ -138,25 +156,28 @@ def build_row(pairs: Sequence[Pair], numbers: Sequence[int]) -> Row:
     return Row(pairs=tuple(numbers), longest=longest, soft=soft, **ends, **columns, **per_pair)
 
 
-def _block(pair: Pair, order: int, offset: int) -> dict[str, np.ndarray]:
+def _block(pair: Pair, order: int, tokens: int, targets: int) -> dict[str, np.ndarray]:
     n, c, r = len(pair.prompt), len(pair.chosen), len(pair.rejected)
     assert min(n, c, r) > 0, f"pair {pair.id} has an empty part"
     reference = np.zeros(c + r) if pair.ref_chosen is None else _join(pair.ref_chosen, pair.ref_rejected)
     assert len(reference) == c + r, f"pair {pair.id}: {len(reference)} reference values for {c + r} tokens"
     counts = np.asarray(pair.chosen_mask, dtype=np.float32), np.asarray(pair.rejected_mask, dtype=np.float32)
-    whole = np.arange(n + c + r)
-    # The prompt's last token predicts the first token of both responses.
-    predict = np.concatenate([whole[n - 1 : n + c - 1], whole[n - 1 : n], whole[n + c : n + c + r - 1]])
+    first, stem, own = n + c, n + pair.shared, r - pair.shared
+    whole = np.arange(first + own)
+    # The stem's last token predicts the first of both that they do not share.
+    predict = np.concatenate([whole[n - 1 : first - 1], whole[stem - 1 : stem], whole[first:-1]])
+    each = np.arange(pair.targets)
     return {
-        "input_ids": _join(pair.prompt, pair.chosen, pair.rejected).astype(np.int64),
-        "position_ids": np.concatenate([whole[: n + c], whole[n : n + r]]),
-        "pair": np.full(n + c + r, order),
-        "part": np.repeat([PROMPT, CHOSEN, REJECTED], [n, c, r]),
-        "keys": offset + np.concatenate([whole[: n + c], whole[:n], whole[n + c :]]),
-        "query_ends": np.array([n + c, r]),  # lengths here, summed up over the row
-        "key_ends": np.array([n + c, n + r]),
-        "predict": offset + predict,
-        "targets": _join(pair.chosen, pair.rejected).astype(np.int64),
+        "input_ids": _join(pair.prompt, pair.chosen, pair.rejected[pair.shared :]).astype(np.int64),
+        "position_ids": np.concatenate([whole[:first], whole[stem : n + r]]),
+        "pair": np.full(len(whole), order),
+        "part": np.repeat([PROMPT, CHOSEN, REJECTED], [stem, first - stem, own]),
+        "keys": tokens + np.concatenate([whole[:first], whole[:stem], whole[first:]]),
+        "query_ends": np.array([first, own]),  # lengths here, summed up over the row
+        "key_ends": np.array([first, n + r]),
+        "predict": tokens + predict,
+        "targets": _join(pair.chosen, pair.rejected[pair.shared :]).astype(np.int64),
+        "copies": targets + np.concatenate([each[:c], each[: pair.shared], each[c:]]),
         "response": np.repeat([2 * order, 2 * order + 1], [c, r]),
         "counts": np.concatenate(counts),
         "order": np.concatenate([np.cumsum(counted) - counted for counted in counts]),

@@ -116,7 +116,7 @@ def prove_start(
     }
     dtype = next(policy.parameters()).dtype
     # Rounding is as often up as down, so that its sum over a response grows with the root of the tokens.
-    walk = ROUNDING[dtype] * math.sqrt(len(row.targets) / (2 * len(sample)))
+    walk = ROUNDING[dtype] * math.sqrt(len(row.response) / (2 * len(sample)))
     near = max(found["reward"], found["loss"]) <= max(START[dtype], beta * walk)
     if not (near and same(tokens.logps, row.reference, dtype)):
         raise Mismatch(
