@@ -37,12 +37,10 @@ def main() -> None:
 
 def _courses(given: argparse.Namespace, variant: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """What our run and the peer's logged at each step."""
-    from tasks.formats import read_rows
-    from tests.benchmarks.workload import tokenised, write_pairs
+    from tests.benchmarks.workload import read_rows, tokenised, write_pairs
 
-    rows = (row for _, row in read_rows(given.pairs, str(given.pairs)))
     with tempfile.TemporaryDirectory(prefix="bench-convergence-") as folder:
-        pairs = tokenised(rows, given.model, given.steps * given.batch, given.longest)
+        pairs = tokenised(read_rows(given.pairs), given.model, given.steps * given.batch, given.longest)
         path = write_pairs(pairs, Path(folder) / "pairs")
         results = [run(_job(given, variant, side, path), given.limit) for side in SIDES]
     for side, result in zip(SIDES, results, strict=True):

@@ -1,6 +1,6 @@
 """Our training beside TRL's on this machine's CPU, with the demo's model, loss and batch, on its pairs or given ones.
 
-    python -m tests.benchmarks.cpu [--data PAIRS.jsonl]
+    python -m tests.benchmarks.cpu [--data PAIRS]
 
 Both sides have the same number of threads. Their runs alternate and the figures are medians over the rounds, so that a
 machine that is busy for a while does not decide; pairs per CPU second do not count the time that others had. Each side
@@ -46,13 +46,13 @@ def main() -> None:
 def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
     """(variant, side, row tokens or micro-batch) to job; the two sides take turns."""
     from tasks import demo
-    from tests.benchmarks.workload import tokenised, write_pairs
+    from tests.benchmarks.workload import read_rows, tokenised, write_pairs
     from training import tiny
 
     # Barely trained: how fast it is does not depend on what it knows.
     tiny.make(folder / "model", demo.conversations(0)[:300], seed=0, steps=5)
     count = (given.warmup + given.steps) * given.batch
-    rows = map(json.loads, given.data.open()) if given.data else demo.rows(0)
+    rows = read_rows(given.data) if given.data else demo.rows(0)
     pairs = write_pairs(tokenised(rows, folder / "model", count, LONGEST), folder / "pairs")
     sizes = [("ours", size) for size in given.row_tokens] + [("trl", size) for size in given.micro_batches]
     return {
@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--variants", nargs="+", default=["lora", "full"], choices=["lora", "full"])
-    add("--data", type=Path, help="JSON lines of preference pairs of any shape; the demo's own otherwise")
+    add("--data", type=Path, help="a file of preference pairs, in any shape that the pipeline reads; else the demo's")
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=1)
     add("--batch", type=int, default=16, help="pairs of one update")

@@ -20,7 +20,7 @@ from training.packing import Pair
 from training.proof import make_scorer
 from training.settings import Settings
 
-LORA = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
+LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 
 
 class Enough(Exception):
@@ -51,7 +51,8 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
 def _arrays(pair: Pair) -> Pair:
     """As the pipeline reads pairs from disk."""
     parts = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
-    return replace(pair, **{part: np.asarray(getattr(pair, part), dtype=np.int32) for part in parts})
+    arrays: dict[str, Any] = {part: np.asarray(getattr(pair, part), dtype=np.int32) for part in parts}
+    return replace(pair, **arrays)
 
 
 def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, float]]:

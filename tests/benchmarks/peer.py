@@ -26,7 +26,7 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        steps, course = Steps(job), []
+        steps, course = Steps(job), list[dict[str, float]]()
         trainer.add_callback(_watcher(steps, course))
         trainer.train()
     computed = padded_tokens(pairs[job.warmup * job.batch :], job.micro_batch)

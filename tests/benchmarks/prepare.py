@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
@@ -70,7 +71,7 @@ def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(dir=rows.parent) as folder:
         cluster = {"prepare.num_workers": processes}
-        values = {"source.data": str(rows), "prepare.max_tokens": 2048, "prepare.eval_fraction": 0.01}
+        values: dict[str, Any] = {"source.data": str(rows), "prepare.max_tokens": 2048, "prepare.eval_fraction": 0.01}
         os.chdir(make_workspace(Path(folder) / "workspace", model, cluster=cluster, **values))
         source(Run(Path(folder), "source"))
         began = clock()
@@ -96,7 +97,8 @@ def trl(rows: Path, model: Path, processes: int) -> dict[str, float]:
         made = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokenizer), data, tokenizer, wanted, "train")
         spent = since(began)
         parts = ("prompt_ids", "chosen_ids", "rejected_ids")
-        tokens = sum(len(row[name]) for row in made.select(range(1000)) for name in parts) / 1000
+        sample = made.select(range(min(1000, len(made))))
+        tokens = sum(len(row[name]) for row in sample for name in parts) / len(sample)
     return {"pairs": len(made), **spent, "tokens": tokens}
 
 

@@ -89,6 +89,15 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file as the pipeline reads them, the damaged ones left out."""
+    from tasks.readers import read_chunks, rows_in
+    from tasks.violations import BadRow
+
+    rows = (row for chunk in read_chunks(path, path.name) for _, row in rows_in(chunk))
+    return [row for row in rows if not isinstance(row, BadRow)]
+
+
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
     """The first real rows with at most `longest` tokens in a sequence, tokenised as the stage `prepare` does."""
     from tasks.conversations import Choices
