@@ -48,25 +48,25 @@ promote: $(READY) ## after `dvc repro` by hand: register the export, and make it
 	@python -m tasks.promote
 
 approve: $(READY) ## a person's word for a version that waits: VERSION=3 BY=name
-	@python -m tasks.approve "$(VERSION)" "$(BY)"
+	@python -m tasks.release.approve "$(VERSION)" "$(BY)"
 
 rollback: $(READY) ## back to the champion before, and say what was done
-	@python -m tasks.rollback
+	@python -m tasks.release.rollback
 
 compare: $(READY) ## this workspace's policy against RUN=champion, base, a version or a named run
-	@python -m tasks.compare $(or $(RUN),champion)
+	@python -m tasks.evaluation.compare $(or $(RUN),champion)
 
 verify: $(READY) ## is data/model, to the last byte, what was exported?
-	@python -m tasks.verify
+	@python -m tasks.release.verify
 
 push: $(READY) ## copy data/model to an fsspec address: TO=s3://bucket/models
-	@python -m tasks.push "$(TO)"
+	@python -m tasks.release.push "$(TO)"
 
 reproduce: $(READY) ## repeat a run from its commit and compare hashes and metrics: RUN=name
 	@python -m flows.reproduce "$(RUN)"
 
 report: $(READY) ## the page of the last run: .scratch/report.html
-	@python -m tasks.page
+	@python -m tasks.reports.page
 
 test: $(READY) ## all tests, in two processes, fast ones first
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -75,10 +75,10 @@ test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
-	@python -m tasks.doctor $(RECIPE) $(if $(FIX),--fix)
+	@python -m tasks.doctor.examine $(RECIPE) $(if $(FIX),--fix)
 
 sync: $(READY) ## send to MLflow what earlier runs could not
-	@python -m tasks.forward
+	@python -m tasks.tracking.forward
 
 lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
 	@ruff check .

@@ -57,7 +57,7 @@ def names() -> list[str]:
 
 def fingerprint() -> str:
     """Of all that a deployment's schema and settings are made from."""
-    files = [ROOT / FILE, ROOT / "params.yaml", *ROOT.glob("flows/*.py"), *ROOT.glob("tasks/*.py")]
+    files = [ROOT / FILE, ROOT / "params.yaml", *ROOT.glob("flows/*.py"), *ROOT.glob("tasks/**/*.py")]
     files += ROOT.glob("flows/recipes/*.yaml")
     digests = [(path.relative_to(ROOT).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
     return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()

@@ -129,7 +129,7 @@ def run_stages(
 
 def report(result: dict[str, Any]) -> None:
     place = Workspace(Path(result["workspace"]), result["key"])
-    command = [sys.executable, "-m", "tasks.report"]
+    command = [sys.executable, "-m", "tasks.reports.terminal"]
     env = {**place.environment(), "PYTHONPATH": str(ROOT)}  # where a finished run's results lie there is no code
     code = subprocess.run(command, cwd=place.root, env=env).returncode
     if code:

@@ -18,7 +18,7 @@ from flows.kept import Known, Run, choose, every_run, every_version, is_needed, 
 from flows.open import OPENED
 from flows.workspace import Workspace, bookkeeping, cache_folder, remove_worktree
 from tasks.errors import UserError
-from tasks.lock import held, holder
+from tasks.machines.lock import held, holder
 from tasks.params import load_cluster
 
 
@@ -46,9 +46,7 @@ def look(newest: int) -> Found:
     staying = [run for run in every if run.name in kept]
     waiting = [run for run in every if run.name not in kept and unsent(run.folder)]
     going = [run for run in every if run.name not in kept and run not in waiting]
-    notes = [
-        f"{run.name} stays: its figures are not in MLflow yet. `python -m tasks.forward` sends them" for run in waiting
-    ]
+    notes = [f"{run.name} stays: its figures are not in MLflow yet. `make sync` sends them" for run in waiting]
     staying += waiting
     items = [_run(run) for run in going]
     items += [_worktree(path) for path in _stale_worktrees(staying, going)]

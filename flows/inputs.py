@@ -14,7 +14,7 @@ import yaml
 
 from flows import ROOT, commits
 from tasks.files import fingerprint
-from tasks.tracking import flatten
+from tasks.tracking.journal import flatten
 
 Entry = dict[str, Any]  # of dvc.lock, for one stage
 RECENT = 50  # runs whose entries are looked at

@@ -9,7 +9,7 @@ from flows.commits import git
 from flows.runs import Record
 from tasks.files import read_json, sha256
 from tasks.params import Cluster
-from tasks.registry import Registry, Version, every_model, registry, tagged_runs
+from tasks.tracking.registry import Registry, Version, every_model, registry, tagged_runs
 
 TAG = "keep"  # of a run in MLflow
 

@@ -99,7 +99,7 @@ def _workspaces() -> Iterator[Path]:
 
 
 def show(steps: list[Step], files: Files) -> None:
-    from tasks import needs
+    from tasks.doctor import needs
     from tasks.params import Cluster, Params, read_yaml, validate
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))

@@ -91,7 +91,7 @@ def ask_a_person(place: Workspace) -> None:
     answer = _paused(Approval.with_initial_data(description=question), hours * 3600)
     if answer.approve:
         who = answer.your_name or "somebody in Prefect"
-        run("tasks.approve", place, found["version"], who)
+        run("tasks.release.approve", place, found["version"], who)
         _tell(found, f"approved by {who}")
     elif answer.your_name == NOBODY:
         log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])

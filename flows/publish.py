@@ -17,19 +17,19 @@ from flows import ROOT
 from flows.links import mlflow_link
 from flows.runs import RESULTS
 from flows.workspace import Workspace
-from tasks.markup import plain
 from tasks.redact import redact
+from tasks.reports.markup import plain
 
 SAMPLES = 3
 LONGEST = 400  # characters of a sample
 
 
 def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
-    from tasks import tracking
+    from tasks.tracking import journal
 
-    tracking.wait_for_run(place.logs)
+    journal.wait_for_run(place.logs)
     page = write_page(place, states)
-    tracking.Run(place.logs, tracking.FLOW).artifact(page)
+    journal.Run(place.logs, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
     link = mlflow_link(_read_json(place.logs / "run.json"))
@@ -39,7 +39,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
 
 def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
     """The run's own page, in its log folder: seconds and run ids are no artefacts of a stage."""
-    from tasks.page import page
+    from tasks.reports.page import page
 
     target = place.logs / "report.html"
     target.write_text(page(place.root, place.key, states, place.logs))
@@ -49,14 +49,14 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
 @contextmanager
 def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
     """Yields the list of what became of each stage, and tells MLflow when the run is over, however it ended."""
-    from tasks import tracking
     from tasks.params import load_cluster, load_params
+    from tasks.tracking import journal
 
     os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; which run it is, is handed on
     params, cluster = load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml")
-    folder = tracking.open_run(params, cluster, place.root, place.logs)
+    folder = journal.open_run(params, cluster, place.root, place.logs)
     more = json.loads(os.environ.get("DPO_TAGS", "{}"))  # which sweep, say
-    tracking.begin(folder, {**tags, **more, "prefect_flow_run": str(runtime.flow_run.id)})
+    journal.begin(folder, {**tags, **more, "prefect_flow_run": str(runtime.flow_run.id)})
     states: list[dict[str, Any]] = []
     status = "FAILED"
     try:
@@ -64,11 +64,11 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
         status = "FINISHED"
     finally:
         (folder / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
-        tracking.finish(folder, place.root, {state["stage"]: state["state"] for state in states}, status)
+        journal.finish(folder, place.root, {state["stage"]: state["state"] for state in states}, status)
 
 
 def result(place: Workspace) -> str:
-    from tasks.verdict import decision_of, verdict
+    from tasks.reports.verdict import decision_of, verdict
 
     measured = _read_json(place.root / "data" / "metrics" / "evaluate.json")
     metrics, said = flatten(measured), escape(verdict(measured, decision_of(place.root))[1], longest=2000)

@@ -17,7 +17,7 @@ from flows.commits import commit_of, git
 from flows.workspace import Workspace, share_cache
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json
-from tasks.lock import workspace_lock
+from tasks.machines.lock import workspace_lock
 from tasks.stage import QUIET
 
 GIVEN = ("source",)  # fetched as it was: what lies behind its address may be gone by now
@@ -70,7 +70,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _outcome(root: Path) -> dict[str, Any]:
     """What a run left: the hash of each out by stage, of each file of the export, and the metrics."""
-    from tasks.gate import by_slash
+    from tasks.release.gate import by_slash
 
     lock = yaml.safe_load((root / "dvc.lock").read_text()) if (root / "dvc.lock").exists() else {"stages": {}}
     outs = {

@@ -112,7 +112,7 @@ def news(last: Record, now: Record) -> list[str]:
     """What is not as it was, in words."""
     from tasks.params import Source
     from tasks.source import moved
-    from tasks.tracking import flatten
+    from tasks.tracking.journal import flatten
 
     before, params = flatten(last["params"]), flatten(now["params"])
     names = [name for name in {**before, **params} if before.get(name) != params.get(name)]
@@ -127,7 +127,7 @@ def news(last: Record, now: Record) -> list[str]:
 
 def check_drift(place: Workspace, last: Record | None) -> None:
     """Between prepare and reference: stop, or warn, where the data are no longer what the champion learnt from."""
-    from tasks.drift import shifts
+    from tasks.dataset.drift import shifts
     from tasks.params import load_params
 
     params, card = load_params(place.root / "params.yaml").promote, place.root / CARD

@@ -19,7 +19,7 @@ import psutil
 from flows import ROOT
 from tasks.errors import UserError
 from tasks.files import read_json, write_json
-from tasks.lock import holder
+from tasks.machines.lock import holder
 
 WORKTREES = ROOT / ".scratch" / "worktrees"
 RESULTS = "results"

@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_H
 
 from flows import ROOT, child, services
 from flows.services import free_port
-from tasks.lock import alone
+from tasks.machines.lock import alone
 
 PATIENCE = 120.0  # seconds; the first start makes a database
 COMMAND = ["-m", "uvicorn", "--factory", "flows.api:create_app", "--host", "127.0.0.1"]

@@ -22,7 +22,7 @@ import psutil
 
 from flows import ROOT, child
 from tasks.errors import UserError
-from tasks.lock import alone
+from tasks.machines.lock import alone
 
 FOLDER = ROOT / ".services"
 MARK = "DPO_SERVICE"

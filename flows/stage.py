@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from flows import ROOT, child, inputs
 from flows.workspace import Workspace
 from tasks.errors import UserError
-from tasks.lock import alone
+from tasks.machines.lock import alone
 from tasks.redact import redact
 
 PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")

@@ -12,8 +12,9 @@ from flows import ROOT
 from flows.links import compare_link, mlflow_link
 from flows.publish import escape
 from flows.workspace import Workspace
-from tasks import sweeps, tracking
 from tasks.files import write_json
+from tasks.reports import sweeps
+from tasks.tracking import journal
 
 Result = Mapping[str, Any]
 
@@ -37,8 +38,8 @@ def _track(result: Result, files: list[Path]) -> None:
 
     os.environ["DPO_HOME"] = str(ROOT)
     cluster, place = load_cluster(ROOT / "infra/cluster.yaml"), Workspace(ROOT, result["sweep"])
-    folder = tracking.open_run(load_params(ROOT / "params.yaml"), cluster, place.logs)
-    run = tracking.Run(folder, tracking.FLOW)
+    folder = journal.open_run(load_params(ROOT / "params.yaml"), cluster, place.logs)
+    run = journal.Run(folder, journal.FLOW)
     run.tags({"sweep": result["sweep"], "kind": "sweep", "best": result["best"]})
     best = result["rows"][0]["metric"]
     run.summary({result["metric"]: best} if best is not None else {})
@@ -46,8 +47,8 @@ def _track(result: Result, files: list[Path]) -> None:
         run.artifact(file)
     run.write("end", status="FINISHED")
     run.write("close")
-    tracking.start_forwarder(folder)
-    tracking.wait_until_sent(run)
+    journal.start_forwarder(folder)
+    journal.wait_until_sent(run)
 
 
 def markdown(result: Result) -> str:

@@ -22,9 +22,9 @@ from flows.dpo import override
 from flows.side_by_side import Running
 from flows.space import Space, parse
 from flows.trials import FOLDER, Trial, plan
-from tasks import sweeps
 from tasks.errors import UserError
 from tasks.files import read_json
+from tasks.reports import sweeps
 
 METRIC = "eval/rewards/accuracies"
 

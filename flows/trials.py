@@ -10,9 +10,9 @@ import yaml
 
 from flows import ROOT, retrain, workspace
 from flows.space import Space, combinations
-from tasks import sweeps
 from tasks.errors import UserError
 from tasks.files import fingerprint, read_json, write_json
+from tasks.reports import sweeps
 
 FOLDER = ROOT / ".scratch" / "sweeps"
 

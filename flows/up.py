@@ -15,7 +15,7 @@ from flows import ROOT, services, stack
 from flows.services import Service
 from flows.stack import POOL, TITLES, Settings
 from tasks.errors import UserError
-from tasks.flock import locked
+from tasks.machines.flock import locked
 
 PROJECT_SHELL = "source .venv/bin/activate"
 
@@ -73,7 +73,7 @@ def _say(service: Service) -> Service:
 
 
 def _mlflow(asked: Settings, store: str) -> Service:
-    from tasks.tracking import absolute
+    from tasks.tracking.journal import absolute
 
     with _making(absolute(store)) as fresh:
         service = _start_or_say("mlflow") or _say(stack.mlflow(asked, absolute(store)))
@@ -84,7 +84,7 @@ def _mlflow(asked: Settings, store: str) -> Service:
 
 @contextmanager
 def _making(store: str) -> Iterator[bool]:
-    """Yields whether the store is still to be made; a run that begins meanwhile waits (tasks/forward.py)."""
+    """Yields whether the store is still to be made; a run that begins meanwhile waits (tasks/tracking/forward.py)."""
     path = Path(store.removeprefix("sqlite:///"))
     if not store.startswith("sqlite:///") or path.exists():
         yield False

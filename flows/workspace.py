@@ -23,7 +23,7 @@ from flows import ROOT, commits, inputs, runs
 from flows.commits import git
 from flows.runs import Record
 from tasks.errors import UserError
-from tasks.lock import TOKEN, alone, held
+from tasks.machines.lock import TOKEN, alone, held
 from tasks.stage import QUIET
 
 Files = dict[str, dict[str, Any]]  # what a run's own configuration files hold, by name

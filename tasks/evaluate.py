@@ -10,18 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tasks import plots, stage
-from tasks.answers import Record, Row, held_out_prompts, records, sampled, side_by_side
-from tasks.bootstrap import mean_interval
+from tasks import stage
+from tasks.dataset.pairs import read_pairs, read_rows, with_reference
 from tasks.errors import UserError
+from tasks.evaluation.answers import Record, Row, held_out_prompts, records, sampled, side_by_side
+from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.held_out import calibration, disagreements, held_out, histogram
 from tasks.files import write_json
-from tasks.held_out import calibration, disagreements, held_out, histogram
 from tasks.models import base_folder, local_path
-from tasks.pairs import read_pairs, read_rows, with_reference
 from tasks.params import Evaluate, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
 from tasks.progress import Bar
-from tasks.tracking import Run, evaluation
+from tasks.reports import plots
+from tasks.tracking.journal import Run, evaluation
 from training.objective import Objective
 
 

@@ -9,17 +9,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tasks import serve, stage
-from tasks.card import model_card
+from tasks import stage
+from tasks.dataset.pairs import read_rows
 from tasks.errors import UserError
 from tasks.files import hash_files, publish, read_json, write_json
-from tasks.lineage import manifest
 from tasks.models import base_folder
-from tasks.pairs import read_rows
 from tasks.params import Params, load_params
 from tasks.paths import CARD, MODEL, PAIRS, POLICY
-from tasks.tracking import Run
-from tasks.verify import MANIFEST, seal
+from tasks.release import serve
+from tasks.release.card import model_card
+from tasks.release.lineage import manifest
+from tasks.release.verify import MANIFEST, seal
+from tasks.tracking.journal import Run
 
 CHECKED_PROMPTS = 8
 

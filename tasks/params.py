@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from tasks import formats
 from tasks.configuration import Count, Fraction, Positive, Section, dotted, lay_over, read_yaml, validate
-from tasks.drift import FIGURES
+from tasks.dataset import formats
+from tasks.dataset.drift import FIGURES
+from tasks.dataset.violations import VIOLATIONS
 from tasks.errors import UserError
 from tasks.place import Cluster
 from tasks.redact import is_secret
-from tasks.violations import VIOLATIONS
 from training import options
 
 __all__ = ["Cluster", "Params", "dotted", "overlay", "read_yaml", "validate"]

@@ -14,24 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from tasks import datacard, stage, verdicts
-from tasks.account import Account, check
-from tasks.chunks import EXAMPLES, Origin, Outcome, Task, Worker
-from tasks.contract import Mask
+from tasks import stage
+from tasks.dataset import datacard, verdicts
+from tasks.dataset.account import Account, check
+from tasks.dataset.chunks import EXAMPLES, Origin, Outcome, Task, Worker
+from tasks.dataset.contract import Mask
+from tasks.dataset.formats import detect, rename
+from tasks.dataset.pairs import SPLITS
+from tasks.dataset.readers import first_rows, read_chunks, rows_in
+from tasks.dataset.shards import write_splits
+from tasks.dataset.templates import Template, choose_template
+from tasks.dataset.violations import BAD, VIOLATIONS, BadRow
 from tasks.errors import UserError
 from tasks.files import publish, read_json, sha256
-from tasks.formats import detect, rename
+from tasks.machines.workers import cores, in_order
 from tasks.models import base_folder
-from tasks.pairs import SPLITS
 from tasks.params import Params, Prepare, load_cluster, load_params
 from tasks.paths import CARD, PAIRS, RAW
 from tasks.progress import Bar
-from tasks.readers import first_rows, read_chunks, rows_in
-from tasks.shards import write_splits
-from tasks.templates import Template, choose_template
-from tasks.tracking import Run
-from tasks.violations import BAD, VIOLATIONS, BadRow
-from tasks.workers import cores, in_order
+from tasks.tracking.journal import Run
 
 ROWS_PER_PROCESS = 2000  # fewer are not worth one more
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from tasks import stage
-from tasks.compare import Comparison, compare, read_side, version_side
-from tasks.earlier import FILE, Earlier, on_earlier_pairs
 from tasks.errors import UserError
+from tasks.evaluation.compare import Comparison, compare, read_side, version_side
+from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
 from tasks.files import fingerprint, read_json, sha256, write_json
-from tasks.gate import by_slash, gate, regressions
 from tasks.params import Params, load_cluster, load_params
 from tasks.paths import METRICS, MODEL, PAIRS
-from tasks.push import push
-from tasks.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
-from tasks.tracking import Run
-from tasks.verify import require_whole
+from tasks.release.gate import by_slash, gate, regressions
+from tasks.release.push import push
+from tasks.release.verify import require_whole
+from tasks.tracking.journal import Run
+from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
 
 NOTED = ("promoted", "reasons", "waiting", "champion_before")
 EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from tasks import stage
+from tasks.dataset.logp_shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
+from tasks.dataset.pairs import SPLITS, read_pairs
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
-from tasks.lock import at_address
-from tasks.logp_shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
+from tasks.machines.lock import at_address
 from tasks.models import base_folder, base_hash
-from tasks.pairs import SPLITS, read_pairs
 from tasks.params import Cluster, Params, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
 from tasks.progress import Bar
-from tasks.tracking import Run
+from tasks.tracking.journal import Run
 from training.packing import Pair
 
 NUMERICS = 4  # raise when the values that we compute change
@@ -71,7 +71,7 @@ def _missing(pairs: dict[str, list[Pair]], keys: dict[str, list[str]], known: se
 
 def _written(folder: Path, expected: set[str]) -> Any:
     """All values, once those of workers on other nodes can be read here."""
-    from tasks.cluster import look_again
+    from tasks.machines.cluster import look_again
 
     until = time.monotonic() + PATIENCE
     while expected - known_keys(values := read_shards(folder)):
@@ -96,7 +96,7 @@ def _compute(
     missing: Sequence[Shard], found: int, total: int, model: Path, params: Reference, cluster: Cluster, folder: Path
 ) -> dict[str, float]:
     """Tokens a second of each worker."""
-    from tasks.cluster import nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype, worker
+    from tasks.machines.cluster import nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype, worker
 
     group = cluster.reference
     workers = min(group.num_workers, len(missing))

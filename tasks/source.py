@@ -7,17 +7,18 @@ then holds a manifest with a hash per file.
 from pathlib import Path
 from typing import Any
 
-from tasks import demo, stage
+from tasks import stage
+from tasks.dataset import demo
+from tasks.dataset.fetch import changed as data_changed
+from tasks.dataset.fetch import check_address, fetch, hub_commit, name_of, pinned
+from tasks.dataset.readers import count_rows, read_chunks
 from tasks.errors import UserError
-from tasks.fetch import changed as data_changed
-from tasks.fetch import check_address, fetch, hub_commit, name_of, pinned
 from tasks.files import fingerprint, hash_files, known_sha256, publish, read_json, write_json
 from tasks.models import HUB, hub_address, hub_snapshot, local_path
 from tasks.params import Source, load_params
 from tasks.paths import BASE, RAW
 from tasks.progress import Bar
-from tasks.readers import count_rows, read_chunks
-from tasks.tracking import Run, lineage
+from tasks.tracking.journal import Run, lineage
 
 BASE_STEPS = 125  # of the demo's supervised base model
 

@@ -72,9 +72,9 @@ def main(stage: Callable[[Any], None]) -> None:
 
 
 def _run(stage: Callable[[Any], None]) -> None:
-    from tasks.lock import workspace_lock
+    from tasks.machines.lock import workspace_lock
     from tasks.params import load_cluster, load_params
-    from tasks.tracking import tracked
+    from tasks.tracking.journal import tracked
 
     name, began = stage.__name__, time.monotonic()
     params, cluster = load_params(), load_cluster()

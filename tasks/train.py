@@ -19,17 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import plots, stage
+from tasks import stage
+from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
 from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
-from tasks.lock import at_address
+from tasks.machines.lock import at_address
 from tasks.models import base_folder, base_hash
-from tasks.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.progress import Bar, meanwhile
-from tasks.tensorboard import Events
-from tasks.tracking import Run, read_lines
+from tasks.reports import plots
+from tasks.tracking.journal import Run, read_lines
+from tasks.tracking.tensorboard import Events
 from training import batches, checkpoint
 from training.objective import Objective
 from training.packing import Pair
@@ -104,7 +105,15 @@ def _how(params: Params, cluster: Cluster) -> str:
 
 def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
     """Start the worker group and wait; a dead worker or a lost node restarts the group from the last checkpoint."""
-    from tasks.cluster import bundle, look_again, nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype
+    from tasks.machines.cluster import (
+        bundle,
+        look_again,
+        nodes_told,
+        on_nodes,
+        ray_cluster,
+        room_for,
+        warn_of_slow_dtype,
+    )
 
     group = cluster.actor_train
     warn_of_slow_dtype("train", settings.dtype, group.gpus_per_worker)

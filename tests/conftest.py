@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.flock import locked
+from tasks.machines.flock import locked
 from tests.workspaces import wait_for
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
@@ -92,9 +92,10 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
     for name in ("params.yaml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
     shutil.copy(PROJECT / "tests" / "dummy_stage.py", root / "tasks" / "dummy.py")
-    (root / "tasks" / "report.py").write_text("print('the report')\n")
-    for name in ("promote", "approve"):  # what the flow runs besides DVC's stages
-        (root / "tasks" / f"{name}.py").write_text(f"import sys; sys.argv.insert(1, '{name}'); import tasks.dummy\n")
+    (root / "tasks" / "reports" / "terminal.py").write_text("print('the report')\n")
+    for path in ("promote.py", "release/approve.py"):  # what the flow runs besides DVC's stages
+        name = Path(path).stem
+        (root / "tasks" / path).write_text(f"import sys; sys.argv.insert(1, '{name}'); import tasks.dummy\n")
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": _stages()}, sort_keys=False))
     for command in ("git init -q -b main", f"{sys.executable} -m dvc init -q", "git add -A"):
         subprocess.run(command.split(), cwd=root, check=True)
@@ -118,7 +119,7 @@ def _stages() -> dict[str, dict[str, object]]:
 @pytest.fixture(scope="session")
 def tiny_base(once: Once) -> Path:
     """The demo's base model, barely trained: the right shape in seconds."""
-    from tasks import demo
+    from tasks.dataset import demo
     from training import tiny
 
     return once("base", lambda folder: tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.server import free_port
-from tasks import cluster, nodes
 from tasks.errors import UserError
+from tasks.machines import cluster, nodes
 from tasks.params import Cluster, validate
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -74,7 +74,8 @@ def test_the_same_files_are_told_from_others_of_the_same_size(tmp_path):
 
 
 EMBEDDED = """
-from tasks import cluster, nodes, place
+from tasks import place
+from tasks.machines import cluster, nodes
 nodes.SOON = 1.0
 group = place.ReferenceGroup(placement="STRICT_SPREAD")
 with cluster.ray_cluster(place.Ray(), 2):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tasks import cardpage, datacard
-from tasks.contract import check_all, check_pairs
-from tasks.conversations import Conversation
-from tasks.minhash import near_duplicates, signature
-from tasks.shortcuts import probe_accuracy, warnings
-from tasks.violations import BAD, VIOLATIONS
+from tasks.dataset import cardpage, datacard
+from tasks.dataset.contract import check_all, check_pairs
+from tasks.dataset.conversations import Conversation
+from tasks.dataset.minhash import near_duplicates, signature
+from tasks.dataset.shortcuts import probe_accuracy, warnings
+from tasks.dataset.violations import BAD, VIOLATIONS
 
 FACTS = {"chosen_longer": 0.5, "chosen_ends": 1.0, "rejected_ends": 1.0, "probe_accuracy": 0.5}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks import demo
+from tasks.dataset import demo
 from training import tiny
 
 PROMPT = "Hurry up. Ana put the white cup under the bed. Where is the white cup?"

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks import doctor, doctor_locks, doctor_network, doctor_space
-from tasks.findings import Findings, within
+from tasks.doctor import examine, locks, network, space
+from tasks.doctor.findings import Findings, within
 from tasks.params import load_cluster, load_params
 from tests.workspaces import make_workspace
 from training.driver import Stack, mismatch
@@ -33,7 +33,7 @@ def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
-    doctor.look(None)
+    examine.look(None)
     said = capsys.readouterr().out
     assert "ok     params.yaml and infra/cluster.yaml are good" in said
     assert "ok     train needs about 1.0 GiB" in said
@@ -46,7 +46,7 @@ def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
 def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     text = (workspace / "infra/cluster.yaml").read_text()
     (workspace / "infra/cluster.yaml").write_text(text.replace("row_tokens: 256", "row_tokens: 900000000"))
-    assert doctor.look(None) == 1
+    assert examine.look(None) == 1
     said = capsys.readouterr().out
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in said
 
@@ -54,15 +54,15 @@ def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
 def test_a_typo_is_one_line(workspace, capsys):
     text = (workspace / "params.yaml").read_text()
     (workspace / "params.yaml").write_text(text.replace("  beta:", "  bta:"))
-    assert doctor.look(None) == 1
+    assert examine.look(None) == 1
     assert "WRONG  params.yaml: `train.bta` is not a key of ours. Did you mean `beta`?" in capsys.readouterr().out
 
 
 def test_packages_that_are_not_as_locked_are_named(tmp_path, capsys):
     lock = tmp_path / "requirements.lock"
     lock.write_text("pytest==0.1\nno-such-package==1.0\n")
-    found = doctor.Findings()
-    doctor.packages(found, lock)
+    found = examine.Findings()
+    examine.packages(found, lock)
     assert found.bad == 1
     assert "no-such-package is missing (locked: 1.0)" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ LLAMA_8B = SimpleNamespace(parameters=8 * 2**30, trainable=2**27)  # a LoRA adap
 
 def test_disk_is_held_against_this_runs_own_files(workspace, monkeypatch, capsys):
     params, cluster = load_params(), load_cluster()
-    parts = doctor_space.needed(params, cluster, LLAMA_8B)
+    parts = space.needed(params, cluster, LLAMA_8B)
     gib = {name: size / 2**30 for name, size in parts.items()}
     # float32 and AdamW: 4 + 12 bytes of each trainable weight, two kept and one being written: 0.125 x 16 x 3
     assert gib["checkpoints"] == 6.0
@@ -81,7 +81,7 @@ def test_disk_is_held_against_this_runs_own_files(workspace, monkeypatch, capsys
     assert gib["registry"] == 0.0  # too large to be copied there
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=70 * 2**30, total=99 * 2**30))
     found = Findings()
-    doctor_space.disk(found, params, cluster, LLAMA_8B)
+    space.disk(found, params, cluster, LLAMA_8B)
     assert "WRONG  this run writes up to 71.5 GiB (checkpoints 6.0, policy 1.5, export 64.0), and 70.0 GiB" in (
         capsys.readouterr().out
     )
@@ -90,7 +90,7 @@ def test_disk_is_held_against_this_runs_own_files(workspace, monkeypatch, capsys
 
 def test_a_containers_shared_memory_is_too_small(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=64 * 2**20, total=64 * 2**20))
-    doctor_space.shared_memory(Findings(), tmp_path)
+    space.shared_memory(Findings(), tmp_path)
     assert "has 0.062 GiB" in (said := capsys.readouterr().out)
     assert "`--shm-size=8g`" in said
 
@@ -113,10 +113,10 @@ def test_a_good_driver_or_none_is_no_finding():
 
 
 @pytest.fixture
-def locks(tmp_path, monkeypatch) -> Path:
+def locked(tmp_path, monkeypatch) -> Path:
     """A project with one of each lock that a killed process leaves behind."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setattr(doctor_locks, "_running", lambda names: False)  # whatever else this machine does just now
+    monkeypatch.setattr(locks, "_running", lambda names: False)  # whatever else this machine does just now
     root = tmp_path / "project"
     for name, content in {
         ".scratch/run.lock": json.dumps({"pid": 99999999, "command": "python -m tasks.train"}),
@@ -131,9 +131,9 @@ def locks(tmp_path, monkeypatch) -> Path:
     return root
 
 
-def test_stale_locks_are_named_and_cleared_when_asked(locks, tmp_path, capsys):
+def test_stale_locks_are_named_and_cleared_when_asked(locked, tmp_path, capsys):
     found = Findings()
-    doctor_locks.locks(found, locks)
+    locks.locks(found, locked)
     said = capsys.readouterr().out
     assert found.bad == 4
     assert said.count("Run `make doctor FIX=1` to clear it.") == 4
@@ -142,35 +142,36 @@ def test_stale_locks_are_named_and_cleared_when_asked(locks, tmp_path, capsys):
     assert "index.lock was left behind 60 minutes ago" in said
     assert "cpu_adam/lock: a killed build left it 60 minutes ago, and every run waits" in said
 
-    doctor_locks.locks(Findings(fix=True), locks)
+    locks.locks(Findings(fix=True), locked)
     assert capsys.readouterr().out.count("fixed ") == 4
     found = Findings()
-    doctor_locks.locks(found, locks)
+    locks.locks(found, locked)
     assert (found.bad, capsys.readouterr().out) == (0, "  ok     no lock was left behind\n")
 
 
-def test_locks_of_the_living_stay(locks, capsys):
-    (locks / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {}, "read": {"a": [{"pid": os.getpid(), "cmd": "x"}]}}))
+def test_locks_of_the_living_stay(locked, capsys):
+    reader = {"pid": os.getpid(), "cmd": "x"}
+    (locked / ".dvc/tmp/rwlock").write_text(json.dumps({"write": {}, "read": {"a": [reader]}}))
     now = time.time()
-    for path in (locks / ".git/index.lock", locks / "../extensions/py311/cpu_adam/lock"):
+    for path in (locked / ".git/index.lock", locked / "../extensions/py311/cpu_adam/lock"):
         os.utime(path, (now, now))
-    with (locks / ".scratch/run.lock").open("r+") as held:
+    with (locked / ".scratch/run.lock").open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         found = Findings(fix=True)
-        doctor_locks.locks(found, locks)
+        locks.locks(found, locked)
     said = capsys.readouterr().out
     assert "note   a run is at work in" in said
-    assert f"note   DVC holds files in {locks}: process {os.getpid()}" in said
+    assert f"note   DVC holds files in {locked}: process {os.getpid()}" in said
     assert "note   an extension of torch's is being built" in said
-    assert (locks / ".git/index.lock").exists()
+    assert (locked / ".git/index.lock").exists()
     assert "fixed" not in said
 
 
-def test_a_damaged_lock_of_dvcs_is_cleared(locks, capsys):
-    (locks / ".dvc/tmp/rwlock").write_text('{"write": {"da')
-    doctor_locks.locks(Findings(fix=True), locks)
+def test_a_damaged_lock_of_dvcs_is_cleared(locked, capsys):
+    (locked / ".dvc/tmp/rwlock").write_text('{"write": {"da')
+    locks.locks(Findings(fix=True), locked)
     assert "rwlock is damaged, and DVC refuses every command because of it: cleared" in capsys.readouterr().out
-    assert not (locks / ".dvc/tmp/rwlock").exists()
+    assert not (locked / ".dvc/tmp/rwlock").exists()
 
 
 def test_a_taken_port_names_who_has_it(monkeypatch, capsys):
@@ -178,7 +179,7 @@ def test_a_taken_port_names_who_has_it(monkeypatch, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("PORT", str(port := taken.getsockname()[1]))
-        doctor_network.ports(Findings())
+        network.ports(Findings())
     said = capsys.readouterr().out
     assert f"note   port {port} of MLflow's pages is taken by process {os.getpid()}, `" in said
     assert f"`make up PORT={port + 1}`" in said
@@ -207,7 +208,7 @@ def server(version: str, skew: float = 0.0, delay: float = 0.0) -> Iterator[str]
 
 def ask_tracking(uri: str) -> int:
     found = Findings()
-    doctor_network.tracking(found, load_cluster().model_copy(update={"tracking_uri": uri}))
+    network.tracking(found, load_cluster().model_copy(update={"tracking_uri": uri}))
     return found.bad
 
 
@@ -226,7 +227,7 @@ def test_the_tracking_server_is_asked_for_its_version_and_its_time(workspace, mo
 
 
 def test_nothing_hangs(workspace, monkeypatch, capsys):
-    monkeypatch.setattr(doctor_network, "SECONDS", 0.3)
+    monkeypatch.setattr(network, "SECONDS", 0.3)
     began = time.monotonic()
     with server("3.17.2", delay=2.0) as uri:
         assert ask_tracking(uri) == 1
@@ -250,7 +251,7 @@ def test_the_hub_and_remotes_that_cannot_be_reached_are_wrong(workspace, monkeyp
     params = load_params()
     source = params.source.model_copy(update={"model": "hub:nobody/no-such-model@main"})
     found = Findings()
-    doctor_network.hub(found, params.model_copy(update={"source": source}))
+    network.hub(found, params.model_copy(update={"source": source}))
     assert found.bad == 1
     assert "source.model: http://127.0.0.1:9 does not answer" in capsys.readouterr().out
 
@@ -259,9 +260,9 @@ def test_the_hub_and_remotes_that_cannot_be_reached_are_wrong(workspace, monkeyp
         "far": {"url": "s3://bucket", "endpointurl": "http://127.0.0.1:9"},
         "dark": {"url": "s3://bucket"},
     }
-    monkeypatch.setattr(doctor_network, "_remotes", lambda root: remotes)
+    monkeypatch.setattr(network, "_remotes", lambda root: remotes)
     found = Findings()
-    doctor_network.remotes(found, workspace)
+    network.remotes(found, workspace)
     said = capsys.readouterr().out
     assert found.bad == 2
     assert "DVC's remote near is to be" in said
@@ -276,4 +277,4 @@ def test_dvcs_own_remotes_are_read(tmp_path):
     (tmp_path / ".dvc/config").write_text(
         "['remote \"store\"']\n    url = s3://bucket/x\n    endpointurl = http://h:1\n"
     )
-    assert doctor_network._remotes(tmp_path) == {"store": {"url": "s3://bucket/x", "endpointurl": "http://h:1"}}
+    assert network._remotes(tmp_path) == {"store": {"url": "s3://bucket/x", "endpointurl": "http://h:1"}}

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from tasks import demo, verify
-from tasks.compare import version_side
+from tasks.dataset import demo
+from tasks.evaluation.compare import version_side
 from tasks.files import fingerprint, hash_files, read_json, write_json
 from tasks.params import load_cluster, load_params
 from tasks.promote import promote
-from tasks.registry import registry
-from tasks.tracking import Run, open_run
+from tasks.release import verify
+from tasks.tracking.journal import Run, open_run
+from tasks.tracking.registry import registry
 
 ROWS = demo.rows(0)[:200]
 SET = {"evaluate.prompts": 3, "evaluate.max_new_tokens": 4, "evaluate.judge": "none", "promote.require": {}}
@@ -40,8 +41,8 @@ def write_pairs(split: str, rows: list[dict[str, Any]], base: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    from tasks.asked import HeldOut, ready_for
-    from tasks.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, read_pairs
+    from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, read_pairs
+    from tasks.evaluation.asked import HeldOut, ready_for
     from training.model import load_tokenizer
     from training.objective import Objective
 
@@ -65,7 +66,7 @@ def make_model(base: Path, seed: int) -> None:
     """An export whose weights are the base's with noise, evaluated on today's held-out pairs."""
     import torch
 
-    from tasks.asked import ask, objective_of, todays
+    from tasks.evaluation.asked import ask, objective_of, todays
     from tasks.paths import METRICS, MODEL
     from training.model import load_model
 

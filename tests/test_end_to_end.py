@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasks.files import read_json
-from tasks.verify import problems
+from tasks.release.verify import problems
 from tests.deployed import ask, newest_table, prefect, worker
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -100,7 +100,7 @@ def test_the_export_stands_alone_and_its_manifest_holds(opened: Path) -> None:
     given = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = AutoModelForCausalLM.from_pretrained(model).generate(**given, max_new_tokens=32, do_sample=False)
     text = tokenizer.decode(answer[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    from tasks import demo
+    from tasks.dataset import demo
 
     assert demo.judge(prompt[0]["content"], text) == {"kind": True, "correct": True}, text
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.files import hash_files, read_json
-from tasks.registry import Registry
+from tasks.tracking.registry import Registry
 from tests.workspaces import PROJECT, refusal, run, start
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_version_that_was_evaluated_otherwise_is_asked_again(sabotaged: tuple[
     try:
         stored.write_text(before.replace('"max_new_tokens": 8', '"max_new_tokens": 9'))
         asked = subprocess.run(
-            [sys.executable, "-m", "tasks.compare", "1"],
+            [sys.executable, "-m", "tasks.evaluation.compare", "1"],
             cwd=workspace,
             env={**os.environ, "PYTHONPATH": str(PROJECT)},
             capture_output=True,

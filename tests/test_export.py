@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from tasks.lineage import licence
-from tasks.push import push
-from tasks.serve import commands, modelfile
+from tasks.release.lineage import licence
+from tasks.release.push import push
+from tasks.release.serve import commands, modelfile
 from training import adapters, gguf, merging
 from training.adapters import logits_of
 from training.chat import pieces
@@ -180,7 +180,7 @@ def test_a_licence_is_found_where_it_is_stated(tmp_path: Path):
 def test_a_push_is_read_back_and_can_be_verified_there(tmp_path: Path):
     from tasks.errors import UserError
     from tasks.files import hash_files, sha256, write_json
-    from tasks.verify import problems, seal
+    from tasks.release.verify import problems, seal
 
     model = tmp_path / "model"
     (model / "adapter").mkdir(parents=True)

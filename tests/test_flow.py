@@ -17,7 +17,7 @@ import yaml
 from flows import publish, workspace
 from flows.dpo import override, run_here
 from tasks.errors import UserError
-from tasks.lock import workspace_lock
+from tasks.machines.lock import workspace_lock
 from tests.browser import browser
 from tests.deployed import ask
 from tests.workspaces import wait_for

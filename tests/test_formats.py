@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from tasks.conversations import Choices, Conversation
+from tasks.dataset.conversations import Choices, Conversation
+from tasks.dataset.formats import detect, rename, to_conversations
+from tasks.dataset.messages import check_turns
+from tasks.dataset.violations import BadRow
 from tasks.errors import UserError
-from tasks.formats import detect, rename, to_conversations
-from tasks.messages import check_turns
-from tasks.violations import BadRow
 
 PAIR = {"prompt": "Q?", "chosen": "good", "rejected": "bad"}
 FIRST, BEST, MIDDLE, WORST = "Q?", "best", "middle", "worst"

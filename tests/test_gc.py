@@ -40,8 +40,8 @@ import sys
 from pathlib import Path
 from mlflow import MlflowClient
 from tasks.params import load_cluster
-from tasks.registry import Moves, registry
-from tasks.tracking import absolute
+from tasks.tracking.registry import Moves, registry
+from tasks.tracking.journal import absolute
 client = MlflowClient(absolute(load_cluster().tracking_uri))
 client.create_registered_model("dpo-demo")
 experiment = client.create_experiment("dpo", artifact_location=Path(".mlflow/artifacts").resolve().as_uri())
@@ -132,7 +132,7 @@ def test_it_shows_first_and_then_keeps_what_is_needed(repo: Path, env: Env, tmp_
 
 
 def test_it_does_not_delete_while_a_run_is_at_work(repo: Path, env: Env) -> None:
-    hold = "import sys; from pathlib import Path; from tasks.lock import held\n"
+    hold = "import sys; from pathlib import Path; from tasks.machines.lock import held\n"
     hold += "with held(Path('.scratch/worktrees/busy')): print('held', flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", hold], cwd=repo, env=env, stdin=pipe, stdout=pipe, text=True) as busy:

@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
-from tasks.bootstrap import interval, mean_interval
-from tasks.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
+from tasks.evaluation.bootstrap import interval, mean_interval
+from tasks.evaluation.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
 from training.evaluation import PairValues, answer_ratios, pair_values
 from training.logps import plain_logps
 from training.objective import Objective

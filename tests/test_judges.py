@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tasks import endpoint, judges
-from tasks.endpoint import Judge, Pace
 from tasks.errors import UserError
+from tasks.evaluation import endpoint, judges
+from tasks.evaluation.endpoint import Judge, Pace
 from tasks.params import Endpoint, Evaluate, dotted, load_params, overlay, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]

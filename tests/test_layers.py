@@ -16,47 +16,36 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 # One tool has one home.
 HOMES = {
     "prefect": {"flows"},
-    "mlflow": {"tasks/record.py", "tasks/registry.py", "tasks/experiment.py"},
-    "ray": {"tasks/cluster.py", "tasks/nodes.py", "tasks/reference.py", "tasks/train.py"},
+    "mlflow": {"tasks/tracking/record.py", "tasks/tracking/registry.py", "tasks/tracking/experiment.py"},
+    "ray": {"tasks/machines/cluster.py", "tasks/machines/nodes.py", "tasks/reference.py", "tasks/train.py"},
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
-    "datasets": {"tasks/fetch.py"},
-    "pyarrow": {"tasks/pairs.py", "tasks/readers.py", "tasks/contract.py", "tasks/shards.py", "tasks/logp_shards.py"},
-    "matplotlib": {"tasks/plots.py", "tasks/histograms.py"},
+    "datasets": {"tasks/dataset/fetch.py"},
+    "pyarrow": {
+        "tasks/dataset/pairs.py",
+        "tasks/dataset/readers.py",
+        "tasks/dataset/contract.py",
+        "tasks/dataset/shards.py",
+        "tasks/dataset/logp_shards.py",
+    },
+    "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/histograms.py"},
     "gguf": {"training/gguf.py"},
     "lm_eval": {"training/harness.py"},
     "vllm": {"training/vllm_sampling.py"},
-    "fsspec": {"tasks/push.py", "tasks/fetch.py"},
-    "rich": {"tasks/progress.py", "tasks/report.py", "tasks/preview.py", "tasks/sweeps.py"},
-    "tensorboardX": {"tasks/tensorboard.py"},
+    "fsspec": {"tasks/release/push.py", "tasks/dataset/fetch.py"},
+    "rich": {"tasks/progress.py", "tasks/reports/terminal.py", "tasks/dataset/preview.py", "tasks/reports/sweeps.py"},
+    "tensorboardX": {"tasks/tracking/tensorboard.py"},
     "dvc": set(),  # the command alone
 }
 
 # Code that every stage runs in and that cannot change what it computes.
 PLUMBING = {
-    f"tasks/{name}.py"
-    for name in (
-        "cluster",
-        "configuration",
-        "errors",
-        "experiment",
-        "flock",
-        "forward",
-        "lock",
-        "params",
-        "paths",
-        "place",
-        "plots",
-        "progress",
-        "record",
-        "redact",
-        "runs",
-        "stage",
-        "tensorboard",
-        "tracking",
-    )
+    *(f"tasks/{name}.py" for name in ("configuration", "errors", "params", "paths", "place", "progress", "redact")),
+    *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
+    *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock")),
+    *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "record", "tensorboard")),
 }
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tasks.errors import UserError
-from tasks.lock import TOKEN, workspace_lock
+from tasks.machines.lock import TOKEN, workspace_lock
 
 PROJECT = Path(__file__).parents[1]
 HOLD = """
 import sys
 from pathlib import Path
-from tasks.lock import workspace_lock
+from tasks.machines.lock import workspace_lock
 with workspace_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

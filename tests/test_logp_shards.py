@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.logp_shards import key_of, known_keys, read_shards, shards, write_shard, write_values
-from tasks.pairs import read_rows
+from tasks.dataset.logp_shards import key_of, known_keys, read_shards, shards, write_shard, write_values
+from tasks.dataset.pairs import read_rows
 from tasks.reference import _missing
 from training.packing import Pair
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tasks import forward, tracking
 from tasks.params import Cluster, load_cluster, load_params
+from tasks.tracking import forward, journal
 from tests.proxy import Proxy, proxied
 from tests.workspaces import PROJECT, make_workspace, wait_for
 
@@ -51,7 +51,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, name: str, cluster: Cluster, pause: f
     """A stage of that run that logs STEPS; how long it took."""
     monkeypatch.setenv("DPO_RUN", name)
     began = time.monotonic()
-    with tracking.tracked("train", load_params(), cluster) as run:
+    with journal.tracked("train", load_params(), cluster) as run:
         for step, value in STEPS.items():
             run.metrics(step, {"loss": value, "rewards/margins": 2 * value})
             time.sleep(pause)
@@ -134,20 +134,20 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
     proxy.mode = "good"
     stage(monkeypatch, "after", at(proxy))
     whole(mlflow_server, "after")
-    wait_for(lambda: not tracking.unsent(workspace / ".scratch/runs/errs"), 60)  # by the forwarder of the next run
+    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/errs"), 60)  # by the forwarder of the next run
     whole(mlflow_server, "errs")
 
 
 def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow_server, monkeypatch, capsys):
-    monkeypatch.setattr(tracking, "PATIENCE_SECONDS", 2.5)
-    monkeypatch.setattr(tracking, "LATER_SECONDS", 0.5)
+    monkeypatch.setattr(journal, "PATIENCE_SECONDS", 2.5)
+    monkeypatch.setattr(journal, "LATER_SECONDS", 0.5)
     proxy.mode, proxy.delay = "slow", 0.5
     assert stage(monkeypatch, "slow", at(proxy)) < 2.5 + 3
     assert "MLflow is slow; the figures of train are still being sent" in capsys.readouterr().err
     began = time.monotonic()
-    tracking.wait_until_sent(tracking.Run(workspace / ".scratch/runs/slow", "train"))
+    journal.wait_until_sent(journal.Run(workspace / ".scratch/runs/slow", "train"))
     assert time.monotonic() - began < 0.5 + 1
-    wait_for(lambda: not tracking.unsent(workspace / ".scratch/runs/slow"), 60)  # sent by the process that stayed
+    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/slow"), 60)  # sent by the process that stayed
     whole(mlflow_server, "slow")
     assert proxy.requests < 40  # 30 steps with two figures each: they travel together
 
@@ -174,7 +174,7 @@ def test_lost_answers_and_a_forwarder_that_forgets_send_nothing_twice(workspace,
 
 def test_what_the_server_refuses_for_good_holds_nothing_up(workspace, proxy, mlflow_server, monkeypatch, capsys):
     monkeypatch.setenv("DPO_RUN", "refused")
-    with tracking.tracked("train", load_params(), at(proxy)) as run:
+    with journal.tracked("train", load_params(), at(proxy)) as run:
         run.metrics(1, {"loss (held-out)": 0.5})  # a name that MLflow refuses, and that is mended
         run.params({"x" * 300: 1})  # one that is not: too long
         run.metrics(2, {"loss (held-out)": 0.25})
@@ -187,12 +187,12 @@ def test_what_the_server_refuses_for_good_holds_nothing_up(workspace, proxy, mlf
 
 def test_a_journal_with_half_a_line_goes_on_behind_it(workspace, proxy, mlflow_server, monkeypatch):
     monkeypatch.setenv("DPO_RUN", "half")
-    folder = tracking.open_run(load_params(), at(proxy))
-    first = tracking.Run(folder, "train")
+    folder = journal.open_run(load_params(), at(proxy))
+    first = journal.Run(folder, "train")
     first.metrics(1, {"loss": 1.0})
     with first.journal.open("a") as file:
         file.write('{"kind": "metr')  # and was killed
-    again = tracking.Run(folder, "train")
+    again = journal.Run(folder, "train")
     again.metrics(1, {"loss": 1.0})  # known
     again.metrics(2, {"loss": 0.5})
     assert forward.send_all(folder.parent) == (1, {})

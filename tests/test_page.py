@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.page import page
-from tasks.svg import bars, lines
-from tasks.verdict import decision_of, verdict
+from tasks.reports.page import page
+from tasks.reports.svg import bars, lines
+from tasks.reports.verdict import decision_of, verdict
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
 WON = {"win_rate": {"rate": 0.75, "low": 0.7, "high": 0.8}, "rewards/accuracies": 0.9}

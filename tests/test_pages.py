@@ -9,9 +9,9 @@ from urllib.parse import quote
 import pytest
 from mlflow import MlflowClient
 
-from tasks import tracking
 from tasks.files import write_json
 from tasks.params import load_cluster, load_params
+from tasks.tracking import journal
 from tests.browser import Page, browser, chromium
 from tests.workspaces import PROJECT, make_workspace
 
@@ -40,14 +40,14 @@ def _run(name: str, server: str) -> None:
     for folder, content in (("raw", {"source": "pairs.jsonl", "rows": 120}), ("base", {"model": "tiny"})):
         write_json(Path("data") / folder / "manifest.json", {**content, "sha256": folder * 8})
     write_json(Path("data/reference/manifest.json"), {"of": name})
-    folder = tracking.open_run(params, cluster, PROJECT)
-    tracking.begin(folder, {"recipe": "none"})
-    with tracking.tracked("train", params, cluster) as run:
+    folder = journal.open_run(params, cluster, PROJECT)
+    journal.begin(folder, {"recipe": "none"})
+    with journal.tracked("train", params, cluster) as run:
         for step in range(1, 11):
             run.metrics(step, {"loss": BETAS[name] / step, "rewards/margins": step * BETAS[name]})
     write_json(Path("data/metrics/train.json"), {"loss": BETAS[name] / 10, "eval/loss": 9.0})
     write_json(Path("data/metrics/evaluate.json"), {**EVALUATED, "loss": BETAS[name] / 8})
-    tracking.finish(folder, Path(), {"source": "cached", "train": "ran", "evaluate": "cached"}, "FINISHED")
+    journal.finish(folder, Path(), {"source": "cached", "train": "ran", "evaluate": "cached"}, "FINISHED")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def parents_and_children(server: str) -> tuple[str, dict[str, str]]:
 
 def test_a_parent_carries_what_a_comparison_needs(runs, mlflow_server):
     run = MlflowClient(mlflow_server).get_run(runs["brave-heron"])
-    commit = tracking.commit(PROJECT)
+    commit = journal.commit(PROJECT)
     assert len(commit) == 40
     expected = {
         "data": "pairs.jsonl",

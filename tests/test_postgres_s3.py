@@ -20,7 +20,7 @@ import yaml
 
 from flows import child
 from flows.services import answers, free_port
-from tasks import demo
+from tasks.dataset import demo
 from tests import postgres
 from tests.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks import demo, readers
+from tasks.dataset import demo, readers
+from tasks.dataset.identity import is_held_out, prompt_hash
+from tasks.dataset.pairs import read_pairs, read_rows
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json
-from tasks.identity import is_held_out, prompt_hash
-from tasks.pairs import read_pairs, read_rows
 from tasks.params import dotted, load_params, overlay, read_yaml
 from tasks.prepare import prepare
 from tasks.source import source
-from tasks.tracking import Run
+from tasks.tracking.journal import Run
 from tests.workspaces import make_workspace, write_cluster, write_data
 
 ROW = {"prompt": "Where is the cup?", "chosen": "On the table.", "rejected": "Find it yourself."}

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from tasks import verify
-from tasks.approve import approve
-from tasks.compare import compare, main, read_side, side_named
 from tasks.errors import UserError
+from tasks.evaluation.compare import compare, main, read_side, side_named
 from tasks.files import hash_files, read_json, write_json
-from tasks.gate import gate
 from tasks.params import load_cluster, load_params
 from tasks.paths import METRICS, MODEL
 from tasks.promote import promote
-from tasks.registry import Registry, registry
-from tasks.rollback import rollback
-from tasks.tracking import Run, open_run
+from tasks.release import verify
+from tasks.release.approve import approve
+from tasks.release.gate import gate
+from tasks.release.rollback import rollback
+from tasks.tracking.journal import Run, open_run
+from tasks.tracking.registry import Registry, registry
 from tests.workspaces import PROJECT, make_workspace
 
 PROMPTS = 200

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from tasks import readers
+from tasks.dataset import readers
+from tasks.dataset.readers import count_rows, read_chunks, rows_in
+from tasks.dataset.violations import BadRow
 from tasks.errors import UserError
-from tasks.readers import count_rows, read_chunks, rows_in
-from tasks.violations import BadRow
 
 ROWS = [{"prompt": f"Wie heißt Nummer {n}?", "chosen": "good", "rejected": "bad"} for n in range(7)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pairs import read_rows
+from tasks.dataset.pairs import read_rows
 from tests.workspaces import run, start, write_cluster
 
 pytestmark = pytest.mark.slow

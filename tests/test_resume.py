@@ -12,8 +12,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.files import hash_files, read_json, write_json
-from tasks.forward import send_all
-from tasks.tracking import read_lines, unsent
+from tasks.tracking.forward import send_all
+from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
 from tests.workspaces import run, start, wait_for, write_cluster
 

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from flows import retrain
-from tasks import demo, fetch
-from tasks.drift import FIGURES, shifts
+from tasks.dataset import demo, fetch
+from tasks.dataset.drift import FIGURES, shifts
 from tasks.errors import UserError
 from tasks.files import fingerprint, read_json, sha256, write_json
 from tasks.params import dotted, load_params, overlay, read_yaml

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from tasks.lock import TOKEN, held
+from tasks.machines.lock import TOKEN, held
 from tests.conftest import make_dummy_repo
 from tests.test_flow import STAGES, flow, git
 from tests.test_lock import start_holder

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks import cardpage, fetch, page, redact
+from tasks import redact
+from tasks.dataset import cardpage, fetch
+from tasks.doctor.findings import Findings
 from tasks.errors import UserError
-from tasks.findings import Findings
 from tasks.params import Params, load_cluster, load_params, read_recipe, read_yaml
+from tasks.reports import page
 from tasks.source import _check as check
 from tasks.source import origins
-from tasks.tracking import Run, open_run
+from tasks.tracking.journal import Run, open_run
 from tests.browser import browser, chromium
 from tests.workspaces import PROJECT, make_workspace
 from training import checkpoint
@@ -335,7 +337,7 @@ def write_run(root: Path) -> None:
 
 
 def model_card() -> str:
-    from tasks import card
+    from tasks.release import card
 
     params = load_params(PROJECT / "params.yaml")
     hostile = f"{SCRIPT} {LINKS}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks import demo
+from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.params import Source

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.lock import workspace_lock
+from tasks.machines.lock import workspace_lock
 from tests.workspaces import PROJECT, make_workspace, refusal, start
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ from flows.side_by_side import Running
 from flows.space import Range, combinations, parse
 from flows.sweep import run_here
 from flows.trials import Trial
-from tasks import plots, sweeps
 from tasks.errors import UserError
-from tasks.tracking import Run
+from tasks.reports import plots, sweeps
+from tasks.tracking.journal import Run
 
 Env = dict[str, str]
 MARGINS = "eval/rewards/margins"  # the dummy evaluate's is train.beta

@@ -7,11 +7,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from tasks.conversations import Conversation
+from tasks.dataset.conversations import Conversation
+from tasks.dataset.lengths import fit
+from tasks.dataset.templates import CHATML, PLAIN, Template, Tokens, choose_template, encode, tokenise
+from tasks.dataset.violations import BadRow
 from tasks.errors import UserError
-from tasks.lengths import fit
-from tasks.templates import CHATML, PLAIN, Template, Tokens, choose_template, encode, tokenise
-from tasks.violations import BadRow
 
 
 def say(role: str, content: str) -> dict[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks import forward
 from tasks.params import load_cluster, load_params
 from tasks.runs import run_key
-from tasks.tracking import Run, flatten, tracked
+from tasks.tracking import forward
+from tasks.tracking.journal import Run, flatten, tracked
 from tests.workspaces import PROJECT, make_workspace
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,8 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
 
 def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     code = (
-        "import os, time\nfrom tasks.params import load_cluster, load_params\nfrom tasks.tracking import tracked\n"
+        "import os, time\nfrom tasks.params import load_cluster, load_params\n"
+        "from tasks.tracking.journal import tracked\n"
         "with tracked('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n    os.kill(os.getpid(), 9)\n"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.pairs import read_rows
+from tasks.dataset.pairs import read_rows
 from tests.two_hosts import ADDRESSES, CABLE, HEAD, Hosts, two_hosts, unable
 from tests.workspaces import wait_for, write_cluster
 
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_cluster_is_said_before_work_starts(hosts, workspac
     configure(unshared, private / "output")
     others = [Path(shutil.copytree(unshared, private / name)) for name in ("token", "older")]
     asked = {
-        "good": hosts.open(["-m", "tasks.doctor"], workspace),
+        "good": hosts.open(["-m", "tasks.doctor.examine"], workspace),
         "storage": hosts.open(["-m", "tasks.reference"], unshared),
         "token": hosts.open(["-m", "tasks.reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
         "version": hosts.open(["-c", OLDER], others[1]),

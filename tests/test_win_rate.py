@@ -3,8 +3,8 @@
 import numpy
 import pytest
 
-from tasks import health
-from tasks.win_rate import length_controlled, win_rate
+from tasks.evaluation import health
+from tasks.evaluation.win_rate import length_controlled, win_rate
 
 PROMPTS = [str(n) for n in range(400)]
 

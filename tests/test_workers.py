@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasks.errors import UserError
-from tasks.workers import AHEAD, in_order
+from tasks.machines.workers import AHEAD, in_order
 
 
 def double(task: int) -> int:

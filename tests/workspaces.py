@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tasks import demo
+from tasks.dataset import demo
 from tasks.params import Cluster, dotted, overlay, read_yaml
 
 PROJECT = Path(__file__).resolve().parents[1]

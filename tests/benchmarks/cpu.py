@@ -45,7 +45,7 @@ def main() -> None:
 
 def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
     """(variant, side, row tokens or micro-batch) to job; the two sides take turns."""
-    from tasks import demo
+    from tasks.dataset import demo
     from tests.benchmarks.workload import read_rows, tokenised, write_pairs
     from training import tiny
 

@@ -66,7 +66,7 @@ def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
     from tasks.files import read_json
     from tasks.prepare import prepare
     from tasks.source import source
-    from tasks.tracking import Run
+    from tasks.tracking.journal import Run
     from tests.workspaces import make_workspace
 
     with tempfile.TemporaryDirectory(dir=rows.parent) as folder:

@@ -91,8 +91,8 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file as the pipeline reads them, the damaged ones left out."""
-    from tasks.readers import read_chunks, rows_in
-    from tasks.violations import BadRow
+    from tasks.dataset.readers import read_chunks, rows_in
+    from tasks.dataset.violations import BadRow
 
     rows = (row for chunk in read_chunks(path, path.name) for _, row in rows_in(chunk))
     return [row for row in rows if not isinstance(row, BadRow)]
@@ -100,10 +100,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
     """The first real rows with at most `longest` tokens in a sequence, tokenised as the stage `prepare` does."""
-    from tasks.conversations import Choices
-    from tasks.formats import detect, to_conversations
-    from tasks.templates import Tokens, choose_template, tokenise
-    from tasks.violations import BadRow
+    from tasks.dataset.conversations import Choices
+    from tasks.dataset.formats import detect, to_conversations
+    from tasks.dataset.templates import Tokens, choose_template, tokenise
+    from tasks.dataset.violations import BadRow
     from training.model import load_tokenizer
 
     rows = list(rows)

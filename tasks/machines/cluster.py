@@ -1,0 +1,216 @@
+"""The Ray cluster: an embedded one on this machine, or the one whose address is configured.
+
+Ray reads its authentication settings when it is imported, so nobody imports it before `ray_cluster` has begun.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from tasks import place
+from tasks.errors import UserError
+from tasks.files import home
+from tasks.progress import Bar
+from tasks.stage import QUIET
+from training.dtypes import slow_here
+
+CODE = Path(__file__).resolve().parents[2]
+PATIENCE = 5.0  # seconds for a head to answer
+JOIN = "A driver runs on a node: `ray start --address HEAD:PORT --num-cpus 0` makes this machine one, without work."
+RESTARTS = 2  # of an actor whose worker or node is lost
+
+Group = place.ReferenceGroup | place.ActorTrainGroup
+
+
+@contextmanager
+def ray_cluster(where: place.Ray, cpus: float) -> Iterator[None]:
+    """Connect, and leave nothing behind. `cpus` is what an embedded cluster is made with."""
+    environment = {**QUIET, **where.env, **_network(where.interface)}
+    with _embedded(cpus, environment) if where.address == "local" else _connected(where.address, environment):
+        yield
+
+
+def _network(interface: str | None) -> dict[str, str]:
+    """Which way the workers' collectives take: a host with several addresses may choose one that nobody reaches."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+
+
+@contextmanager
+def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
+    # Inherited by the cluster's processes: cheaper than an environment of Ray's making.
+    os.environ.update(environment, PYTHONPATH=str(CODE), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
+    os.environ.update(RAY_prestart_worker_first_driver="0")  # Ray Train's actors cannot use such workers
+    # A token of its own, so that nothing is written into the home folder and no other Ray is reached.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="dpo-ray-")  # short: Ray's socket names have a length limit
+    try:
+        _start(int(-(-cpus // 1)), folder)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(cpus: int, folder: str, tries: int = 3) -> None:
+    """Ray gives its parts 30 seconds, which on a busy machine are too few."""
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,  # our workers report through files; Ray's own chatter stays in its logs
+            _temp_dir=folder,
+        )
+    except Exception as error:
+        if "timed out during startup" not in str(error) or tries == 1:
+            raise
+        ray.shutdown()
+        _start(cpus, folder, tries - 1)
+
+
+@contextmanager
+def _connected(address: str, environment: dict[str, str]) -> Iterator[None]:
+    """Our code travels to the nodes; data do not: they are on shared storage (tasks/machines/nodes.py)."""
+    _find_token()
+    if address != "auto":
+        _reach(address)
+    # Ray asks a head that refuses us twenty times, and writes a line about each.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "4")
+    import ray
+
+    environment.pop("DS_ACCELERATOR", None)  # whether there is a GPU is each node's to say
+    packages = [str(CODE / name) for name in ("tasks", "training")]
+    runtime = {"py_modules": packages, "excludes": ["__pycache__"], "env_vars": environment}
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=runtime)
+    except ConnectionError as error:
+        if address == "auto":
+            raise UserError(f"ray.address is auto, and this machine is no node of a Ray cluster. {JOIN}") from error
+        raise UserError(
+            f"The Ray head at {address} (ray.address in infra/cluster.yaml) does not accept our token. Give this "
+            "process the cluster's own, in RAY_AUTH_TOKEN or as a file named by RAY_AUTH_TOKEN_PATH; "
+            "`ray get-auth-token` prints it on the head."
+        ) from error
+    except RuntimeError as error:
+        raise UserError(_mismatch(address, error)) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _find_token() -> None:
+    if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    if not path.is_file() or not path.read_text().strip():
+        raise UserError(
+            f"There is no token for the Ray cluster: RAY_AUTH_TOKEN is not set and {path} holds none. Copy the head's "
+            "(`ray get-auth-token` prints it there) into RAY_AUTH_TOKEN, or into a file named by RAY_AUTH_TOKEN_PATH."
+        )
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except OSError as error:
+        raise UserError(
+            f"No Ray head answers at {address}, ray.address in infra/cluster.yaml ({error}). Start one there with "
+            f"`ray start --head --port {port}`, mend the address, or set it to local."
+        ) from error
+
+
+def _mismatch(address: str, error: Exception) -> str:
+    said = " ".join(str(error).split())
+    if "ersion" in said:  # Ray names both sides
+        return f"Ray or Python differ between the head at {address} and this machine: {said} Install the same on both."
+    return f"This machine is no node of the Ray cluster at {address} ({said}). {JOIN}"
+
+
+def on_nodes(cluster: place.Cluster, root: Path, parts: Sequence[Path] = ()) -> Path:
+    """A folder as every node finds it: itself, or a copy on shared storage of its `parts` that workers read."""
+    if cluster.ray.address == "local":
+        return root.resolve()
+    from tasks.machines import nodes
+
+    shared = home() / cluster.output_dir
+    nodes.check_storage(shared)
+    return nodes.share(shared, root, parts or [Path()], times=bool(parts))
+
+
+@contextmanager
+def room_for(where: place.Ray, group: Group, workers: int) -> Iterator[Any]:
+    """A place for each worker of a group, spread over the nodes as configured, once there is room for all.
+
+    Nodes may have come for it (an autoscaler's): only now it is known that all run what we run.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from tasks.machines import nodes
+
+    embedded = where.address == "local"
+    placed = placement_group([bundle(group)] * workers, strategy=group.placement)
+    try:
+        nodes.wait_for(placed, bundle(group), workers, embedded)
+        if not embedded:
+            nodes.check_versions()
+        yield placed
+    finally:
+        remove_placement_group(placed)
+
+
+@contextmanager
+def nodes_told(where: place.Ray, bar: Bar) -> Iterator[None]:
+    """Say which nodes are lost and which join, meanwhile."""
+    from tasks.machines import nodes
+
+    with nullcontext() if where.address == "local" else nodes.watched(lambda said: bar.say(f"{bar.stage}: {said}")):
+        yield
+
+
+def worker(group: Group, actor: type, placed: Any, number: int) -> Any:
+    """The actor of a group's worker in its place; when the worker or its node is lost, it starts again."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return ray.remote(
+        num_cpus=group.cpus_per_worker,
+        num_gpus=group.gpus_per_worker,
+        resources=group.resources,
+        max_restarts=RESTARTS,
+        max_task_retries=RESTARTS,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(placed, number),
+    )(actor)
+
+
+def bundle(group: Group) -> dict[str, float]:
+    """What one worker of a group takes of its node."""
+    gpus = {"GPU": group.gpus_per_worker} if group.gpus_per_worker else {}
+    return {"CPU": group.cpus_per_worker, **gpus, **group.resources}
+
+
+def look_again(folder: Path) -> None:
+    """A network file system may show a folder as it was half a minute ago, until we change something in it."""
+    mark = folder / f".look-{uuid.uuid4().hex[:8]}"
+    mark.touch()
+    mark.unlink()
+
+
+def warn_of_slow_dtype(stage: str, dtype: str, gpus: float) -> None:
+    if not gpus and slow_here(dtype):
+        print(f"warning: this CPU has no {dtype} and is very slow with it. Set {stage}.dtype to float32.", flush=True)

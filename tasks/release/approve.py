@@ -1,0 +1,41 @@
+"""A person's word for a version that passed the gate and waits: `python -m tasks.release.approve 3 NAME`.
+
+It names a version and not a workspace, so that what was judged is what becomes champion, however much later.
+"""
+
+import sys
+
+from tasks.errors import UserError
+from tasks.params import load_cluster, load_params
+from tasks.promote import to_champion
+from tasks.tracking.registry import registry
+
+
+def approve(number: str, name: str) -> str:
+    params = load_params().promote
+    with registry(load_cluster(), params.model_name) as found:
+        version, champion = found.version(number), found.at(params.alias)
+        if version is None:
+            raise UserError(f"{params.model_name} has no version {number}: {[v.number for v in found.versions()]}.")
+        if version.tags.get("waiting") != "true":
+            why = version.tags.get("reasons") or "it does not wait for anyone"
+            raise UserError(f"Version {number} of {params.model_name} cannot be approved: {why}.")
+        if (champion.number if champion else "") != version.tags.get("champion_before", ""):
+            now = f"version {champion.number}" if champion else "nobody"
+            raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
+        found.tag(version, {"approved_by": name})
+        found.move(to_champion(params.alias, version, champion))
+    return f"{params.model_name} version {number} is now {params.alias}, approved by {name}"
+
+
+def main() -> None:
+    try:
+        if len(sys.argv) != 3 or not all(sys.argv):
+            raise UserError("Say which and who: `make approve VERSION=3 BY=name`.")
+        print(approve(sys.argv[1], sys.argv[2]))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
