@@ -87,8 +87,10 @@ def _worktree(path: Path) -> Item:
 
 
 def _unused(output: Path, staying: list[Run]) -> Iterable[Path]:
-    """Checkpoints that no unfinished run goes on from, and reference shards that no kept run has used."""
-    for kind, users in (("train", [run for run in staying if not run.finished]), ("reference", staying)):
+    """Checkpoints that no unfinished run goes on from, reference shards that no kept run has used, and copies that
+    were made for nodes without our disk: the next run makes its own."""
+    unfinished = [run for run in staying if not run.finished]
+    for kind, users in (("train", unfinished), ("reference", staying), ("inputs", list[Run]())):
         used = {line for run in users for line in _addresses(run)}
         for folder in sorted((output / kind).glob("*/")):
             if f"{kind}/{folder.name}" not in used:

@@ -72,7 +72,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env)
         assert done.returncode == 0, done.stderr
     subprocess.run(["git", "tag", "v1", "runs/tagged"], cwd=root, check=True)
     for name in (*names, "nobody"):
-        for kind in ("train", "reference"):
+        for kind in ("train", "reference", "inputs"):
             (root / ".scratch" / kind / name).mkdir(parents=True)
             (root / ".scratch" / kind / name / "state").write_bytes(bytes(5000))
     return root
@@ -117,6 +117,7 @@ def test_it_shows_first_and_then_keeps_what_is_needed(repo: Path, env: Env, tmp_
     assert sorted(path.name for path in (repo / ".scratch/runs").iterdir()) == ["champ", "loved", "new", "tagged"]
     assert list((repo / ".scratch/worktrees").iterdir()) == []  # broken was old, and nobody kept it
     assert list((repo / ".scratch/train").iterdir()) == []  # a finished run needs no checkpoint
+    assert list((repo / ".scratch/inputs").iterdir()) == []  # copies of what is elsewhere
     shards = sorted(path.name for path in (repo / ".scratch/reference").iterdir())
     assert shards == ["champ", "loved", "new", "tagged"]
     assert sorted(path.read_text() for path in (repo / ".mlflow").rglob("*.safetensors")) == ["champ", "loved"]
