@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 
 from tasks import params as parameters
-from tasks.doctor import locks, network, space
+from tasks.doctor import locks, network, nodes, space
 from tasks.doctor.findings import Findings
 from tasks.errors import UserError
 from tasks.files import home, read_json
-from tasks.machines import nodes
 from tasks.paths import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def look(recipe: str | None, fix: bool = False) -> int:
         network.hub(found, params)
         network.remotes(found, home())
         fit(found, params, cluster)
-        nodes.look(found, cluster)
+        nodes.nodes(found, cluster)
     print("ready" if not found.bad else f"{found.bad} to mend")
     return 1 if found.bad else 0
 

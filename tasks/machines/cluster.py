@@ -18,6 +18,7 @@ from typing import Any
 from tasks import place
 from tasks.errors import UserError
 from tasks.files import home
+from tasks.machines import nodes
 from tasks.progress import Bar
 from tasks.stage import QUIET
 from training.dtypes import slow_here
@@ -146,8 +147,6 @@ def on_nodes(cluster: place.Cluster, root: Path, parts: Sequence[Path] = ()) -> 
     """A folder as every node finds it: itself, or a copy on shared storage of its `parts` that workers read."""
     if cluster.ray.address == "local":
         return root.resolve()
-    from tasks.machines import nodes
-
     shared = home() / cluster.output_dir
     nodes.check_storage(shared)
     return nodes.share(shared, root, parts or [Path()], times=bool(parts))
@@ -160,8 +159,6 @@ def room_for(where: place.Ray, group: Group, workers: int) -> Iterator[Any]:
     Nodes may have come for it (an autoscaler's): only now it is known that all run what we run.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
-
-    from tasks.machines import nodes
 
     embedded = where.address == "local"
     placed = placement_group([bundle(group)] * workers, strategy=group.placement)
@@ -177,8 +174,6 @@ def room_for(where: place.Ray, group: Group, workers: int) -> Iterator[Any]:
 @contextmanager
 def nodes_told(where: place.Ray, bar: Bar) -> Iterator[None]:
     """Say which nodes are lost and which join, meanwhile."""
-    from tasks.machines import nodes
-
     with nullcontext() if where.address == "local" else nodes.watched(lambda said: bar.say(f"{bar.stage}: {said}")):
         yield
 

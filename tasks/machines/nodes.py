@@ -1,9 +1,8 @@
 """The nodes of a Ray cluster: that they run what we run, see what workers read, and which come and go.
 
-Everything here is for a connected driver (`ray_cluster`); `look` is for `make doctor` and connects by itself.
+Everything here is for a connected driver (`ray_cluster`).
 """
 
-import os
 import platform
 import shutil
 import threading
@@ -15,15 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tasks import place
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, home, publish
+from tasks.files import fingerprint, hash_files, publish
 from tasks.progress import meanwhile
 
 SAME = ("ray", "torch", "transformers", "deepspeed", "peft")  # and Python: what numbers and pickles depend on
 ANSWER = 120.0  # seconds for a node to run a small task; the first one brings our code there
 SOON = 10.0  # seconds in which a free cluster places a group
-GIB = 2**30
 
 Facts = dict[str, Any]
 
@@ -178,28 +175,3 @@ def _watch(say: Callable[[str], None], over: threading.Event) -> None:
         for name in now.keys() - known.keys():
             say(f"node {now[name]} has joined")
         known = now
-
-
-def look(found: Any, cluster: place.Cluster) -> None:
-    """Doctor's part: versions, storage and its free space on every node."""
-    from tasks.machines.cluster import ray_cluster
-
-    if cluster.ray.address == "local":
-        found.good(f"Ray {facts()['ray']}, embedded in this machine")
-        return
-    folder = home() / cluster.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with ray_cluster(cluster.ray, 0):
-            check_versions()
-            check_storage(folder)
-            same = " ".join(f"{name} {number}," for name, number in facts().items())
-            for address, free in ask(_free, folder).items():
-                found.good(f"Ray node {address}: {same} all as here; sees {folder}, {free / GIB:.0f} GiB free")
-    except UserError as error:
-        for sentence in str(error).splitlines():
-            found.wrong(sentence)
-
-
-def _free(folder: Path) -> int:
-    return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
