@@ -1,5 +1,7 @@
 """Exports of tiny models: merged, sharded, tied, as GGUF, each read back; and what stops one."""
 
+import importlib.util
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from training.adapters import logits_of
 from training.chat import pieces
 from training.model import load_model, load_tokenizer
 
+TEXTS = ("Where is the cup?", "<|user|>12345 äöü\n\n  x<|assistant|>")
 PROMPTS = [[1, 4, 30, 31, 32], [1, 4, *range(60, 90)]]
 SHAPE = {
     "hidden_size": 64,
@@ -83,8 +86,28 @@ def test_gguf_read_back_by_transformers_is_the_model(exported, kind: str):
     other = [-value for value in logits]
     assert gguf.difference(target, other, PROMPTS)["kl"] > 100 * gguf.MOST_KL[kind]
     again = AutoTokenizer.from_pretrained(out, gguf_file=target.name)
-    for text in ("Where is the cup?", "<|user|>12345 äöü\n\n  x<|assistant|>"):
+    for text in TEXTS:
         assert again(text)["input_ids"] == load_tokenizer(out)(text)["input_ids"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_gguf_read_by_llama_cpp_is_the_model(exported, kind: str):
+    import llama_cpp
+
+    _, out, _, logits = exported
+    target = out / f"model-{kind}.gguf"
+    gguf.write(out, target, kind)
+    with closing(llama_cpp.Llama(str(target), logits_all=True, verbose=False, n_ctx=128)) as model:
+        for text in TEXTS:
+            assert model.tokenize(text.encode(), add_bos=False, special=True) == load_tokenizer(out)(text)["input_ids"]
+        for prompt, expected in zip(PROMPTS, logits, strict=True):
+            model.reset()
+            model.eval(prompt)
+            given = torch.tensor(model.scores[: len(prompt)]).log_softmax(-1)
+            true = expected.log_softmax(-1)
+            # Its cache of keys and values is float16.
+            assert (true.exp() * (true - given)).sum(-1).mean() <= 2 * gguf.MOST_KL[kind]
 
 
 def test_a_weight_in_the_wrong_place_would_be_found(exported):
