@@ -102,12 +102,12 @@ def test_a_check_that_fails_keeps_the_export_of_before_and_a_flipped_byte_is_fou
     assert "Nothing was exported." in refusal(workspace, "export")
     assert hash_files(workspace / "data/model") == before
 
-    checked = start(workspace, "verify")
+    checked = start(workspace, "release.verify")
     assert "each as the manifest says" in checked.communicate(timeout=60)[0]
     gguf = workspace / "data/model/model-q8_0.gguf"
     content = bytearray(gguf.read_bytes())
     content[len(content) // 2] ^= 1
     gguf.write_bytes(content)
-    checked = start(workspace, "verify")
+    checked = start(workspace, "release.verify")
     assert "model-q8_0.gguf has changed" in checked.communicate(timeout=60)[0]
     assert checked.returncode == 1
