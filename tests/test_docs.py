@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
+SPEAKING = (".md", ".py", ".sh", ".yaml", "")
 DOCS = sorted((PROJECT / "docs").glob("*.md"))
 GAP = "\0"  # where a message has a value
 
@@ -71,3 +72,19 @@ def test_recipes_that_are_named_exist():
     names = re.findall(r"\| `([\w.-]+)` \|", page.split("| what you have |")[1].split("\n\n")[0])
     assert len(names) == 3
     assert all((PROJECT / "flows" / "recipes" / f"{name}.yaml").exists() for name in names)
+
+
+def test_modules_that_are_run_exist():
+    """`python -m flows.x`, wherever somebody is told to run it or something runs it."""
+    every = (
+        path
+        for folder in ("docs", "flows", "infra", "tasks", "tests/benchmarks")
+        for path in (PROJECT / folder).rglob("*")
+    )
+    files = [path for path in every if path.is_file() and path.suffix in SPEAKING]
+    files += [PROJECT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", "dvc.yaml")]
+    run = re.compile(r"-m[\", ]+((?:flows|tasks|tests)\.[\w.]*\w)(?![\w$]|\.\$)")
+    named = {name for path in files for name in run.findall(path.read_text())}
+    assert len(named) > 20
+    missing = {name for name in named if not (PROJECT / (name.replace(".", "/") + ".py")).exists()}
+    assert not missing
