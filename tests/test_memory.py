@@ -81,6 +81,7 @@ def test_an_update_counts_where_it_takes_more_than_the_rows(folder):
         ("0.5b", "hh", 16384, 6, False, 20.8),
         ("1.5b", "ultrafeedback", 12288, 6, False, 50.2),
         ("1.5b", "hh", 12288, 6, False, 47.9),
+        ("1.5b", "hh", 8192, 8, False, 40.6),
         ("1.5b", "ultrafeedback", 16384, 6, True, 38.8),
         ("7b", "ultrafeedback", 8192, 3, True, 51.0),
     ],

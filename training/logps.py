@@ -25,7 +25,7 @@ class TokenLogps:
 class Scorer(nn.Module):
     """A causal language model that scores packed rows. It holds the head too, so that ZeRO-3 can gather it.
 
-    `how` is the fastest way that gives this model's own numbers, which `training.check` finds out:
+    `how` is the fastest way that gives this model's own numbers, which `training.proof` finds out:
     `fused` packs and fuses the head; `packed` leaves the head to the model; `plain` computes each response alone.
     """
 
