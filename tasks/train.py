@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,8 @@ def _address(params: Params) -> str:
 
 
 def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path) -> Settings:
+    """Field by field, so that a renamed parameter fails here and never falls back to another value."""
     train, group = params.train, cluster.actor_train
-    known = {field.name for field in fields(Settings)}
-    same = {name: getattr(train, name) for name in known & type(train).model_fields.keys() - {"adapter"}}
-    place = {name: getattr(group, name) for name in known & type(group).model_fields.keys()}
     return Settings(
         model=str(model.resolve()),
         model_name=params.source.model if params.source.model.startswith("hub:") else Path(params.source.model).name,
@@ -92,8 +90,31 @@ def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path) -
         attempt=uuid.uuid4().hex[:8],
         objective=Objective(train.loss, train.loss_options()),
         adapter=train.adapter.model_dump() if train.adapter else None,
-        **same,
-        **place,
+        quantization=train.quantization,
+        dtype=train.dtype,
+        learning_rate=train.learning_rate,
+        schedule=train.schedule,
+        warmup_fraction=train.warmup_fraction,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        global_batch_size=train.global_batch_size,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        logging_steps=train.logging_steps,
+        eval_steps=train.eval_steps,
+        select=train.select,
+        patience=train.patience,
+        max_skipped_steps=train.max_skipped_steps,
+        kl_limit=train.kl_limit,
+        stop_on_alarm=train.stop_on_alarm,
+        seed=train.seed,
+        zero_stage=group.zero_stage,
+        offload=group.offload,
+        row_tokens=group.row_tokens,
+        activation_checkpointing=group.activation_checkpointing,
+        compile=group.compile,
+        save_steps=group.save_steps,
+        keep_checkpoints=group.keep_checkpoints,
     )
 
 

@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
+from tests.settings import make_settings
 from training import adapters, memory
-from training.objective import Objective
 from training.packing import Pair
 from training.settings import Settings
 
@@ -29,9 +29,7 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, **changes) -> Settings:
-    given = {"row_tokens": 8192, "global_batch_size": 64, "learning_rate": 1e-6, **changes}
-    objective = Objective({"sigmoid": 1.0}, {"beta": 0.1})
-    return Settings(str(folder), "test", str(folder), "test", objective, **given)
+    return make_settings(model=str(folder), folder=str(folder), **changes)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])

@@ -9,15 +9,16 @@ import pickle
 import sys
 from pathlib import Path
 
+from tests.settings import make_settings
 from training import checkpoint, loop
 from training.objective import Objective
-from training.settings import Mismatch, Settings
+from training.settings import Mismatch
 
 
 def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
     given["objective"] = Objective(*given["objective"])
-    settings = Settings(**given, attempt="test")
+    settings = make_settings(**given)
     checkpoint.claim(Path(settings.folder), "test")
     log: list[dict] = []
     try:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tests.benchmarks.job import Job, Steps, Stopwatch
+from tests.settings import make_settings
 from training import checkpoint, loop, memory
 from training.logps import score_pairs
 from training.model import best_device, compile_layers, load_model
@@ -86,7 +87,7 @@ def in_order(job: Job, pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _settings(job: Job, folder: str) -> Settings:
-    return Settings(
+    return make_settings(
         model=job.model,
         model_name="bench",
         folder=folder,
