@@ -171,7 +171,7 @@ class Scorer:
 
         scorer = logps.Scorer(self.model)
         self.note = find_way(scorer, pairs, self.device)
-        if self.compiled and self.device.type == "cuda" and scorer.how != "plain":
+        if self.compiled and self.device.type == "cuda" and scorer.packs:
             compile_layers(self.model)
         return scorer
 

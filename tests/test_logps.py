@@ -15,7 +15,6 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
@@ -99,15 +98,6 @@ def test_gradients_of_packed_rows_equal_those_of_separate_passes(name):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
 
 
-def test_recurrent_layers_fall_back_to_plain_rows_with_a_sentence(capsys):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval()
-    pairs = make_pairs(5)
-    scorer = make_scorer(model, pairs, CPU)
-    assert "MambaForCausalLM is computed the slower way: each response is computed alone" in capsys.readouterr().err
-    torch.testing.assert_close(scorer(build_row(pairs, range(5)))[0], plainly(model, pairs))
-
-
 def test_a_model_that_ignores_the_mask_falls_back():
     class Deaf(type(make_model("llama"))):
         """Sees every earlier token, whatever the row says."""
@@ -123,7 +113,7 @@ def test_a_model_that_ignores_the_mask_falls_back():
     model, pairs = Deaf(deepcopy(ARCHITECTURES["llama"])).eval(), make_pairs(3)
     plain = plainly(model, pairs)
     scorer = make_scorer(model, pairs, CPU)
-    assert scorer.how == "plain"
+    assert scorer.how == "padded"
     torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plain)
 
 
@@ -139,7 +129,7 @@ def test_an_unknown_treatment_of_logits_leaves_the_head_to_the_model(capsys):
     plain = plainly(model, pairs)
     scorer = make_scorer(model, pairs, CPU)
     assert scorer.how == "packed"
-    assert "its vocabulary head is not fused" in capsys.readouterr().err
+    assert "the model's own vocabulary head is used" in capsys.readouterr().err
     torch.testing.assert_close(scorer(build_row(pairs, range(3)))[0], plain)
 
 

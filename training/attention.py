@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from training.packing import PROMPT, Row
 
-NAME = "packed_rows"
-
-
-def use_rows(model: PreTrainedModel) -> None:
-    """Let the model's attention follow packed rows; it can do nothing else then."""
-    model.set_attn_implementation(NAME)
+NAME = "packed_rows"  # for set_attn_implementation; a model can do nothing else then
 
 
 def row_inputs(row: Row, flash: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.attention import can_flash, row_inputs
@@ -25,8 +26,10 @@ class TokenLogps:
 class Scorer(nn.Module):
     """A causal language model that scores packed rows. It holds the head too, so that ZeRO-3 can gather it.
 
-    `how` is the fastest way that gives this model's own numbers, which `training.proof` finds out:
-    `fused` packs and fuses the head; `packed` leaves the head to the model; `plain` computes each response alone.
+    `how` is the fastest path that gives this model's own numbers, which `training.proof` finds out:
+    `fused` packs rows and fuses the head; `packed` packs rows and leaves the head to the model; `padded` computes each
+    response after its own prompt, in right-padded batches with a fused head, for layers that ignore a row's
+    boundaries; `plain` computes one response at a time with the model's own head.
     """
 
     def __init__(self, model: nn.Module, how: str = "fused") -> None:
@@ -35,24 +38,64 @@ class Scorer(nn.Module):
         self.whole_head = True  # False where ZeRO-3 shards it
 
     @property
+    def packs(self) -> bool:
+        return self.how in ("fused", "packed")
+
+    @property
     def causal(self) -> Any:
         """The transformers model under an adapter, if there is one."""
         model: Any = self.model
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def forward(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-        if self.how == "plain":
-            return _one_by_one(self.model, row)
+        if not self.packs:
+            return self._by_sequence(row)
         logps, entropy, collision = self._fused(row) if self.how == "fused" else self._packed(row)
         return logps[row.copies], entropy[row.copies], collision[row.copies]
 
     def _fused(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict]
-        head = self.causal.get_output_embeddings()
-        return head_logps(head, hidden, row.targets, Shaping.of(self.causal.config), fused=self.whole_head)
+        return self._head(self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict], row.targets)
 
     def _packed(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         return gather(_wide(self.model(**self._inputs(row), logits_to_keep=row.predict).logits[0]), row.targets)
+
+    def _by_sequence(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        """Every response as a sequence of its own. A causal layer never sees the padding that follows a sequence."""
+        sequences = [row.input_ids[keys] for keys in row.keys.tensor_split(row.key_ends[1:-1].tolist())]
+        responded = row.response.bincount().tolist()
+        lengths = list(map(len, sequences))
+        room = len(row.input_ids) if self.how == "padded" else 0
+        batches = length_batches(lengths, room)
+        parts: dict[int, tuple[Tensor, ...]] = {}
+        for batch in batches:
+            scored = self._score([sequences[n] for n in batch], [responded[n] for n in batch])
+            parts |= dict(zip(batch, scored, strict=True))
+        logps, entropy, collision = (
+            torch.cat(column) for column in zip(*(parts[n] for n in sorted(parts)), strict=True)
+        )
+        if not self.whole_head and dist.is_initialized():
+            # Each pass is a collective under ZeRO-3, so ranks with fewer batches repeat their shortest sequence.
+            shortest = batches[-1][-1:]
+            for _ in range(_most(len(batches), row.input_ids.device) - len(batches)):
+                ((extra, *_),) = self._score([sequences[n] for n in shortest], [responded[n] for n in shortest])
+                logps = logps + 0.0 * extra.sum()
+        return logps, entropy, collision
+
+    def _score(self, sequences: Sequence[Tensor], responded: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        ids = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+        places = [torch.arange(len(s) - n - 1, len(s) - 1) for s, n in zip(sequences, responded, strict=True)]
+        at = (torch.arange(len(sequences)).repeat_interleave(torch.tensor(responded)), torch.cat(places))
+        targets = torch.cat([s[-n:] for s, n in zip(sequences, responded, strict=True)])
+        if self.how == "padded":
+            hidden = self.causal.base_model(input_ids=ids, use_cache=False).last_hidden_state[at]
+            values = self._head(hidden, targets)
+        else:
+            values = gather(_wide(self.model(input_ids=ids, use_cache=False).logits[at]), targets)
+        return list(zip(*(value.split(list(responded)) for value in values), strict=True))
+
+    def _head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        head = self.causal.get_output_embeddings()
+        return head_logps(head, hidden, targets, Shaping.of(self.causal.config), fused=self.whole_head)
 
     def _inputs(self, row: Row) -> dict[str, Any]:
         config = self.causal.config.get_text_config()
@@ -69,22 +112,25 @@ def row_logps(scorer: nn.Module, row: Row) -> TokenLogps:
 def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device) -> Tensor:
     """By one ordinary, unpacked forward pass: what packed rows are checked against."""
     ids = torch.tensor([[*prompt, *response]], device=device)
-    return _plain(model, ids, len(response))[0]
+    logits = model(input_ids=ids, use_cache=False).logits[0, -len(response) - 1 : -1]
+    return gather(_wide(logits), ids[0, -len(response) :])[0]
 
 
-def _plain(model: nn.Module, ids: Tensor, responded: int) -> tuple[Tensor, Tensor, Tensor]:
-    logits = model(input_ids=ids, use_cache=False).logits[0, -responded - 1 : -1]
-    return gather(_wide(logits), ids[0, -responded:])
+def length_batches(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Sequences by batch, longest first; padded to its longest, no batch of several exceeds `room` tokens."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= room:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
 
 
-def _one_by_one(model: nn.Module, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-    parts = []
-    ends = row.key_ends.tolist()
-    answered = row.response.bincount().tolist()
-    for number, responded in enumerate(answered):
-        parts.append(_plain(model, row.input_ids[row.keys[ends[number] : ends[number + 1]]][None], responded))
-    logps, entropy, collision = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logps, entropy, collision
+def _most(count: int, device: torch.device) -> int:
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from training.model import compile_layers
 from training.objective import Objective
 from training.packing import Pair, Row, build_row
 from training.policy import build_policy, save_policy
-from training.proof import find_way, prove_start
+from training.proof import find_way, prove_determinism, prove_start
 from training.settings import Settings
 from training.speed import Speed
 
@@ -129,7 +129,8 @@ def start(
     note = find_way(scorer, pairs, device)
     if note:
         say(note)
-    if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.how != "plain":
+    prove_determinism(scorer, pairs, device)
+    if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
         compile_layers(scorer.causal)
     if found:
         checkpoint.load(policy, found)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from training import adapters
-from training.model import load_model, load_tokenizer
+from training.model import load_model, load_tokenizer, restore_dropout
 from training.sampling import sample
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit: merging rounds each weight once
@@ -43,6 +43,7 @@ def export(
     merged = prove(model, tokenizer, prompts)
     difference = _compare(trained, merged, dtype, tokenizer)
     model.generation_config = generation
+    restore_dropout(model.config, AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False))
     model.save_pretrained(out, max_shard_size=shard)
     tokenizer.save_pretrained(out)
     del model

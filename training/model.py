@@ -1,11 +1,13 @@
 """Loading a causal language model and its tokenizer, and making it ready to be scored or trained."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,7 +30,7 @@ def load_model(
     if quantization:
         options |= {"quantization_config": _four_bits(dtype), "device_map": {"": device}}
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
-    no_dropout(model)
+    disable_dropout(model)
     return model.to(device) if device and not quantization else model  # type: ignore[arg-type]
 
 
@@ -50,14 +52,35 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def no_dropout(model: nn.Module) -> None:
-    """Policy and reference must be the same function, so dropout is off in training too."""
+def disable_dropout(model: nn.Module) -> None:
+    """Policy and reference must be the same function, so nothing may be drawn at random in training mode either.
+
+    Architectures keep the probabilities in modules, in attributes that functional calls read, and in configurations.
+    training/proof.py checks at start-up that none is left.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "resid_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        _zero_probabilities(module)
+    for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
+        _zero_probabilities(config)
+
+
+def restore_dropout(config: Any, original: Any) -> None:
+    """The dropout that the base model's configuration had: whoever trains the export further may want it."""
+    for name in probabilities(original):
+        setattr(config, name, getattr(original, name))
+
+
+def probabilities(owner: Any) -> list[str]:
+    """Attributes that say how much is dropped (dropout, pdrop, layerdrop) or jittered at random."""
+    numbers = [name for name, value in vars(owner).items() if type(value) in (int, float) and value]
+    return [name for name in numbers if re.search("drop|jitter", name)]
+
+
+def _zero_probabilities(owner: Any) -> None:
+    for name in probabilities(owner):
+        setattr(owner, name, 0.0)
 
 
 def compile_layers(causal: PreTrainedModel) -> None:

@@ -5,23 +5,27 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from training.attention import use_rows
+from training.attention import NAME as ROWS
 from training.logps import ROUNDING, Scorer, plain_logps, row_logps
 from training.metrics import row_pairs
+from training.model import probabilities
 from training.objective import Objective
-from training.packing import Pair, build_row
+from training.packing import CHOSEN, REJECTED, Pair, Row, build_row
 from training.settings import Mismatch
 
 START = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}  # of the first loss and rewards, at least
+PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _SLOWER = {
     "fused": "",
-    "packed": "its vocabulary head is not fused, so each row's logits are kept whole",
-    "plain": "each response is computed alone, the prompt twice: its layers do not follow a packed row's mask",
+    "packed": "the model's own vocabulary head is used, which keeps each row's logits",
+    "padded": "each response is computed after its own prompt in padded batches",
+    "plain": "each response is computed alone, with the model's own vocabulary head",
 }
 
 
@@ -47,26 +51,134 @@ def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> It
 
 
 def find_way(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> str | None:
-    """Set the fastest way that gives the model's own numbers on a sample; what is slow about it, if it is.
+    """Set the fastest path that gives the model's own numbers; a sentence about it where it is a slower one.
 
-    An architecture whose layers ignore the mask (recurrent ones, say) must never train on wrong numbers. The passes
-    are collectives under ZeRO-3.
+    A packed path must not let a response depend on its neighbours in the row, nor on its place there. Recurrent and
+    linear-attention layers carry their state across the boundaries of a row: such a model must never train on it. The
+    passes are collectives under ZeRO-3.
     """
-    model = scorer.model
-    causal, sample = scorer.causal, [min(pairs, key=len), max(pairs, key=len)]  # the longest may pass a window
-    own = causal.config._attn_implementation
-    training = model.training
+    model, causal = scorer.model, scorer.causal
+    sample = [min(pairs, key=len), max(pairs, key=len)]  # the longest may pass a window
+    own, training = causal.config._attn_implementation, model.training
     model.eval()
     expected = _plainly(model, sample, device)
-    for scorer.how in ("fused", "packed"):
-        if same(_packed(scorer, sample, device), expected, causal.dtype):
+    why = []
+    for scorer.how in ("fused", "packed", "padded"):
+        causal.set_attn_implementation(own if scorer.how == "padded" else ROWS)
+        failure = _failure(scorer, sample, expected, [sample[0], pairs[len(pairs) // 2], sample[1]], device)
+        if failure is None:
             break
+        why.append(failure)
     else:
         scorer.how = "plain"
         causal.set_attn_implementation(own)
     model.train(training)
     slow = _SLOWER[scorer.how]
-    return f"{type(causal).__name__} is computed the slower way: {slow}" if slow else None
+    return f"{type(causal).__name__} takes a slower path: {slow} ({'; '.join(dict.fromkeys(why))})" if slow else None
+
+
+def _failure(
+    scorer: Scorer, sample: Sequence[Pair], expected: Tensor, probes: Sequence[Pair], device: torch.device
+) -> str | None:
+    """Why the scorer's path does not give the model's own numbers; None where it does."""
+    probes = [_cut(pair) for pair in probes]
+    try:
+        if scorer.packs and depends_on_neighbours(scorer, probes, device):
+            return "a response depends on its neighbours in the row"
+        if scorer.packs and depends_on_place(scorer, probes, device):
+            return "a response depends on its place in the row"
+        with torch.no_grad():
+            values = row_logps(scorer, build_row(sample, range(len(sample))).to(device)).logps
+        if not same(values, expected, scorer.causal.dtype):
+            return f"log-probabilities differ by up to {(values - expected).abs().max().item():.2g} from plain passes"
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, KeyError) as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    return None
+
+
+def _cut(pair: Pair) -> Pair:
+    """The tokens around the place where the two responses part."""
+    part = slice(start := max(0, pair.shared - PROBE // 2), start + PROBE)
+    names = ("chosen", "rejected", "chosen_mask", "rejected_mask")
+    return replace(pair, prompt=pair.prompt[-PROBE:], **{name: getattr(pair, name)[part] for name in names})
+
+
+def depends_on_neighbours(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> bool:
+    """Whether a response of the middle one of three pairs takes anything from tokens that it must not see.
+
+    The gradient of its log-probabilities by the embeddings of those tokens is exactly 0, in any precision and on any
+    device, unless something flows. A comparison of values would have to tell a leak from rounding.
+    """
+    row = build_row(pairs, range(len(pairs))).to(device)
+    for response, hidden_part in ((2, REJECTED), (3, CHOSEN)):
+        embedded: list[Tensor] = []
+
+        def keep(_: nn.Module, __: object, output: Tensor, embedded: list[Tensor] = embedded) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1]
+
+        hook = scorer.causal.get_input_embeddings().register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                logps = row_logps(scorer, row).logps
+                (gradient,) = torch.autograd.grad(logps[row.response == response].sum(), embedded[0])
+        finally:
+            hook.remove()
+        if (gradient[0, (row.pair != 1) | (row.part == hidden_part)] != 0).any():
+            return True
+    return False
+
+
+@torch.no_grad()
+def depends_on_place(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> bool:
+    """Whether a pair's values change, by more than rounding, at another place of the row with its responses swapped."""
+    first, middle, last = pairs
+    swapped = replace(
+        middle,
+        chosen=middle.rejected,
+        rejected=middle.chosen,
+        chosen_mask=middle.rejected_mask,
+        rejected_mask=middle.chosen_mask,
+    )
+    rows = [build_row(some, range(3)).to(device) for some in ([first, middle, last], [swapped, last, first])]
+    before, after = (row_logps(scorer, row).logps for row in rows)
+    (one, two), (two_moved, one_moved) = (
+        [values[row.response == number] for number in numbers]
+        for row, values, numbers in zip(rows, (before, after), ((2, 3), (0, 1)), strict=True)
+    )
+    difference = (torch.cat([one, two]) - torch.cat([one_moved, two_moved])).abs()
+    return not difference.mean().item() <= ROUNDING[scorer.causal.dtype] / 5
+
+
+def prove_determinism(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> None:
+    """ValueError where two training-mode passes differ because something is drawn at random (dropout, say).
+
+    The policy must be the same function as the reference at every step. A pass repeated with the same seed shows what
+    kernels without a fixed order of summation add. A collective under ZeRO-3.
+    """
+    model, training = scorer.model, scorer.model.training
+    row = build_row([_cut(min(pairs, key=len)), _cut(max(pairs, key=len))], (0, 1)).to(device)
+    model.train()
+    first, again, other = (_seeded(scorer, row, seed, device) for seed in (0, 0, 1))
+    model.train(training)
+    noise, drawn = ((first - values).abs().mean().item() for values in (again, other))
+    if drawn > 4 * noise:
+        named = sorted({f"{type(m).__name__}.{name}" for m in model.modules() for name in probabilities(m)})
+        where = f"; still set: {', '.join(named[:5])}" if named else ""
+        raise ValueError(
+            f"dropout is still active in {type(scorer.causal).__name__}: two training-mode passes over the same pairs "
+            f"differ by {drawn:.2g} nats a token{where}. DPO needs a policy without randomness: set every dropout and "
+            "jitter probability in the model's config.json to 0"
+        )
+
+
+@torch.no_grad()
+def _seeded(scorer: Scorer, row: Row, seed: int, device: torch.device) -> Tensor:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return row_logps(scorer, row).logps
 
 
 @torch.no_grad()
@@ -75,21 +187,9 @@ def _plainly(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> T
     return torch.cat([plain_logps(model, prompt, response, device) for prompt, response in responses])
 
 
-@torch.no_grad()
-def _packed(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> Tensor | None:
-    """None where the model cannot do it this way at all."""
-    try:
-        use_rows(scorer.causal)
-        return row_logps(scorer, build_row(pairs, range(len(pairs))).to(device)).logps
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
-        return None
-
-
-def same(given: Tensor | None, expected: Tensor, dtype: torch.dtype) -> bool:
+def same(given: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether log-probabilities differ by no more than rounding does, in the mean and at the most."""
-    if given is None or not torch.isfinite(given).all():
+    if not torch.isfinite(given).all():
         return False
     difference = (given - expected).abs()
     return difference.mean().item() <= ROUNDING[dtype] and difference.max().item() <= 20 * ROUNDING[dtype]
