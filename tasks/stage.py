@@ -50,7 +50,10 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
     "DS_ACCELERATOR": "cuda" if shutil.which("nvidia-smi") else "cpu",
 }
-# At import and not in main: OpenMP, Ray and DeepSpeed read theirs when they are loaded.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+    # Rows differ in length: without segments that grow, the CUDA allocator reserves several times what is in use.
+    QUIET["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+# At import and not in main: OpenMP, Ray, DeepSpeed and torch read theirs when they are loaded.
 for _name, _value in QUIET.items():
     os.environ.setdefault(_name, _value)
 

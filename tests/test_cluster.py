@@ -81,6 +81,9 @@ group = place.ReferenceGroup(placement="STRICT_SPREAD")
 with cluster.ray_cluster(place.Ray(), 2):
     with cluster.room_for(place.Ray(), group, 1):
         print("one fits")
+        import ray
+        at_start = ray.remote(lambda: open("/proc/self/environ").read())  # of the process, before it imports torch
+        print("worker's environment:", ray.get(at_start.remote()).split(chr(0)))
     with cluster.room_for(place.Ray(), group, 2):
         print("two fit")
 """
@@ -91,5 +94,7 @@ def test_a_group_that_will_never_fit_an_embedded_cluster_is_refused(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run([sys.executable, "-c", EMBEDDED], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert "one fits" in done.stdout
+    # CUDA's allocator reads it once; without it, it reserves three times what rows of many lengths take.
+    assert "'PYTORCH_ALLOC_CONF=expandable_segments:True'" in done.stdout
     assert "two fit" not in done.stdout
     assert "2 workers with 1 CPU each do not fit 1 nodes with 2 CPU in all" in done.stderr

@@ -72,6 +72,14 @@ def plainly(model: torch.nn.Module, pairs: list[Pair]) -> torch.Tensor:
     return torch.cat([plain_logps(model, p.prompt, r, CPU) for p in pairs for r in (p.chosen, p.rejected)])
 
 
+def test_a_plain_pass_projects_no_prompt_token_to_the_vocabulary():
+    """At 36,000 tokens of prompt their logits took 10 GiB, more than training itself."""
+    model, projected = make_model("llama"), []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: projected.append(logits.shape[1]))
+    plain_logps(model, range(50), range(3), CPU)
+    assert projected == [4]  # the last is not used: it predicts what comes after the response
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_rows_equal_separate_passes(name, dtype):

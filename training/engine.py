@@ -44,8 +44,9 @@ def start_distributed() -> tuple[int, int]:
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Rows differ in length: blocks that can grow keep the allocator from holding twice what is in use.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The stages set it in the environment; other launchers may have initialised CUDA by now, so not by variable.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if "RANK" not in os.environ and not dist.is_initialized():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     import deepspeed

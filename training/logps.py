@@ -1,5 +1,6 @@
 """Log-probabilities of response tokens: of packed rows by one pass each, or plainly, one response at a time."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,7 @@ class Scorer(nn.Module):
             hidden = self.causal.base_model(input_ids=ids, use_cache=False).last_hidden_state[at]
             values = self._head(hidden, targets)
         else:
-            values = gather(_wide(self.model(input_ids=ids, use_cache=False).logits[at]), targets)
+            values = _plain(self.model, ids, responded[0])  # one sequence at a time
         return list(zip(*(value.split(list(responded)) for value in values), strict=True))
 
     def _head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,8 +113,18 @@ def row_logps(scorer: nn.Module, row: Row) -> TokenLogps:
 def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device) -> Tensor:
     """By one ordinary, unpacked forward pass: what packed rows are checked against."""
     ids = torch.tensor([[*prompt, *response]], device=device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, -len(response) - 1 : -1]
-    return gather(_wide(logits), ids[0, -len(response) :])[0]
+    return _plain(model, ids, len(response))[0]
+
+
+def _plain(model: nn.Module, ids: Tensor, responded: int) -> tuple[Tensor, Tensor, Tensor]:
+    # Without it the logits of a long prompt alone take more memory than training: 10 GiB for 36,000 tokens.
+    keep = {"logits_to_keep": responded + 1} if _keeps(model) else {}
+    logits = model(input_ids=ids, use_cache=False, **keep).logits[0, -responded - 1 : -1]
+    return gather(_wide(logits), ids[0, -responded:])
+
+
+def _keeps(model: nn.Module) -> bool:
+    return "logits_to_keep" in inspect.signature(Scorer(model).causal.forward).parameters
 
 
 def length_batches(lengths: Sequence[int], room: int) -> list[list[int]]:

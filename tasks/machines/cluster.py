@@ -34,7 +34,8 @@ Group = place.ReferenceGroup | place.ActorTrainGroup
 @contextmanager
 def ray_cluster(where: place.Ray, cpus: float) -> Iterator[None]:
     """Connect, and leave nothing behind. `cpus` is what an embedded cluster is made with."""
-    environment = {**QUIET, **where.env, **_network(where.interface)}
+    quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}  # what the user has set stays
+    environment = {**quiet, **where.env, **_network(where.interface)}
     with _embedded(cpus, environment) if where.address == "local" else _connected(where.address, environment):
         yield
 

@@ -2,6 +2,8 @@
 
     python -m tests.benchmarks.gpu --shape 0.5b 1.5b --lengths ultrafeedback hh > results.jsonl
     python -m tests.benchmarks.gpu --shape 1.5b 7b --variants lora --earlier results.jsonl
+    python -m tests.benchmarks.gpu --sides ours --shape 1.5b --lengths long --variants lora-checkpointed \\
+        --row-tokens 36000 --batch 8 --warmup 1 --steps 3
     python -m tests.benchmarks.gpu --shape tiny --lengths short --batch 8 --row-tokens 512 --micro-batches 4
 
 A JSON line per configuration as it comes, and at the end a table of the best of each side. `--earlier` adds the lines
@@ -17,6 +19,7 @@ from typing import Any
 
 from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
+from tests.benchmarks.workload import LENGTHS, SHAPES
 
 VARIANTS = ("full", "lora", "full-checkpointed", "lora-checkpointed")
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
@@ -33,14 +36,14 @@ def main() -> None:
             line.pop("course", None)
             lines.append(line)
             print(json.dumps(line), flush=True)
-    print("\n" + table(lines))
+    print("\n" + table(lines) + "\n\n" + memory(lines))
 
 
 def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str) -> Any:
     """(what it is called, the job) of everything to measure with one shape and one distribution of lengths."""
     import torch
 
-    from tests.benchmarks.workload import SHAPES, make_model_apart, make_pairs, write_pairs
+    from tests.benchmarks.workload import make_model_apart, make_pairs, write_pairs
 
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     given.scratch.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str)
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
             kind = {"lora": variant.startswith("lora"), "checkpointing": variant.endswith("checkpointed")}
-            yield name, job_of(given, side, size, model, pairs, dtype=dtype, **kind)
+            yield name, job_of(given, side, size, model, pairs, dtype=dtype, alive=given.alive, **kind)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -73,6 +76,17 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "ours / TRL = ratio\n\n" + markdown(["shape, lengths, variant", *figures, "of matrix peak", "rows"], rows)
 
 
+def memory(lines: list[dict[str, Any]]) -> str:
+    """Ours: the estimate before the start, without its allowance for the CUDA context, beside what was measured."""
+    rows = [
+        [", ".join(str(line[name]) for name in ("shape", "lengths", "variant", "size")), *figures]
+        for line in lines
+        if "estimated_gib" in line
+        for figures in [(line["estimated_gib"] - 1.0, line.get("peak_gib"), line.get("reserved_gib"))]
+    ]
+    return markdown(["memory (GiB)", "estimated", "peak allocated", "peak reserved"], rows)
+
+
 def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> dict[str, Any]:
     found = [
         line
@@ -85,8 +99,8 @@ def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> di
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=["tiny", "0.5b", "1.5b", "7b"])
-    add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=["ultrafeedback", "hh", "short"])
+    add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=list(SHAPES))
+    add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=list(LENGTHS))
     add("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, "none"])
     add("--variants", nargs="+", default=["full"], choices=VARIANTS)
     add("--row-tokens", nargs="+", type=int, default=[16384], help="ours: token budgets of a row to try")
@@ -94,6 +108,7 @@ def _arguments() -> argparse.Namespace:
     add("--batch", type=int, default=64, help="pairs of one update")
     add("--steps", type=int, default=8)
     add("--warmup", type=int, default=2, help="steps before the measured ones")
+    add("--alive", action="store_true", help="ours: tell what is alive at the peak of memory (slower)")
     add("--limit", type=float, default=300.0, help="seconds for one configuration")
     add("--scratch", type=Path, default=SCRATCH, help="where random weights are kept between calls")
     add("--earlier", nargs="+", type=Path, default=[], help="JSON lines of earlier calls, for the table")

@@ -41,6 +41,7 @@ class Job:
     zero_stage: int = 1
     threads: int | None = None
     seed: int = 0
+    alive: bool = False  # tell what is alive at the peak
 
     @property
     def total(self) -> int:
@@ -144,6 +145,7 @@ def run(job: Job, limit: float = 600.0) -> dict[str, Any]:
 def _env(job: Job) -> dict[str, str]:
     path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both sides, as our stages set it
     threads = {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     return {**env, **threads}
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.benchmarks import alive
 from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.settings import make_settings
 from training import checkpoint, loop, memory
@@ -41,8 +42,12 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="bench-ours-") as folder:
         checkpoint.claim(Path(folder), "bench")
+        if job.alive:
+            alive.record()
         with suppress(Enough):
             loop.train(_settings(job, folder), scored, {"": scored[:2]}, log)
+        if job.alive:
+            found |= alive.at_peak()
         found["estimated_gib"] = memory.estimate(_settings(job, folder), 1, scored).total / 2**30
     measured = sum(map(len, in_order(job, pairs)[job.warmup * job.batch :]))
     # Without the unused ends of rows: they are no work done.
@@ -56,7 +61,7 @@ def _arrays(pair: Pair) -> Pair:
     return replace(pair, **arrays)
 
 
-def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, float]]:
+def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
     """The pairs with their reference, and how fast it was computed once everything was warm."""
     device = best_device()
     model = load_model(Path(job.model), job.dtype, device).eval()

@@ -28,8 +28,9 @@ LENGTHS = {
     "ultrafeedback": ((4.9, 0.9), (5.5, 0.7), (5.35, 0.8)),
     "hh": ((5.0, 0.75), (4.0, 0.8), (4.0, 0.8)),
     "short": ((2.5, 0.5), (2.5, 0.5), (2.5, 0.5)),
+    "long": ((10.3, 0.2), (6.5, 0.5), (6.5, 0.5)),
 }
-LONGEST_PART, LONGEST_PAIR = 1024, 2048
+LONGEST_PART, LONGEST_PAIR = {"long": 34_000}, {"long": 36_000}  # 1024 and 2048 otherwise
 
 
 def qwen_config(shape: str) -> Qwen2Config:
@@ -73,11 +74,12 @@ def make_model(shape: str, dtype: str, folder: Path) -> None:
 def make_pairs(lengths: str, count: int, vocabulary: int, seed: int = 0) -> list[Pair]:
     """The same pairs on every machine; a pair that is too long shrinks in proportion."""
     rng = random.Random(seed)
+    longest_part, longest_pair = LONGEST_PART.get(lengths, 1024), LONGEST_PAIR.get(lengths, 2048)
     pairs = []
     for number in range(count):
-        sizes = [min(LONGEST_PART, max(1, round(rng.lognormvariate(*part)))) for part in LENGTHS[lengths]]
-        if sum(sizes) > LONGEST_PAIR:
-            sizes = [size * LONGEST_PAIR // sum(sizes) for size in sizes]
+        sizes = [min(longest_part, max(1, round(rng.lognormvariate(*part)))) for part in LENGTHS[lengths]]
+        if sum(sizes) > longest_pair:
+            sizes = [size * longest_pair // sum(sizes) for size in sizes]
         # Token 0 is left to the peer's padding.
         prompt, chosen, rejected = (rng.choices(range(1, vocabulary), k=size) for size in sizes)
         pairs.append(Pair(str(number), prompt, chosen, rejected, [1] * len(chosen), [1] * len(rejected)))
