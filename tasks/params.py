@@ -130,8 +130,11 @@ class Train(Section):
     reference: bool | None
     tau: Positive | None
     cpo_alpha: Positive | None
+    dpop_lambda: Positive | None
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
     f_alpha: float | None
+    margin: Literal["scores"] | None
+    margin_scale: Positive | None
     ld_alpha: Fraction | None
     wpo: bool | None
     adapter: Adapter | None

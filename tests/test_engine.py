@@ -25,6 +25,8 @@ from training.packing import Pair
 
 pytestmark = pytest.mark.slow
 OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
+MARGIN_SCALE = 0.5
+SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 RATE, BATCH = 1e-3, 6
 CPU = torch.device("cpu")
@@ -53,7 +55,8 @@ def pairs(model) -> list[Pair]:
         with torch.no_grad():
             ref_chosen, ref_rejected = (plain_logps(policy, prompt, r, CPU).tolist() for r in (chosen, rejected))
         masks = [1] * len(chosen), [1] * len(rejected)
-        made.append(Pair(str(number), prompt, chosen, rejected, *masks, ref_chosen, ref_rejected))
+        reference = {"ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
+        made.append(Pair(str(number), prompt, chosen, rejected, *masks, **reference))
     return made
 
 
@@ -88,7 +91,18 @@ def batch_loss(policy: torch.nn.Module, pairs: list[Pair], objective: Objective)
     refs = [torch.tensor([sum(getattr(pair, name)) for pair in pairs]) for name in ("ref_chosen", "ref_rejected")]
     counts = [torch.tensor([float(len(getattr(pair, name))) for pair in pairs]) for name in names]
     label, margin, weight = (torch.tensor([getattr(p, n) for p in pairs]) for n in ("label", "margin", "weight"))
-    given = Pairs(chosen, rejected, *refs, chosen / counts[0], rejected / counts[1], *counts, label, margin)
+    given = Pairs(
+        chosen=chosen,
+        rejected=rejected,
+        ref_chosen=refs[0],
+        ref_rejected=refs[1],
+        chosen_mean=chosen / counts[0],
+        rejected_mean=rejected / counts[1],
+        chosen_tokens=counts[0],
+        rejected_tokens=counts[1],
+        label=label,
+        margin=MARGIN_SCALE * margin if "margin" in objective.options else 0.0,
+    )
     return (objective.losses(given)["loss"] * weight).sum() / weight.sum()
 
 
@@ -148,6 +162,7 @@ def weighted(pairs) -> list[Pair]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("one")
+    scored = [replace(pair, margin=8.0 - 3.5) for pair in pairs]
     wrong = [replace(pair, ref_chosen=[value - 0.5 for value in pair.ref_chosen or []]) for pair in pairs]
     runs = [
         settings(folder, model, "zero1-full", pairs, zero_stage=1, save_steps=4),
@@ -156,7 +171,8 @@ def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
         settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
         settings(folder, model, "aot", pairs, objective=AOT),
         settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
-        settings(folder, model, "weighted", weighted),
+        settings(folder, model, "weighted", weighted, objective=SCORED),
+        settings(folder, model, "unread-scores", scored),
         settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
         settings(folder, model, "selected", pairs, learning_rate=0.3, eval_steps=1, select="eval/loss", patience=2),
     ]
@@ -168,6 +184,7 @@ def two_ranks(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]
     folder = tmp_path_factory.mktemp("two")
     impossible = {"margin": float("inf")}
     poisoned = [replace(pair, **impossible) if pair.id == "13" else pair for pair in pairs]
+    ruined = [replace(pair, **impossible) for pair in pairs]
     runs = [
         settings(
             folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None
@@ -177,9 +194,9 @@ def two_ranks(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]
     ]
     runs += [
         settings(folder, model, "aot", pairs, objective=AOT),
-        settings(folder, model, "weighted", weighted),
-        settings(folder, model, "poisoned", poisoned),
-        settings(folder, model, "all-poisoned", [replace(pair, **impossible) for pair in pairs], max_skipped_steps=3),
+        settings(folder, model, "weighted", weighted, objective=SCORED),
+        settings(folder, model, "poisoned", poisoned, objective=SCORED),
+        settings(folder, model, "all-poisoned", ruined, objective=SCORED, max_skipped_steps=3),
     ]
     for run in runs:
         run["save_steps"] = 4
@@ -217,7 +234,7 @@ def plain(model, pairs, weighted) -> dict[str, list[tuple[float, float]]]:
         "full": plain_run(model, pairs[8:], False, given),
         "lora": plain_run(model, pairs[8:], True, given),
         "aot": plain_run(model, pairs[8:], False, aot),
-        "weighted": plain_run(model, weighted[8:], False, given),
+        "weighted": plain_run(model, weighted[8:], False, Objective(*SCORED)),
     }
 
 
@@ -239,6 +256,11 @@ def test_sorted_losses_sort_the_global_batch_whatever_the_rows_and_ranks(one_ran
 def test_labels_margins_and_weights_are_those_of_the_global_batch(one_rank, two_ranks, plain):
     for log in (one_rank["weighted"], two_ranks["weighted"]):
         assert_same_course(log, plain["weighted"])
+
+
+def test_scores_that_nobody_asked_for_change_nothing_and_are_noted(one_rank, plain):
+    assert_same_course(one_rank["unread-scores"], plain["full"])
+    assert "the pairs have scores, and the loss ignores them" in one_rank["unread-scores"][0]["said"]
 
 
 @pytest.mark.parametrize("name", ["zero1-full", "zero2-lora"])

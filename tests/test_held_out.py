@@ -19,7 +19,8 @@ SURE = math.log(0.88 / 0.12)  # sigmoid of it is 0.88
 
 
 def value(name: str, margin: float, chosen: int = 10, rejected: int = 10, kl: float = 0.0) -> PairValues:
-    return PairValues(name, margin, 0.0, chosen, rejected, kl)
+    tokens = {"chosen_tokens": chosen, "rejected_tokens": rejected}
+    return PairValues(id=name, chosen_reward=margin, rejected_reward=0.0, kl=kl, **tokens)
 
 
 def row(prompt: str, **more: str) -> dict:
@@ -126,10 +127,11 @@ def test_values_of_pairs_are_those_of_plain_passes_and_have_the_training_metrics
     def ids(count: int) -> list[int]:
         return torch.randint(10, 500, (count,), generator=generator).tolist()
 
-    pairs = [
-        Pair(f"{n}", ids(6), ids(4 + n), ids(5), [0] + [1] * (3 + n), [1] * 5, [-5.0] * (4 + n), [-4.5] * 5)
-        for n in range(5)
-    ]
+    def pair(n: int) -> Pair:
+        masks, reference = ([0] + [1] * (3 + n), [1] * 5), {"ref_chosen": [-5.0] * (4 + n), "ref_rejected": [-4.5] * 5}
+        return Pair(f"{n}", ids(6), ids(4 + n), ids(5), *masks, **reference)
+
+    pairs = [pair(n) for n in range(5)]
     objective, cpu = Objective({"sigmoid": 1.0}, {"beta": 0.3}), torch.device("cpu")
     with scoring(model, pairs, cpu) as scorer:
         means, values = pair_values(scorer, objective, pairs, 64, cpu)

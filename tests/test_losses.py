@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from training.losses import LOSSES, Pairs, log1mexp, rank, score
+from training.metrics import row_pairs
 from training.objective import Objective
+from training.packing import Pair, build_row
 
 # One pair: a = c - c0 = 2, b = r - r0 = -1, so h = 3; 4 and 2 tokens.
 C, R, C0, R0, NW, NL = -10.0, -8.0, -12.0, -7.0, 4.0, 2.0
@@ -15,8 +17,9 @@ A, B, H = 2.0, -1.0, 3.0
 
 
 def pairs(c=C, r=R, c0=C0, r0=R0, nw=NW, nl=NL, dtype=torch.float64, **more) -> Pairs:
-    given = (c, r, c0, r0, c / nw, r / nl, nw, nl)
-    return Pairs(*(torch.tensor([value], dtype=dtype) for value in given), **more)
+    sums = {"chosen": c, "rejected": r, "ref_chosen": c0, "ref_rejected": r0}
+    means = {"chosen_mean": c / nw, "rejected_mean": r / nl, "chosen_tokens": nw, "rejected_tokens": nl}
+    return Pairs(**{n: torch.tensor([v], dtype=dtype) for n, v in (sums | means).items()}, **more)
 
 
 def value(name: str, given: Pairs | None = None, **options) -> float:
@@ -58,6 +61,7 @@ EXPECTED = {
     "apo_zero": (1 - s(0.2) + s(-0.1), {"beta": 0.1}),
     "apo_down": (s(0.2) + 1 - s(0.3), {"beta": 0.1}),
     "discopop": ((1 - s(6)) * -L(0.3) + s(6) * math.exp(-0.3), {"beta": 0.1, "tau": 0.05}),
+    "dpop": (-L(0.3), {"beta": 0.1, "dpop_lambda": 50.0}),  # a = 2 is above 0: no penalty
     "simpo": (-L(2.0 * (C / NW - R / NL) - 0.5), {"beta": 2.0, "gamma": 0.5}),
     "cpo": (-L(0.1 * (C - R)) - 0.7 * C / NW, {"beta": 0.1, "cpo_alpha": 0.7}),
     "orpo": (2.5 - 0.1 * L(math.log(odds(C / NW) / odds(R / NL))), {"beta": 0.1}),
@@ -83,6 +87,31 @@ def test_label_smoothing_mixes_in_the_swapped_label():
 
 def test_length_normalization_is_sigmoid_norm():
     assert value("sigmoid", beta=0.1, length_normalization=True) == value("sigmoid_norm", beta=0.1)
+
+
+def test_gamma_is_the_margin_of_colossalai():
+    """Its DpoLoss takes gamma / beta from the log-ratios and then multiplies by beta; length_normalization divides each
+    log-probability by its response's tokens before."""
+    summed, per_token = H, A / NW - B / NL
+    assert value("sigmoid", beta=0.1, gamma=0.5) == pytest.approx(-L(0.1 * (summed - 0.5 / 0.1)))
+    for name, options in (("sigmoid", {"length_normalization": True}), ("sigmoid_norm", {})):
+        assert value(name, beta=0.1, gamma=0.5, **options) == pytest.approx(-L(0.1 * (per_token - 0.5 / 0.1)))
+
+
+def test_dpop_penalises_a_chosen_response_below_the_reference():
+    # c = -10 and c0 = -9.5: a = -0.5, h = -0.5 + 1 = 0.5, penalty 5 * 0.5 = 2.5, and beta multiplies both.
+    assert value("dpop", pairs(c0=-9.5), beta=0.1, dpop_lambda=5.0) == pytest.approx(-L(0.1 * (0.5 - 2.5)))
+
+
+def test_what_a_number_means_is_said_by_name():
+    with pytest.raises(TypeError):
+        Pairs(*(torch.zeros(1) for _ in range(8)))
+    with pytest.raises(TypeError):
+        LOSSES["sigmoid"](pairs(), 0.1, 0.1)
+    with pytest.raises(TypeError):
+        Pair("a", [1], [2], [3], [1], [1], [-1.0], [-1.0])
+    with pytest.raises(TypeError):
+        row_pairs(build_row([Pair("a", [1], [2], [3], [1], [1])], [0]), None, None, 0.0)
 
 
 def test_hinge_is_never_negative():
@@ -147,7 +176,16 @@ def many(count: int, seed: int = 0) -> Pairs:
     rng = torch.Generator().manual_seed(seed)
     c, r, c0, r0 = (-10 * torch.rand(count, dtype=torch.float64, generator=rng) for _ in range(4))
     tokens = torch.full((count,), 3.0, dtype=torch.float64)
-    return Pairs(c.requires_grad_(), r.requires_grad_(), c0, r0, c / 3, r / 3, tokens, tokens)
+    return Pairs(
+        chosen=c.requires_grad_(),
+        rejected=r.requires_grad_(),
+        ref_chosen=c0,
+        ref_rejected=r0,
+        chosen_mean=c / 3,
+        rejected_mean=r / 3,
+        chosen_tokens=tokens,
+        rejected_tokens=tokens,
+    )
 
 
 def test_aot_compares_sorted_gaps():

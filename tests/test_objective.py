@@ -1,6 +1,7 @@
 """Combinations of losses, rewards, and the refusal of everything that would be ignored."""
 
 import inspect
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from tests.test_losses import pairs, value
+from training.logps import TokenLogps
 from training.losses import LOSSES
+from training.metrics import row_pairs
 from training.objective import Objective
 from training.options import OPTIONS, TAKES, Takes, check
-from training.packing import Pair
+from training.packing import Pair, build_row
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,7 +88,11 @@ BETA = {"beta": 0.1}
         ({"sigmoid": 0.0}, BETA, "must be above 0"),
         ({"sigmoid": 1.0}, {}, "needs `beta`"),
         ({"hinge": 1.0}, {**BETA, "label_smoothing": 0.1}, "`label_smoothing` has no effect on loss hinge"),
-        ({"sigmoid": 1.0}, {**BETA, "gamma": 0.5}, "`gamma` has no effect"),
+        ({"hinge": 1.0}, {**BETA, "gamma": 0.5}, "`gamma` has no effect"),
+        ({"sigmoid": 1.0}, {**BETA, "dpop_lambda": 5.0}, "`dpop_lambda` has no effect"),
+        ({"hinge": 1.0}, {**BETA, "margin": "scores", "margin_scale": 0.1}, "`margin` has no effect on loss hinge"),
+        ({"sigmoid": 1.0}, {**BETA, "margin": "scores"}, "`margin_scale` belongs to `margin: scores`"),
+        ({"sigmoid": 1.0}, {**BETA, "margin_scale": 0.1}, "`margin_scale` belongs to `margin: scores`"),
         ({"sft": 1.0}, BETA, "`beta` has no effect"),
         ({"sigmoid": 1.0}, {**BETA, "reference": True}, "`reference` has no effect"),
         ({"orpo": 1.0}, {**BETA, "ld_alpha": 0.5}, "`ld_alpha` has no effect"),
@@ -105,9 +112,36 @@ def test_what_would_be_ignored_is_refused(weights, options, sentence):
         check(weights, options)
 
 
-@pytest.mark.parametrize(("change", "name"), [({"label": 0.7}, "label"), ({"margin": 1.0}, "margin")])
-def test_a_label_or_margin_that_no_loss_reads_is_refused(change, name):
-    pair = Pair("a", [1], [2], [3], [1], [1], **change)
-    Objective({"sigmoid": 1.0}, BETA).check_pairs([pair])
-    with pytest.raises(ValueError, match=f"the pairs carry a {name}, which loss apo_zero does not read"):
-        Objective({"apo_zero": 1.0}, BETA).check_pairs([pair])
+def pair(**change) -> Pair:
+    return Pair("a", [1], [2], [3], [1], [1], **change)
+
+
+def test_a_label_that_no_loss_reads_is_refused():
+    Objective({"sigmoid": 1.0}, BETA).check_pairs([pair(label=0.7)])
+    with pytest.raises(ValueError, match="the pairs carry a label, which loss apo_zero does not read"):
+        Objective({"apo_zero": 1.0}, BETA).check_pairs([pair(label=0.7)])
+
+
+SCORES = {**BETA, "margin": "scores", "margin_scale": 0.1}
+
+
+def test_scores_are_a_margin_only_when_asked_for():
+    """Scores 8.0 and 3.5: ignored, with a note, or a margin of 0.1 * 4.5 inside the sigmoid."""
+    row = build_row([pair(margin=8.0 - 3.5, ref_chosen=[-1.0], ref_rejected=[-2.0])], [0])
+    same = TokenLogps(row.reference, row.reference, row.reference)  # the policy is the reference: h = 0
+
+    def loss(options: dict) -> float:
+        objective = Objective({"sigmoid": 1.0}, options)
+        return objective.losses(row_pairs(row, same, objective))["loss"].item()
+
+    assert loss(BETA) == pytest.approx(math.log(2))
+    assert loss(SCORES) == pytest.approx(math.log(1 + math.exp(0.1 * 4.5)))
+
+
+def test_scores_that_the_loss_ignores_are_noted_and_missing_ones_refused():
+    note = Objective({"hinge": 1.0}, BETA).check_pairs([pair(), pair(margin=4.5)])
+    assert "the pairs have scores, and the loss ignores them (train.margin is null)" in note
+    assert Objective({"hinge": 1.0}, BETA).check_pairs([pair()]) is None
+    assert Objective({"sigmoid": 1.0}, SCORES).check_pairs([pair(), pair(margin=4.5)]) is None
+    with pytest.raises(ValueError, match=r"train\.margin is `scores`, and no pair has scores"):
+        Objective({"sigmoid": 1.0}, SCORES).check_pairs([pair()])

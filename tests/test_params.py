@@ -90,7 +90,10 @@ def test_a_missing_key_is_named():
         ("train.dtype", "fp16", "'float32' or 'bfloat16', and it is 'fp16'"),
         ("train.max_steps", True, "valid integer, and it is True"),
         ("train.loss", {"dpo": 1.0}, "there is no loss 'dpo'"),
-        ("train.gamma", 0.5, "`gamma` has no effect on loss sigmoid, sft"),
+        ("train.tau", 0.5, "`tau` has no effect on loss sigmoid, sft"),
+        ("train.margin", "scores", "`margin_scale` belongs to `margin: scores`"),
+        ("train.margin_scale", 0.1, "`margin_scale` belongs to `margin: scores`"),
+        ("train.margin_scale", 0.0, "greater than 0"),
         ("prepare.eval_fraction", 1.0, "less than 1"),
     ],
 )

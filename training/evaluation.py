@@ -14,7 +14,7 @@ from training.packing import Pair, Row
 from training.proof import scoring
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairValues:
     """Of one pair; rewards as the training metrics have them."""
 
@@ -40,7 +40,14 @@ def pair_values(
         kl = values.get("kl", torch.zeros(len(row.pairs)))
         columns = values["rewards/chosen"], values["rewards/rejected"], *row.sums(row.counts), kl
         for number, won, lost, first, second, drift in zip(row.pairs, *(c.tolist() for c in columns), strict=True):
-            found[number] = PairValues(pairs[number].id, won, lost, int(first), int(second), drift)
+            found[number] = PairValues(
+                id=pairs[number].id,
+                chosen_reward=won,
+                rejected_reward=lost,
+                chosen_tokens=int(first),
+                rejected_tokens=int(second),
+                kl=drift,
+            )
 
     means = loop.evaluate(scorer, objective, pairs, row_tokens, device, each=keep)
     return means, [found[number] for number in range(len(pairs))]

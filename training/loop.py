@@ -62,7 +62,9 @@ def train(
     """Train and write `policy` into the settings' folder. `log` and `say` are called on rank 0 alone."""
     rank, world = engine.start_distributed()
     log, say = (log, say) if rank == 0 else (_silent, _silent)
-    settings.objective.check_pairs(pairs)
+    note = settings.objective.check_pairs(pairs)
+    if note:
+        say(note)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     memory.fits(settings, pairs, world, device)
     course, folder = Course(settings, device), Path(settings.folder)
@@ -147,7 +149,7 @@ def train_step(
     engine.set_learning_rate(policy, rate)
     losses, zeros = [], None
     for place, (row, counts) in enumerate(rows):
-        per_pair, values = row_loss(policy, objective, row, course.reward_mean, ranked.get(place))
+        per_pair, values = row_loss(policy, objective, row, reward_mean=course.reward_mean, ranked=ranked.get(place))
         # DeepSpeed averages gradients over ranks, and we want their weighted mean over the global batch's pairs.
         loss = (per_pair * row.weight).sum() * (world / step.weight) * float(counts)
         policy.set_gradient_accumulation_boundary(place == len(rows) - 1)
@@ -176,12 +178,13 @@ def row_loss(
     policy: nn.Module,
     objective: Objective,
     row: Row,
+    *,
     reward_mean: Tensor | float = 0.0,
     ranked: Ranked | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics per pair of one row."""
     tokens = row_logps(policy, row)
-    pairs = row_pairs(row, tokens, objective, reward_mean, ranked)
+    pairs = row_pairs(row, tokens, objective, reward_mean=reward_mean, ranked=ranked)
     parts = objective.losses(pairs)
     return parts["loss"], row_metrics(row, tokens, pairs, parts, objective)
 
@@ -206,11 +209,27 @@ def rank_batch(
         table[:, spot] += sums.double() * float(counts)
     if dist.is_initialized():
         dist.all_reduce(table)
-    whole = rank_pairs(Pairs(*table, *[table[0]] * 4))
+    whole = rank_pairs(_sums_alone(table))
     return {
-        at: Ranked(*(values[spot].float() for values in (whole.ref_gap, whole.rejected, whole.chosen)))
+        at: Ranked(**{name: values[spot].float() for name, values in vars(whole).items()})
         for at, spot in enumerate(spots)
     }
+
+
+def _sums_alone(table: Tensor) -> Pairs:
+    """Pairs of which only the sums are known, (4, pairs)."""
+    chosen, rejected, ref_chosen, ref_rejected = table
+    unknown = torch.full_like(chosen, math.nan)
+    return Pairs(
+        chosen=chosen,
+        rejected=rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+        chosen_mean=unknown,
+        rejected_mean=unknown,
+        chosen_tokens=unknown,
+        rejected_tokens=unknown,
+    )
 
 
 @torch.no_grad()
@@ -220,6 +239,7 @@ def evaluate(
     pairs: Sequence[Pair],
     row_tokens: int,
     device: torch.device,
+    *,
     reward_mean: Tensor | float = 0.0,
     each: Callable[[Row, dict[str, Tensor]], None] | None = None,
 ) -> dict[str, float]:
@@ -243,7 +263,7 @@ def evaluate(
     ranked = rank_batch(policy, objective, rows(), range(len(pairs)), device) if objective.needs_ranks else {}
     window = Window(device)
     for place, (row, counts) in enumerate(rows()):
-        _, values = row_loss(policy, objective, row, reward_mean, ranked.get(place))
+        _, values = row_loss(policy, objective, row, reward_mean=reward_mean, ranked=ranked.get(place))
         window.add(values, row.weight, len(row.input_ids), counts)
         if each and counts:
             each(row, values)
@@ -263,7 +283,7 @@ def _look(
 ) -> None:
     """Evaluate every held-out set, log it, and keep the policy where it is the best so far."""
     each = {
-        name: evaluate(policy, settings.objective, pairs, settings.row_tokens, device, course.reward_mean)
+        name: evaluate(policy, settings.objective, pairs, settings.row_tokens, device, reward_mean=course.reward_mean)
         for name, pairs in held_out.items()
     }
     total = sum(means["pairs"] for means in each.values())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ranked:
     """What a pair meets when the global batch is sorted, (pairs,) each, without gradient."""
 
@@ -23,7 +23,7 @@ class Ranked:
     chosen: Tensor  # the chosen ratio at the rank of its rejected ratio
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pairs:
     """Log-probabilities of the responses, (pairs,) each."""
 
@@ -36,8 +36,10 @@ class Pairs:
     chosen_tokens: Tensor  # how many counted
     rejected_tokens: Tensor
     label: Tensor | float = 1.0  # how probably chosen is the better one
-    margin: Tensor | float = 0.0  # by how much its reward should be higher
+    margin: Tensor | float = 0.0  # by how much its reward should be higher, where a margin was asked for
     factor: Tensor | float = 1.0  # WPO's weight of the pair
+    batch_beta: Tensor | None = None  # beta-DPO's beta of this batch; None: the configured beta
+    kept: Tensor | float = 1.0  # 0 where beta-DPO's filter drops the pair; the mean over a batch is 1
     reward_mean: Tensor | float = 0.0  # running mean of all rewards, for bco_pair
     ranked: Ranked | None = None  # for aot; None where these pairs are the whole batch
 
@@ -52,44 +54,51 @@ class Pairs:
 
 def sigmoid(
     pairs: Pairs,
+    *,
     beta: float,
     label_smoothing: float = 0.0,
+    gamma: float = 0.0,
     length_normalization: bool = False,
     f_divergence: str = "reverse_kl",
     f_alpha: float = 0.0,
 ) -> Tensor:
-    """DPO, arXiv 2305.18290 eq. 7; label_smoothing is cDPO's chance that a label is wrong."""
-    if length_normalization:
-        return sigmoid_norm(pairs, beta, label_smoothing, f_divergence, f_alpha)
-    z = beta * _gap(pairs, f_divergence, f_alpha) - pairs.margin
+    """DPO, arXiv 2305.18290 eq. 7; label_smoothing is cDPO's chance of a wrong label, gamma a margin (ColossalAI)."""
+    gap = (_mean_gap if length_normalization else _gap)(pairs, f_divergence, f_alpha)
+    z = beta * gap - gamma - pairs.margin
     return _soft(_minus_log_sigmoid, z, pairs, label_smoothing)
 
 
 def sigmoid_norm(
-    pairs: Pairs, beta: float, label_smoothing: float = 0.0, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
+    pairs: Pairs,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.0,
+    f_divergence: str = "reverse_kl",
+    f_alpha: float = 0.0,
 ) -> Tensor:
-    """DPO on ratios per token, arXiv 2411.15124 eq. 6."""
-    z = beta * _mean_gap(pairs, f_divergence, f_alpha) - pairs.margin
+    """DPO on ratios per token, arXiv 2411.15124 eq. 6; gamma is a margin (ColossalAI's length_normalization)."""
+    z = beta * _mean_gap(pairs, f_divergence, f_alpha) - gamma - pairs.margin
     return _soft(_minus_log_sigmoid, z, pairs, label_smoothing)
 
 
-def hinge(pairs: Pairs, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def hinge(pairs: Pairs, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
     """SLiC / RSO, arXiv 2309.06657 eq. 8."""
     return _soft(lambda z: torch.relu(1 - z), beta * _gap(pairs, f_divergence, f_alpha), pairs)
 
 
-def ipo(pairs: Pairs, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def ipo(pairs: Pairs, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
     """IPO, arXiv 2310.12036 eq. 17, on per-token averages as its authors confirmed."""
     return _soft(lambda h: (h - 1 / (2 * beta)) ** 2, _mean_gap(pairs, f_divergence, f_alpha), pairs)
 
 
-def ipo_sum(pairs: Pairs, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def ipo_sum(pairs: Pairs, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
     """IPO on sums, as ROLL and OpenRLHF compute it: the same beta does not mean the same."""
     return _soft(lambda h: (h - 1 / (2 * beta)) ** 2, _gap(pairs, f_divergence, f_alpha), pairs)
 
 
 def robust(
-    pairs: Pairs, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
+    pairs: Pairs, *, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
 ) -> Tensor:
     """rDPO, arXiv 2403.00409 eq. 12: unbiased when labels are flipped with chance label_smoothing; note the sign."""
     z = beta * _gap(pairs, f_divergence, f_alpha) - pairs.margin
@@ -98,7 +107,7 @@ def robust(
 
 
 def exo_pair(
-    pairs: Pairs, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
+    pairs: Pairs, *, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
 ) -> Tensor:
     """EXO, arXiv 2402.00856 eq. 16: the reverse KL to the smoothed label."""
     z = beta * _gap(pairs, f_divergence, f_alpha)
@@ -106,31 +115,31 @@ def exo_pair(
     return z.sigmoid() * (logsigmoid(z) - math.log(1 - e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
 
 
-def nca_pair(pairs: Pairs, beta: float) -> Tensor:
+def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
     """NCA, arXiv 2402.05369 eq. 12 for two responses."""
     a, b = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return -logsigmoid(a) - 0.5 * logsigmoid(-a) - 0.5 * logsigmoid(-b)
 
 
-def bco_pair(pairs: Pairs, beta: float) -> Tensor:
+def bco_pair(pairs: Pairs, *, beta: float) -> Tensor:
     """BCO, arXiv 2404.04656 eq. 9; the shift is the running mean of all rewards of the steps before."""
     a, b = beta * pairs.chosen_ratio - pairs.reward_mean, beta * pairs.rejected_ratio - pairs.reward_mean
     return -logsigmoid(a) - logsigmoid(-b)
 
 
-def sppo_hard(pairs: Pairs, beta: float) -> Tensor:
+def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
     """SPPO, arXiv 2405.00675 eq. 4.7, with win rates 1 and 0."""
     return (pairs.chosen_ratio - 1 / (2 * beta)) ** 2 + (pairs.rejected_ratio + 1 / (2 * beta)) ** 2
 
 
-def aot(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """AOT, arXiv 2406.05882 eq. 8: the policy's gaps dominate the reference's, sorted over the global batch."""
     ranked = pairs.ranked or rank(pairs)
     z = beta * (pairs.chosen - pairs.rejected - ranked.ref_gap)
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 
-def aot_unpaired(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """AOT, eq. 7: the chosen ratios dominate the rejected ones, sorted over the global batch."""
     ranked = pairs.ranked or rank(pairs)
 
@@ -144,19 +153,19 @@ def aot_unpaired(pairs: Pairs, beta: float, label_smoothing: float = 0.0) -> Ten
     return loss(pairs.chosen_ratio, ranked.rejected) + of_rejected - of_rejected.detach()
 
 
-def apo_zero(pairs: Pairs, beta: float) -> Tensor:
+def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
     """APO, arXiv 2408.06266 eq. 4: chosen up, rejected down."""
     return 1 - torch.sigmoid(beta * pairs.chosen_ratio) + torch.sigmoid(beta * pairs.rejected_ratio)
 
 
-def apo_down(pairs: Pairs, beta: float) -> Tensor:
+def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
     """APO, eq. 5: both down, rejected more."""
     a, b = pairs.chosen_ratio, pairs.rejected_ratio
     return torch.sigmoid(beta * a) + 1 - torch.sigmoid(beta * (a - b))
 
 
 def discopop(
-    pairs: Pairs, beta: float, tau: float = 0.05, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
+    pairs: Pairs, *, beta: float, tau: float = 0.05, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
 ) -> Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: logistic and exponential loss, mixed by sigmoid(z / tau)."""
     z = beta * _gap(pairs, f_divergence, f_alpha)
@@ -164,19 +173,25 @@ def discopop(
     return -torch.sigmoid(-z / tau) * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
 
 
-def simpo(pairs: Pairs, beta: float, gamma: float = 0.0, reference: bool = False) -> Tensor:
+def dpop(pairs: Pairs, *, beta: float, dpop_lambda: float = 50.0) -> Tensor:
+    """DPO-Positive, arXiv 2402.13228 eq. 3: a penalty where chosen becomes less likely than under the reference."""
+    a, b = pairs.chosen_ratio, pairs.rejected_ratio
+    return -logsigmoid(beta * (a - b - dpop_lambda * torch.relu(-a)))
+
+
+def simpo(pairs: Pairs, *, beta: float, gamma: float = 0.0, reference: bool = False) -> Tensor:
     """SimPO, arXiv 2405.14734 eq. 6; gamma is a margin between rewards. With a reference: ColossalAI's form."""
     gap = _mean_gap(pairs) if reference else pairs.chosen_mean - pairs.rejected_mean
     return _soft(_minus_log_sigmoid, beta * gap - gamma - pairs.margin, pairs)
 
 
-def cpo(pairs: Pairs, beta: float, cpo_alpha: float = 1.0) -> Tensor:
+def cpo(pairs: Pairs, *, beta: float, cpo_alpha: float = 1.0) -> Tensor:
     """CPO, arXiv 2401.08417 eq. 7: preference without a reference, plus the supervised loss."""
     z = beta * (pairs.chosen - pairs.rejected) - pairs.margin
     return _soft(_minus_log_sigmoid, z, pairs) - cpo_alpha * pairs.chosen_mean
 
 
-def orpo(pairs: Pairs, beta: float) -> Tensor:
+def orpo(pairs: Pairs, *, beta: float) -> Tensor:
     """ORPO, arXiv 2403.07691 eq. 6-7: supervised loss plus the log odds ratio."""
     log_odds = log_odds_ratio(pairs.chosen_mean, pairs.rejected_mean)
     return -pairs.chosen_mean + beta * _soft(_minus_log_sigmoid, log_odds, pairs)
@@ -188,7 +203,7 @@ def sft(pairs: Pairs) -> Tensor:
 
 
 _WITH_REFERENCE = (sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard)
-_MORE = (aot, aot_unpaired, apo_zero, apo_down, discopop)
+_MORE = (aot, aot_unpaired, apo_zero, apo_down, discopop, dpop)
 _WITHOUT = (simpo, cpo, orpo, sft)
 LOSSES: dict[str, Callable[..., Tensor]] = {loss.__name__: loss for loss in (*_WITH_REFERENCE, *_MORE, *_WITHOUT)}
 

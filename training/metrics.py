@@ -13,25 +13,35 @@ from training.packing import Row
 
 
 def row_pairs(
-    row: Row, tokens: TokenLogps, objective: Objective, reward_mean: Tensor | float = 0.0, ranked: Ranked | None = None
+    row: Row,
+    tokens: TokenLogps,
+    objective: Objective,
+    *,
+    reward_mean: Tensor | float = 0.0,
+    ranked: Ranked | None = None,
 ) -> Pairs:
     """A row's token values as the losses take them."""
     counts, reference = row.counts.to(tokens.logps.dtype), row.reference.to(tokens.logps.dtype)
     chosen_tokens, rejected_tokens = row.sums(counts)
     weights = counts if objective.ld_alpha == 1.0 else _length_desensitised(row, counts, objective.ld_alpha)
+    chosen, rejected = row.sums(tokens.logps * weights)
+    ref_chosen, ref_rejected = row.sums(reference * weights)
     plain_chosen, plain_rejected = row.sums(tokens.logps * counts)
+    scale = objective.margin_scale
     return Pairs(
-        *row.sums(tokens.logps * weights),
-        *row.sums(reference * weights),
-        plain_chosen / chosen_tokens,
-        plain_rejected / rejected_tokens,
-        chosen_tokens,
-        rejected_tokens,
-        row.label.to(counts.dtype) if row.soft else 1.0,
-        row.margin.to(counts.dtype),
-        _wpo(row, tokens, counts) if objective.wpo else 1.0,
-        reward_mean,
-        ranked,
+        chosen=chosen,
+        rejected=rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+        chosen_mean=plain_chosen / chosen_tokens,
+        rejected_mean=plain_rejected / rejected_tokens,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+        label=row.label.to(counts.dtype) if row.soft else 1.0,
+        margin=0.0 if scale is None else scale * row.margin.to(counts.dtype),
+        factor=_wpo(row, tokens, counts) if objective.wpo else 1.0,
+        reward_mean=reward_mean,
+        ranked=ranked,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from training.losses import LOSSES, Pairs
-from training.options import MARGIN, SOFT, SORTED, Option, needs_reference, taken
+from training.options import SOFT, SORTED, Option, needs_reference, taken
 from training.packing import Pair
 
 
@@ -32,6 +32,11 @@ class Objective:
         return float(self.options.get("ld_alpha", 1.0))
 
     @property
+    def margin_scale(self) -> float | None:
+        """What a pair's score difference is multiplied by to be its margin; None where no margin was asked for."""
+        return float(self.options["margin_scale"]) if "margin" in self.options else None
+
+    @property
     def wpo(self) -> bool:
         return bool(self.options.get("wpo", False))
 
@@ -51,15 +56,25 @@ class Objective:
             return beta * pairs.chosen, beta * pairs.rejected
         return beta * pairs.chosen_mean, beta * pairs.rejected_mean
 
-    def check_pairs(self, pairs: Iterable[Pair]) -> None:
-        """Raise ValueError where pairs carry a label or a margin that no chosen loss reads."""
-        found = {"label": False, "margin": False}
+    def check_pairs(self, pairs: Iterable[Pair]) -> str | None:
+        """Raise ValueError where the pairs do not fit the objective; a note where they have scores that it ignores."""
+        labels = scores = False
         for pair in pairs:
-            found["label"] |= pair.label != 1.0
-            found["margin"] |= pair.margin != 0.0
-        for name, readers in (("label", SOFT), ("margin", MARGIN)):
-            if found[name] and readers.isdisjoint(self.weights):
-                raise ValueError(
-                    f"the pairs carry a {name}, which loss {', '.join(self.weights)} does not read: choose one of "
-                    f"{', '.join(sorted(readers))}, or prepare the pairs without it"
-                )
+            labels |= pair.label != 1.0
+            scores |= pair.margin != 0.0
+        if labels and SOFT.isdisjoint(self.weights):
+            raise ValueError(
+                f"the pairs carry a label, which loss {', '.join(self.weights)} does not read: choose one of "
+                f"{', '.join(sorted(SOFT))}, or prepare the pairs without it"
+            )
+        if self.margin_scale is not None and not scores:
+            raise ValueError(
+                "train.margin is `scores`, and no pair has scores: set train.margin and train.margin_scale to null, or "
+                "prepare data with scores (score_chosen and score_rejected, scored completions, or a margin column)"
+            )
+        if scores and self.margin_scale is None:
+            return (
+                "the pairs have scores, and the loss ignores them (train.margin is null). To train with a margin, set "
+                "train.margin to scores and train.margin_scale to a positive number"
+            )
+        return None

@@ -8,8 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Option = float | bool | str
-_OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
-OPTIONS = (*_OF_LOSSES, "f_divergence", "f_alpha", "ld_alpha", "wpo")
+_OF_LOSSES = (
+    "beta",
+    "label_smoothing",
+    "gamma",
+    "length_normalization",
+    "reference",
+    "tau",
+    "cpo_alpha",
+    "dpop_lambda",
+)
+_OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
+OPTIONS = (*_OF_LOSSES, "f_divergence", "f_alpha", *_OF_PAIRS)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 _F = ("f_divergence", "f_alpha")
 
@@ -21,8 +31,8 @@ class Takes:
 
 
 TAKES = {
-    "sigmoid": Takes(may=("label_smoothing", "length_normalization", *_F)),
-    "sigmoid_norm": Takes(may=("label_smoothing", *_F)),
+    "sigmoid": Takes(may=("label_smoothing", "gamma", "length_normalization", *_F)),
+    "sigmoid_norm": Takes(may=("label_smoothing", "gamma", *_F)),
     "hinge": Takes(may=_F),
     "ipo": Takes(may=_F),
     "ipo_sum": Takes(may=_F),
@@ -36,6 +46,7 @@ TAKES = {
     "apo_zero": Takes(),
     "apo_down": Takes(),
     "discopop": Takes(may=("tau", *_F)),
+    "dpop": Takes(may=("dpop_lambda",)),
     "simpo": Takes(may=("gamma", "reference")),
     "cpo": Takes(may=("cpo_alpha",)),
     "orpo": Takes(),
@@ -92,11 +103,15 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
         raise ValueError(f"there is no `f_divergence` '{divergence}': there are {', '.join(DIVERGENCES)}")
     if ("f_alpha" in options) != (divergence == "alpha"):
         raise ValueError("`f_alpha` belongs to `f_divergence: alpha`: set both or neither")
+    if ("margin_scale" in options) != ("margin" in options):
+        raise ValueError("`margin_scale` belongs to `margin: scores`: set both or neither")
 
 
 def _reads(name: str, option: str, options: Mapping[str, Option]) -> bool:
     if option == "wpo":
         return True
+    if option in ("margin", "margin_scale"):
+        return name in MARGIN
     if option == "ld_alpha":  # weighs the tokens of sums, which these read none of
         return name not in ("orpo", "sft") and (name != "simpo" or bool(options.get("reference")))
     return bool(taken(name, {option: True}))

@@ -7,7 +7,7 @@ positions and in what it sees. Positions restart with every pair. Log-probabilit
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,10 +29,11 @@ class Pair:
     rejected: Ints
     chosen_mask: Ints
     rejected_mask: Ints
+    _: KW_ONLY
     ref_chosen: Floats | None = None
     ref_rejected: Floats | None = None
     label: float = 1.0  # how probably chosen is the better one; 0.5 is a tie
-    margin: float = 0.0  # by how much its reward should be higher
+    margin: float = 0.0  # by how much chosen scores higher, where the data has scores
     weight: float = 1.0  # how much the pair counts
 
     def __len__(self) -> int:
@@ -62,7 +63,7 @@ class Pair:
 PROMPT, CHOSEN, REJECTED = 0, 1, 2  # what both responses begin with belongs to the prompt here
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A packed row. Response r of the row's pair p is numbered 2p (chosen) or 2p + 1 (rejected).
 

@@ -15,7 +15,13 @@ from tasks.paths import PAIRS, REFERENCE
 from training.packing import Pair
 
 SPLITS = ("train", "eval")
-TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
+TOKENS = {  # a pair's field by the file's column
+    "prompt_ids": "prompt",
+    "chosen_ids": "chosen",
+    "rejected_ids": "rejected",
+    "chosen_mask": "chosen_mask",
+    "rejected_mask": "rejected_mask",
+}
 NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # what a pair has that says nothing
 
 PAIR_SCHEMA = pa.schema(
@@ -53,12 +59,10 @@ def count_pairs(split: str) -> int:
 def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
     """The pairs of a split; their tokens are views of the file's columns, not copies."""
     table = parquet.read_table(root / PAIRS / f"{split}.parquet")
-    tokens = zip(*(_lists(table, name) for name in TOKENS), strict=True)
-    numbers = zip(*(_numbers(table, name, default) for name, default in NUMBERS.items()), strict=True)
-    return [
-        Pair(name, *parts, None, None, *weights)  # type: ignore[call-arg]  # as many as there are names
-        for name, parts, weights in zip(table["id"].to_pylist(), tokens, numbers, strict=True)
-    ]
+    columns: dict[str, list[Any]] = {"id": table["id"].to_pylist()}
+    columns |= {field: _lists(table, column) for column, field in TOKENS.items()}
+    columns |= {name: _numbers(table, name, default) for name, default in NUMBERS.items()}
+    return [Pair(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
 def read_sources(split: str, root: Path = Path()) -> list[str]:
