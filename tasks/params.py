@@ -27,7 +27,7 @@ PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its worksp
 CLUSTER = Path("infra/cluster.yaml")
 RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["nf4"]
 
 

@@ -35,15 +35,22 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pairs(model) -> list[Pair]:
+    return make_pairs(model)
+
+
+def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **shape)).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def pairs(model) -> list[Pair]:
+def make_pairs(model: Path) -> list[Pair]:
     rng, policy = random.Random(3), load_model(model, "float32")
 
     def tokens() -> list[int]:
@@ -127,13 +134,14 @@ def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes:
     }
 
 
-def run_ranks(folder: Path, world: int, runs: list[dict[str, object]]) -> dict[str, list[dict]]:
+def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool = False) -> dict[str, list[dict]]:
     (folder / "settings.json").write_text(json.dumps(runs))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    common |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    common |= {} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     script = str(PROJECT / "tests" / "train_ranks.py")
     ranks = [
         subprocess.Popen(

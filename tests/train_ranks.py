@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 from tests.settings import make_settings
-from training import checkpoint, loop
+from training import checkpoint, engine, loop
 from training.objective import Objective
 from training.settings import Mismatch
+
+SCALING = {**engine.LOSS_SCALING}
 
 
 def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
+    engine.LOSS_SCALING |= {**SCALING, **given.pop("loss_scaling", {})}
     given["objective"] = Objective(*given["objective"])
     settings = make_settings(**given)
     checkpoint.claim(Path(settings.folder), "test")

@@ -32,7 +32,8 @@ def add_adapter(
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    # In the base's precision, as DeepSpeed trains it (with float32 master weights) under every ZeRO stage.
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET = 10**8  # gradients that travel together
+# Dynamic loss scaling of float16: start at 2**16, halve at every overflow, double after 1000 steps without one.
+LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def deepspeed_config(
@@ -30,6 +33,7 @@ def deepspeed_config(
         "gradient_clipping": max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16", **LOSS_SCALING},
         # AdamW comes from torch: nothing has to be compiled before the first step.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -53,6 +57,8 @@ def start_distributed() -> tuple[int, int]:
 
     if not on_gpu:  # otherwise minutes of g++ for a shared-memory kernel
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed asks for a CPU with float16 instructions; torch computes float16 on any CPU, only slower.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     return dist.get_rank(), dist.get_world_size()
 
@@ -84,6 +90,10 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _look_once_at_gradients(engine.optimizer)
+    # DeepSpeed would update the scale before it divides the gradients by it: a step that doubles the scale would
+    # halve its gradients, and a loss that is not finite would lower the scale. The loop calls update_loss_scale.
+    engine.optimizer._update_scale = lambda overflow: None
+    assert engine.optimizer.loss_scaler.dynamic == config["fp16"]["enabled"], "float16 without loss scaling"
     return engine
 
 
@@ -114,6 +124,36 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 def skipped(engine: Any) -> bool:
     """Whether the last update was left out, on all ranks, because a gradient was not finite on one of them."""
     return bool(engine.optimizer.overflow)
+
+
+def loss_scale(engine: Any) -> float | None:
+    """The scale of float16's dynamic loss scaling; None in other precisions."""
+    scaler = engine.optimizer.loss_scaler
+    return float(scaler.cur_scale) if scaler.dynamic else None
+
+
+def update_loss_scale(engine: Any, step: int, overflow: bool) -> None:
+    """After each update, taken or skipped. FloatingPointError where the smallest scale still overflows."""
+    scaler = engine.optimizer.loss_scaler
+    if not scaler.dynamic:
+        return
+    if overflow and scaler.cur_scale <= scaler.min_scale:
+        raise FloatingPointError(
+            f"step {step}: the gradients overflow float16 at the smallest loss scale, {scaler.min_scale:g}; the last "
+            "checkpoint is kept. Set train.dtype to bfloat16 where the GPU has it, or to float32"
+        )
+    scaler.update_scale(overflow)
+
+
+def loss_scale_state(engine: Any) -> dict[str, Any] | None:
+    """For a checkpoint: DeepSpeed does not restore its scaler from a universal one."""
+    scaler = engine.optimizer.loss_scaler
+    return {name: getattr(scaler, name) for name in _SCALER_STATE} if scaler.dynamic else None
+
+
+def load_loss_scale(engine: Any, state: dict[str, Any] | None) -> None:
+    if state and engine.optimizer.loss_scaler.dynamic:
+        vars(engine.optimizer.loss_scaler).update(state)
 
 
 def zero_gradients(engine: Any) -> float | None:

@@ -37,6 +37,10 @@ class Skips:
                 f"finite (pairs: {named}); the last checkpoint is kept"
             )
 
+    def overflowed(self) -> None:
+        """Count a step that float16's loss scaling skipped to find its scale: normal, and no reason to stop."""
+        self.total += 1
+
     def state(self) -> dict[str, Any]:
         return {"total": self.total, "in_a_row": self.in_a_row, "pairs": self.pairs}
 

@@ -13,7 +13,8 @@ from training.attention import can_flash, row_inputs
 from training.head import Shaping, gather, head_logps
 from training.packing import Ints, Pair, Row, build_row, pack
 
-ROUNDING = {torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float64: 2e-7}  # of a token, in the mean
+# Of a token, in the mean.
+ROUNDING = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
 AT_ONCE = 512  # pairs that are packed into rows together
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training import batches, checkpoint, engine, memory
+from training.dtypes import gpu_has_bfloat16
 from training.feed import Feed, Step
 from training.guards import Alarms, Best, Skips, not_finite
 from training.logps import AT_ONCE, Scorer, row_logps
@@ -67,11 +68,14 @@ def train(
         say(note)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     memory.fits(settings, pairs, world, device)
+    if settings.dtype == "float16" and gpu_has_bfloat16():
+        say("this GPU has bfloat16, which needs no loss scaling: consider train.dtype bfloat16 instead of float16")
     course, folder = Course(settings, device), Path(settings.folder)
     found = checkpoint.find(folder, settings.zero_stage)
     policy = start(settings, pairs, device, found, say)
     if found:
         course.load(found.state)
+        engine.load_loss_scale(policy, found.state.get("loss_scale"))
     elif settings.objective.needs_reference:
         proof = prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
         say(f"the policy starts as the reference: tokens within {proof['token']:.1g}, loss within {proof['loss']:.1g}")
@@ -104,7 +108,8 @@ def train(
         if _over(settings, course, done, say):
             break
         if done % settings.save_steps == 0 and done < steps:
-            checkpoint.save(policy, folder, settings.attempt, done, course.state(), settings.keep_checkpoints)
+            state = {**course.state(), "loss_scale": engine.loss_scale_state(policy)}
+            checkpoint.save(policy, folder, settings.attempt, done, state, settings.keep_checkpoints)
             speed.pause()
     if looked != done:
         _look(policy, settings, held_out, done, course, log, device)
@@ -161,8 +166,14 @@ def train_step(
         losses.append((row.pairs, per_pair.detach()))
     if engine.skipped(policy):
         window.drop_step()
-        course.skips.skipped(step.number + 1, not_finite(losses, ids))
+        broken = not_finite(losses, ids)
+        if engine.loss_scale(policy) is None or broken:
+            course.skips.skipped(step.number + 1, broken)
+        else:
+            engine.update_loss_scale(policy, step.number + 1, overflow=True)
+            course.skips.overflowed()
     else:
+        engine.update_loss_scale(policy, step.number + 1, overflow=False)
         sums = window.end_step()
         course.skips.taken()
         course.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
@@ -325,8 +336,10 @@ def _finish(model: nn.Module, settings: Settings) -> None:
 
 
 def _health(policy: Any, zeros: float | None) -> dict[str, float]:
-    norm = policy.get_global_grad_norm()
-    health = {"grad_norm": float(norm) if norm is not None else math.nan}
+    health = {} if (scale := engine.loss_scale(policy)) is None else {"loss_scale": scale}
+    if not engine.skipped(policy):  # a skipped step has no norm
+        norm = policy.get_global_grad_norm()
+        health["grad_norm"] = float(norm) if norm is not None else math.nan
     return health if zeros is None else {**health, "num_zeros_in_grad": zeros}
 
 

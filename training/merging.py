@@ -13,7 +13,7 @@ from training import adapters
 from training.model import load_model, load_tokenizer, restore_dropout
 from training.sampling import sample
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit: merging rounds each weight once
+TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}  # of a logit: merging rounds each weight once
 GREEDY_TOKENS = 16
 
 

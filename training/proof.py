@@ -19,7 +19,8 @@ from training.objective import Objective
 from training.packing import CHOSEN, REJECTED, Pair, Row, build_row
 from training.settings import Mismatch
 
-START = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}  # of the first loss and rewards, at least
+# Of the first loss and rewards, at least.
+START = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _SLOWER = {
     "fused": "",

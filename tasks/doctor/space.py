@@ -39,8 +39,8 @@ def disk(found: Findings, params: Params, cluster: Cluster, sizes: Any | None) -
 
 def needed(params: Params, cluster: Cluster, sizes: Any) -> dict[str, float]:
     """Bytes by what they hold. DVC's cache has a second copy of every out, where the disk cannot share blocks."""
-    wide = 2 if params.train.dtype == "bfloat16" else 4
-    merged = sizes.parameters * (2 if params.export.dtype == "bfloat16" else 4)
+    wide = 4 if params.train.dtype == "float32" else 2
+    merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
     saved = (sizes.trainable if params.train.adapter else sizes.parameters) * wide
     gguf = sum(sizes.parameters * GGUF[kind] for kind in params.export.gguf)
     pairs = sum(path.stat().st_size for path in PAIRS.glob("*.parquet")) if PAIRS.exists() else 0
