@@ -12,6 +12,7 @@ from subprocess import DEVNULL, run
 
 from flows import ROOT
 from tasks.errors import UserError
+from tasks.place import RECIPE
 
 BRANCHES = "refs/heads/runs"
 HIDDEN = "refs/runs"  # of runs in the checkout itself: they are kept, and `git branch` does not show them
@@ -57,7 +58,7 @@ def untracked(root: Path = ROOT) -> list[str]:
 def commit_run(root: Path, name: str) -> str:
     """A worktree's params, code and dvc.lock as the branch runs/<name>."""
     git(root, "add", "--update")
-    git(root, "add", "--force", "dvc.lock")
+    git(root, "add", "--force", "dvc.lock", *([str(RECIPE)] if (root / RECIPE).exists() else []))
     if git(root, "status", "--porcelain", "--untracked-files=no"):
         git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {name}")
     git(root, "update-ref", f"{BRANCHES}/{name}", "HEAD")

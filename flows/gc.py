@@ -40,7 +40,7 @@ class Found:
 
 def look(newest: int) -> Found:
     """What would be deleted; nothing is."""
-    cluster, every = load_cluster(ROOT / "infra" / "cluster.yaml"), every_run()
+    cluster, every = load_cluster(ROOT), every_run()
     versions = every_version(cluster)
     kept = choose(every, versions, cluster, newest)
     staying = [run for run in every if run.name in kept]

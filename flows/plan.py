@@ -100,11 +100,11 @@ def _workspaces() -> Iterator[Path]:
 
 def show(steps: list[Step], files: Files) -> None:
     from tasks.doctor import needs
-    from tasks.params import Cluster, Params, read_yaml, validate
+    from tasks.params import Params, load_cluster, read_yaml, validate
+    from tasks.place import RECIPE
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
-    place = files.get("infra/cluster.yaml") or read_yaml(ROOT / "infra" / "cluster.yaml")
-    cluster = validate(Cluster, place, Path("infra/cluster.yaml"))
+    cluster = load_cluster(ROOT, files.get(str(RECIPE), {}))
     rows, total, unknown = [], 0.0, False
     for step in steps:
         time, memory = "", ""

@@ -53,8 +53,8 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
     from tasks.tracking import journal
 
     os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; which run it is, is handed on
-    params, cluster = load_params(place.root / "params.yaml"), load_cluster(place.root / "infra/cluster.yaml")
-    folder = journal.open_run(params, cluster, place.root, place.logs)
+    params, cluster = load_params(place.root / "params.yaml"), load_cluster(place.root)
+    folder = journal.open_run(params, cluster, root=place.root, folder=place.logs)
     more = json.loads(os.environ.get("DPO_TAGS", "{}"))  # which sweep, say
     journal.begin(folder, {**tags, **more, "prefect_flow_run": str(runtime.flow_run.id)})
     states: list[dict[str, Any]] = []

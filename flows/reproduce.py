@@ -5,7 +5,6 @@ a worktree of their own, its raw data and base model are fetched from DVC, and e
 neither DVC's run cache nor an old checkpoint helps.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import yaml
 from flows import ROOT, child
 from flows.commits import commit_of, git
 from flows.workspace import Workspace, share_cache
+from tasks.configuration import read_yaml
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json
 from tasks.machines.lock import workspace_lock
-from tasks.stage import QUIET
+from tasks.place import RECIPE
 
 GIVEN = ("source",)  # fetched as it was: what lies behind its address may be gone by now
 MACHINE = {
@@ -40,6 +40,7 @@ def reproduce(name: str) -> list[str]:
     git(ROOT, "worktree", "add", "--detach", str(place.root), commit)
     with workspace_lock(place.root):
         share_cache(place)
+        _apart(place)
         if place.dvc("remote", "list").strip():
             place.dvc("pull", "--allow-missing")
         before = _outcome(place.root)
@@ -86,19 +87,16 @@ def _outcome(root: Path) -> dict[str, Any]:
 
 def _run(place: Workspace, stage: str) -> None:
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", "--force", stage]
-    code = child.run(command, place.root, {**QUIET, **place.environment(), **_apart(place)}, print)
+    code = child.run(command, place.root, place.environment(), print)
     if code:
         raise UserError(f"The stage {stage} failed in {place.root}; its output is above.")
 
 
-def _apart(place: Workspace) -> dict[str, str]:
+def _apart(place: Workspace) -> None:
     """Checkpoints and shards in the worktree itself, so that none of the first run is found."""
-    given = Path(os.environ.get("DPO_CLUSTER", place.root / "infra" / "cluster.yaml"))
-    content = {**yaml.safe_load(given.read_text()), "output_dir": str(place.root / ".scratch")}
-    target = place.root / ".scratch" / "cluster.yaml"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(yaml.safe_dump(content))
-    return {"DPO_CLUSTER": str(target)}
+    path = place.root / RECIPE
+    recipe = read_yaml(path) if path.exists() else {}
+    path.write_text(yaml.safe_dump({**recipe, "output_dir": str(place.root / ".scratch")}))
 
 
 def main() -> None:

@@ -81,8 +81,7 @@ class Record:
 def runs_folder() -> Path:
     from tasks.params import load_cluster
 
-    given = None if "DPO_CLUSTER" in os.environ else ROOT / "infra" / "cluster.yaml"
-    return ROOT / load_cluster(given).logging_dir
+    return ROOT / load_cluster(ROOT).logging_dir
 
 
 def now() -> str:

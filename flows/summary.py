@@ -37,8 +37,8 @@ def _track(result: Result, files: list[Path]) -> None:
     from tasks.params import load_cluster, load_params
 
     os.environ["DPO_HOME"] = str(ROOT)
-    cluster, place = load_cluster(ROOT / "infra/cluster.yaml"), Workspace(ROOT, result["sweep"])
-    folder = journal.open_run(load_params(ROOT / "params.yaml"), cluster, place.logs)
+    cluster, place = load_cluster(ROOT), Workspace(ROOT, result["sweep"])
+    folder = journal.open_run(load_params(ROOT / "params.yaml"), cluster, root=ROOT, folder=place.logs)
     run = journal.Run(folder, journal.FLOW)
     run.tags({"sweep": result["sweep"], "kind": "sweep", "best": result["best"]})
     best = result["rows"][0]["metric"]

@@ -24,7 +24,7 @@ def up() -> None:
     from tasks.params import load_cluster
 
     stack.settings(os.environ)  # a mistake is told before anybody is waited for
-    store = load_cluster(ROOT / "infra" / "cluster.yaml").tracking_uri
+    store = load_cluster(ROOT).tracking_uri
     with services.one_at_a_time():
         asked = _settings()
         server = _start_or_say("prefect") or _say(stack.prefect(asked))

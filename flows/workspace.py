@@ -76,21 +76,26 @@ class Workspace:
 
 
 def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
-    """params.yaml and infra/cluster.yaml with the recipe and the overrides laid over, checked: those that change."""
-    from tasks.params import Cluster, Params, dotted, overlay, read_recipe, read_yaml, validate
+    """What a run changes in the checkout's configuration, checked: params.yaml as a whole, the machines' as an overlay.
+
+    The overlay stays one, so that the site's values lie below it on whichever machine the run is resumed.
+    """
+    from tasks.params import Params, dotted, load_cluster, overlay, read_recipe, read_yaml, validate
+    from tasks.place import RECIPE
 
     parts = [f"the recipe {recipe}"] if recipe else []
     laid_over = " and ".join(parts + ["overrides"] * bool(overrides))
     files: Files = {}
-    for name, part, model in (("params.yaml", "params", Params), ("infra/cluster.yaml", "cluster", Cluster)):
-        content = read_yaml(ROOT / name)
-        given = validate(model, content, ROOT / name)
-        if recipe:
-            content = overlay(content, read_recipe(recipe, part), model)
-        if part == "params":
-            content = overlay(content, dotted(overrides or {}), model)
-        if validate(model, content, Path(f"{name} with {laid_over}")) != given:
-            files[name] = content
+    content = read_yaml(ROOT / "params.yaml")
+    given = validate(Params, content, ROOT / "params.yaml")
+    if recipe:
+        content = overlay(content, read_recipe(recipe))
+    content = overlay(content, dotted(overrides or {}))
+    if validate(Params, content, Path(f"params.yaml with {laid_over}")) != given:
+        files["params.yaml"] = content
+    machines = read_recipe(recipe, "cluster") if recipe else {}
+    if load_cluster(ROOT, machines) != load_cluster(ROOT):
+        files[str(RECIPE)] = machines
     return files
 
 

@@ -3,7 +3,6 @@
 `python -m tasks.params` checks both files; `python -m tasks.params RECIPE` prints params.yaml with a recipe laid over.
 """
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,14 +16,13 @@ from tasks.dataset import formats
 from tasks.dataset.drift import FIGURES
 from tasks.dataset.violations import VIOLATIONS
 from tasks.errors import UserError
-from tasks.place import Cluster
+from tasks.place import Cluster, load_cluster
 from tasks.redact import is_secret
 from training import options
 
-__all__ = ["Cluster", "Params", "dotted", "overlay", "read_yaml", "validate"]
+__all__ = ["Cluster", "Params", "dotted", "load_cluster", "overlay", "read_yaml", "validate"]
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
-CLUSTER = Path("infra/cluster.yaml")
 RECIPES = Path(__file__).resolve().parents[1] / "flows" / "recipes"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -302,11 +300,6 @@ def _texts(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def load_params(path: Path = PARAMS) -> Params:
     return validate(Params, read_yaml(path), path)
-
-
-def load_cluster(path: Path | None = None) -> Cluster:
-    path = path or Path(os.environ.get("DPO_CLUSTER", CLUSTER))
-    return validate(Cluster, read_yaml(path), path)
 
 
 def read_recipe(name: str, part: str = "params") -> dict[str, Any]:

@@ -1,20 +1,36 @@
-"""The typed view of infra/cluster.yaml: what changes only place and speed."""
+"""Where a run works and how fast: the schema of infra/cluster.yaml, and how the file and its overlays are resolved.
 
+Every reader calls `load_cluster`. Later layers win:
+
+1. infra/cluster.yaml, which holds every key (the schema has no defaults);
+2. the site's overlay, the file that DPO_CLUSTER names;
+3. the recipe's `cluster` part; a run keeps it in its worktree and its commit as infra/recipe.yaml;
+4. overrides.
+"""
+
+import os
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tasks.configuration import Count, Positive, Section
+from tasks.configuration import Count, Positive, Section, lay_over, read_yaml, validate
+from tasks.errors import UserError
+from tasks.files import home
 
+CLUSTER = Path("infra/cluster.yaml")  # relative: a stage runs in the root of its workspace
+RECIPE = Path("infra/recipe.yaml")  # in a run's worktree
+SITE = "DPO_CLUSTER"
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resources = dict[Annotated[str, Field(pattern=r"^[a-zA-Z]\w*$")], Positive]
 
 
 class Ray(Section):
-    address: str = "local"
-    interface: str | None = None
-    env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = Field(default_factory=dict)
+    address: str
+    interface: str | None
+    env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str]
 
     @model_validator(mode="after")
     def _an_address_is_one_that_ray_train_can_use(self) -> "Ray":
@@ -29,33 +45,33 @@ class Ray(Section):
 
 
 class PrepareGroup(Section):
-    num_workers: Count | None = None
+    num_workers: Count | None
 
 
 class Group(Section):
     """Workers on Ray that hold a model."""
 
-    num_workers: Count = 1
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
-    resources: Resources = Field(default_factory=dict)
-    placement: Placement = "PACK"
-    row_tokens: Annotated[int, Field(ge=64)] = 8192
-    compile: bool = True
+    num_workers: Count
+    cpus_per_worker: Positive
+    gpus_per_worker: Annotated[float, Field(ge=0.0)]
+    resources: Resources
+    placement: Placement
+    row_tokens: Annotated[int, Field(ge=64)]
+    compile: bool
 
 
 class ReferenceGroup(Group):
-    shard_pairs: Count = 512
+    shard_pairs: Count
 
 
 class ActorTrainGroup(Group):
-    zero_stage: Literal[1, 2, 3] = 2
-    offload: Literal["none", "optimizer", "all"] = "none"
-    activation_checkpointing: bool = False
-    save_steps: Count = 100
-    keep_checkpoints: Count = 2
-    resume_from_checkpoint: Literal["auto", "never"] = "auto"
-    max_failures: Annotated[int, Field(ge=0)] = 2
+    zero_stage: Literal[1, 2, 3]
+    offload: Literal["none", "optimizer", "all"]
+    activation_checkpointing: bool
+    save_steps: Count
+    keep_checkpoints: Count
+    resume_from_checkpoint: Literal["auto", "never"]
+    max_failures: Annotated[int, Field(ge=0)]
 
     @model_validator(mode="after")
     def _parameters_leave_the_device_under_zero_3_alone(self) -> "ActorTrainGroup":
@@ -65,12 +81,31 @@ class ActorTrainGroup(Group):
 
 
 class Cluster(Section):
-    exp_name: str = "dpo"
-    tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
-    logging_dir: str = ".scratch/runs"
-    tensorboard: bool = False
-    output_dir: str = ".scratch"
-    ray: Ray = Ray()
-    prepare: PrepareGroup = PrepareGroup()
-    reference: ReferenceGroup = ReferenceGroup()
-    actor_train: ActorTrainGroup = ActorTrainGroup()
+    exp_name: str
+    tracking_uri: str
+    logging_dir: str
+    tensorboard: bool
+    output_dir: str
+    ray: Ray
+    prepare: PrepareGroup
+    reference: ReferenceGroup
+    actor_train: ActorTrainGroup
+
+
+def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
+    """What applies in the workspace `root`; `over` are more layers: a recipe's part that is only planned, overrides."""
+    recipe = read_yaml(root / RECIPE) if (root / RECIPE).exists() else {}
+    content = read_yaml(root / CLUSTER)
+    for layer in (site_overlay(), recipe, *over):
+        content = lay_over(content, dict(layer), Cluster)
+    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
+    return validate(Cluster, content, Path(f"{root / CLUSTER}{site}"))
+
+
+def site_overlay() -> dict[str, Any]:
+    """What the site changes on all its machines; a relative path starts at the main checkout."""
+    if not (given := os.environ.get(SITE)):
+        return {}
+    if not (path := home() / given).is_file():
+        raise UserError(f"There is no file {path}, and {SITE} names it. Correct the path, or unset {SITE}.")
+    return read_yaml(path)

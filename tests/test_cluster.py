@@ -10,20 +10,20 @@ import pytest
 from flows.server import free_port
 from tasks.errors import UserError
 from tasks.machines import cluster, nodes
-from tasks.params import Cluster, validate
+from tasks.place import load_cluster
 
 PROJECT = Path(__file__).resolve().parents[1]
 
 
 def refused(content: dict) -> str:
     with pytest.raises(UserError) as error:
-        validate(Cluster, content, Path("infra/cluster.yaml"))
+        load_cluster(PROJECT, content)
     return str(error.value)
 
 
 def test_an_address_is_local_auto_or_host_and_port():
     for good in ("local", "auto", "10.0.0.1:6379", "ray-head.dpo.svc:6379"):
-        assert validate(Cluster, {"ray": {"address": good}}, Path()).ray.address == good
+        assert load_cluster(PROJECT, {"ray": {"address": good}}).ray.address == good
     said = refused({"ray": {"address": "ray://10.0.0.1:10001"}})
     assert "it must be `local`, the head's host:port as 10.0.0.1:6379" in said
     assert "`interface` has no effect on address local" in refused({"ray": {"interface": "eth0"}})
@@ -74,17 +74,18 @@ def test_the_same_files_are_told_from_others_of_the_same_size(tmp_path):
 
 
 EMBEDDED = """
+from pathlib import Path
 from tasks import place
 from tasks.machines import cluster, nodes
 nodes.SOON = 1.0
-group = place.ReferenceGroup(placement="STRICT_SPREAD")
-with cluster.ray_cluster(place.Ray(), 2):
-    with cluster.room_for(place.Ray(), group, 1):
+configured = place.load_cluster(Path(place.__file__).parents[1], {"reference": {"placement": "STRICT_SPREAD"}})
+with cluster.ray_cluster(configured.ray, 2):
+    with cluster.room_for(configured.ray, configured.reference, 1):
         print("one fits")
         import ray
         at_start = ray.remote(lambda: open("/proc/self/environ").read())  # of the process, before it imports torch
         print("worker's environment:", ray.get(at_start.remote()).split(chr(0)))
-    with cluster.room_for(place.Ray(), group, 2):
+    with cluster.room_for(configured.ray, configured.reference, 2):
         print("two fit")
 """
 

@@ -299,7 +299,7 @@ def test_overrides_that_change_nothing_need_no_worktree() -> None:
 
 def test_a_recipe_lays_over_both_files() -> None:
     files = workspace.plan("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
-    assert files["infra/cluster.yaml"]["actor_train"]["zero_stage"] == 3
+    assert files["infra/recipe.yaml"]["actor_train"]["zero_stage"] == 3
     assert files["params.yaml"]["train"]["beta"] == 0.3
 
 

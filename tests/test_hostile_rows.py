@@ -11,7 +11,7 @@ from tasks.dataset import cardpage
 from tasks.params import load_params
 from tasks.reports import page
 from tests.browser import browser, chromium
-from tests.workspaces import PROJECT
+from tests.workspaces import PROJECT, write_cluster
 
 SCRIPT = "<script>window.owned=1;document.title='owned'</script><img src=x onerror=\"window.owned=1\">"
 LINKS = (
@@ -54,7 +54,7 @@ def write_run(root: Path) -> None:
     metrics = root / "data" / "metrics"
     metrics.mkdir(parents=True)
     (root / "infra").mkdir()
-    (root / "infra" / "cluster.yaml").write_text("{}\n")
+    write_cluster(root, {})
     (metrics / "evaluate.json").write_text(json.dumps({"rewards/accuracies": 0.5}))
     lines = [
         {"prompt": text, "base": {"text": text}, "policy": {"text": text}, "outcome": 1.0} for text in (SCRIPT, LINKS)

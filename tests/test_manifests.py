@@ -22,7 +22,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tasks.params import Cluster, read_yaml, validate
+from tasks.params import load_cluster, read_yaml
 from tests import kuberay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def test_kustomization_names_every_file_and_every_reference_exists():
 def test_ray_in_kubernetes_is_what_the_code_asks_for():
     (ray,) = everything("RayCluster")
     assert ray["spec"]["rayVersion"] == LOCK["ray"]
-    place = validate(Cluster, read_yaml(K8S / "cluster.yaml"), K8S / "cluster.yaml")
+    place = load_cluster(ROOT, read_yaml(K8S / "cluster.yaml"))
     assert place.ray.address == f"{ray['metadata']['name']}-head-svc:6379"  # the service that KubeRay makes
     groups = {group["groupName"]: group for group in ray["spec"]["workerGroupSpecs"]}
     for name, ours in (("reference", place.reference), ("actor_train", place.actor_train)):
@@ -234,7 +234,7 @@ def test_compose_services_find_each_other():
     address = f"ray-head:{head[head.index('--port') + 1]}"
     assert address in SERVICES["ray-worker"]["command"]
     for name in ("compose.cluster.yaml", "compose.gpu-cluster.yaml"):
-        place = validate(Cluster, read_yaml(INFRA / name), INFRA / name)
+        place = load_cluster(ROOT, read_yaml(INFRA / name))
         assert place.ray.address == SERVICES["worker"]["environment"]["RAY_HEAD"] == address
         assert place.tracking_uri == "http://mlflow:5000"
         assert place.output_dir.startswith("/shared/")

@@ -11,6 +11,7 @@ import pytest
 from tasks.reports.page import page
 from tasks.reports.svg import bars, lines
 from tasks.reports.verdict import decision_of, verdict
+from tests.workspaces import write_cluster
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
 WON = {"win_rate": {"rate": 0.75, "low": 0.7, "high": 0.8}, "rewards/accuracies": 0.9}
@@ -35,7 +36,7 @@ def root(tmp_path: Path) -> Path:
     metrics = tmp_path / "data" / "metrics"
     metrics.mkdir(parents=True)
     (tmp_path / "infra").mkdir()
-    (tmp_path / "infra" / "cluster.yaml").write_text("actor_train: {num_workers: 4}\n")
+    write_cluster(tmp_path, {"actor_train.num_workers": 4})
     evaluated = {**WON, "tables": {"source": {HOSTILE: {"pairs": 2, "accuracy": 1.0, "margin": 0.5, "kl": 0.1}}}}
     (metrics / "evaluate.json").write_text(json.dumps(evaluated))
     (metrics / "promote.json").write_text(json.dumps(DECISION))
@@ -83,7 +84,7 @@ def test_a_decision_about_another_export_is_not_told(root: Path):
 
 def test_a_page_of_nothing_is_still_a_page(tmp_path: Path):
     (tmp_path / "infra").mkdir()
-    (tmp_path / "infra" / "cluster.yaml").write_text("{exp_name: x}\n")
+    write_cluster(tmp_path, {})
     assert "Not evaluated. Not put into the registry yet" in page(tmp_path, "empty")
 
 

@@ -40,7 +40,7 @@ def _run(name: str, server: str) -> None:
     for folder, content in (("raw", {"source": "pairs.jsonl", "rows": 120}), ("base", {"model": "tiny"})):
         write_json(Path("data") / folder / "manifest.json", {**content, "sha256": folder * 8})
     write_json(Path("data/reference/manifest.json"), {"of": name})
-    folder = journal.open_run(params, cluster, PROJECT)
+    folder = journal.open_run(params, cluster, root=PROJECT)
     journal.begin(folder, {"recipe": "none"})
     with journal.tracked("train", params, cluster) as run:
         for step in range(1, 11):

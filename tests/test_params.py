@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tasks.errors import UserError
-from tasks.params import Cluster, Params, dotted, load_cluster, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.params import Params, dotted, load_cluster, load_params, overlay, read_recipe, read_yaml, validate
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "flows" / "recipes").glob("*.yaml"))
@@ -25,14 +25,13 @@ def refusal(**overrides: object) -> str:
 
 def test_the_files_as_they_come_are_good_and_are_the_demo():
     assert load_params(ROOT / "params.yaml").source.data == "demo"
-    assert load_cluster(ROOT / "infra" / "cluster.yaml").actor_train.zero_stage == 2
+    assert load_cluster(ROOT).actor_train.zero_stage == 2
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_good(name):
     validate(Params, overlay(read_yaml(ROOT / "params.yaml"), read_recipe(name)), Path(name))
-    base = read_yaml(ROOT / "infra" / "cluster.yaml")
-    validate(Cluster, overlay(base, read_recipe(name, "cluster"), Cluster), Path(name))
+    load_cluster(ROOT, read_recipe(name, "cluster"))
 
 
 def test_the_recipes_that_were_promised_are_there():
@@ -130,7 +129,5 @@ def test_an_overlay_merges_sections_and_replaces_mixtures():
 
 
 def test_parameters_leave_the_device_under_zero_3_alone():
-    base = read_yaml(ROOT / "infra" / "cluster.yaml")
-    content = overlay(base, {"actor_train": {"offload": "all"}}, Cluster)
     with pytest.raises(UserError, match="offload: all needs zero_stage: 3"):
-        validate(Cluster, content, Path("cluster.yaml"))
+        load_cluster(ROOT, {"actor_train": {"offload": "all"}})

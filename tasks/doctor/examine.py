@@ -49,14 +49,12 @@ def look(recipe: str | None, fix: bool = False) -> int:
 
 
 def _configured(recipe: str | None) -> tuple[parameters.Params, parameters.Cluster]:
-    content, place = parameters.read_yaml(parameters.PARAMS), parameters.read_yaml(parameters.CLUSTER)
+    content, place = parameters.read_yaml(parameters.PARAMS), {}
     if recipe:
         content = parameters.overlay(content, parameters.read_recipe(recipe))
-        place = parameters.overlay(place, parameters.read_recipe(recipe, "cluster"), parameters.Cluster)
-    return (
-        parameters.validate(parameters.Params, content, parameters.PARAMS),
-        parameters.validate(parameters.Cluster, place, parameters.CLUSTER),
-    )
+        place = parameters.read_recipe(recipe, "cluster")
+    params = parameters.validate(parameters.Params, content, parameters.PARAMS)
+    return params, parameters.load_cluster(Path(), place)
 
 
 def tools(found: Findings) -> None:

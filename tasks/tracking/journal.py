@@ -101,10 +101,10 @@ def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
         wait_until_sent(run)
 
 
-def open_run(params: "Params", cluster: "Cluster", root: Path = Path(), folder: Path | None = None) -> Path:
+def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folder: Path | None = None) -> Path:
     """The folder of the pipeline run that works in `root`, with what the forwarder needs to know.
 
-    The flow says which folder it is; a stage by hand finds out.
+    A flow names the folder; a stage by hand derives it from the `dvc` process that called it.
     """
     from tasks.runs import run_key
 
