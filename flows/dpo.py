@@ -76,7 +76,8 @@ def _record(recipe: str | None, overrides: dict[str, Any] | None, name: str | No
         return runs.check_resumable(resume)
     files = workspace.plan(recipe, overrides)
     label = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
-    return workspace.prepared(name, files, bool(name or files) or _by_a_worker(), runtime.flow_run.id, label)
+    own = bool(name or files) or _by_a_worker()
+    return workspace.prepared(name, files, own=own, flow_run=runtime.flow_run.id, label=label)
 
 
 def _by_a_worker() -> bool:

@@ -42,7 +42,7 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
     from tasks.reports.page import page
 
     target = place.logs / "report.html"
-    target.write_text(page(place.root, place.key, states, place.logs))
+    target.write_text(page(place.root, place.key, states, logs=place.logs))
     return target
 
 
@@ -64,7 +64,8 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
         status = "FINISHED"
     finally:
         (folder / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
-        journal.finish(folder, place.root, {state["stage"]: state["state"] for state in states}, status)
+        by_stage = {state["stage"]: state["state"] for state in states}
+        journal.finish(folder, root=place.root, states=by_stage, status=status)
 
 
 def result(place: Workspace) -> str:

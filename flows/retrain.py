@@ -34,7 +34,7 @@ class Night:
     last: Record | None
 
     def nothing_new(self) -> str | None:
-        return nothing_new(self.last, self.now, due())
+        return nothing_new(last=self.last, now=self.now, due=due())
 
     def note(self, place: Workspace) -> None:
         """For when this run is resumed: by then code and params of the checkout may be others."""
@@ -45,7 +45,7 @@ class Night:
         check_drift(place, self.last)
 
     def outcome(self, place: Workspace, began: datetime) -> Record | None:
-        return outcome(place, began, self.now, self.last)
+        return outcome(place, began, now=self.now, last=self.last)
 
     def write(self, left: Record | None) -> None:
         """When the run is over, and not before: a night that failed is tried again."""
@@ -93,7 +93,7 @@ def _hash(path: Path) -> str:
     return fingerprint(hash_files(path)) if path.is_dir() else sha256(path)
 
 
-def nothing_new(last: Record | None, now: Record, due: datetime) -> str | None:
+def nothing_new(*, last: Record | None, now: Record, due: datetime) -> str | None:
     """Why there is nothing to do; None where there is, and then the log says what."""
     if last is None:
         get_run_logger().info("retrain: the first run of its kind; what it leaves is what the next looks at")
@@ -101,14 +101,14 @@ def nothing_new(last: Record | None, now: Record, due: datetime) -> str | None:
     if due < datetime.fromisoformat(last["began"]):
         # Of several that a stopped worker missed the first has done the work of all.
         return f"nothing new since {_moment(last)}: {last['run']} began then, after this run was due ({_local(due)})"
-    found = news(last, now)
+    found = news(last=last, now=now)
     if not found:
         return f"nothing new since {_moment(last)}, when {last['run']} began: the same data, model, code and params"
     get_run_logger().info("retrain: new since %s, when %s began: %s", _moment(last), last["run"], "; ".join(found))
     return None
 
 
-def news(last: Record, now: Record) -> list[str]:
+def news(*, last: Record, now: Record) -> list[str]:
     """What is not as it was, in words."""
     from tasks.params import Source
     from tasks.source import moved
@@ -148,7 +148,7 @@ def check_drift(place: Workspace, last: Record | None) -> None:
         get_run_logger().warning("retrain: %s", said)
 
 
-def outcome(place: Workspace, began: datetime, now: Record, last: Record | None) -> Record | None:
+def outcome(place: Workspace, began: datetime, *, now: Record, last: Record | None) -> Record | None:
     """What the next run compares with; the card stays that of the last promoted data, so that slow drift adds up."""
     paths = {name: place.root / path for name, path in MANIFESTS.items()}
     if not all(path.exists() for path in paths.values()):

@@ -56,8 +56,8 @@ def sweep(
         name: of the sweep; without one it is made from what the sweep consists of.
         promote: let the best run's model through the gate when all are done.
     """
-    trials, name = plan(space, random, seed, recipe, overrides or {}, name)
-    work = Sweep(name, trials, metric, goal, recipe, overrides or {})
+    trials, name = plan(space, draws=random, seed=seed, recipe=recipe, overrides=overrides or {}, name=name)
+    work = Sweep(name, trials, metric=metric, goal=goal, recipe=recipe, overrides=overrides or {})
     work.run(runs_at_once)
     result = work.result()
     summary.publish(result, work.folder)
@@ -73,6 +73,7 @@ class Sweep:
         self,
         name: str,
         trials: list[Trial],
+        *,
         metric: str,
         goal: str,
         recipe: str | None,
@@ -219,7 +220,8 @@ def run_here(given: list[str]) -> int:
     asked = arguments(given)
     values = dict(parse(text) for text in asked.space)
     overrides = dict(override(text) for text in asked.set)
-    plan(values, asked.random, asked.seed, asked.recipe, overrides, asked.name)  # a mistake is told first
+    tried = {"draws": asked.random, "seed": asked.seed, "recipe": asked.recipe, "name": asked.name}
+    plan(values, overrides=overrides, **tried)  # a mistake is told first
     server.start()
     shown = terminal.attach()
     how = {

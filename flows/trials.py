@@ -39,7 +39,7 @@ class Trial:
 
 
 def plan(
-    space: Space, draws: int | None, seed: int, recipe: str | None, overrides: Mapping[str, Any], name: str | None
+    space: Space, *, draws: int | None, seed: int, recipe: str | None, overrides: Mapping[str, Any], name: str | None
 ) -> tuple[list[Trial], str]:
     """Every run with its params, checked: a value that no run could have is told before anything starts."""
     tried: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -99,7 +99,7 @@ def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
     return files
 
 
-def prepared(name: str | None, files: Files, own: bool, flow_run: str, label: str) -> Record:
+def prepared(name: str | None, files: Files, *, own: bool, flow_run: str, label: str) -> Record:
     """The record of a new run, or of this flow run's where Prefect tries it again. Nothing is made yet."""
     name = name or label
     with bookkeeping():

@@ -180,7 +180,7 @@ def _tell(run: Run, report: dict[str, Any]) -> None:
     for warning in report["warnings"]:
         print(f"prepare: note: {warning}")
     for split in SPLITS:
-        run.dataset(split, sha256(PAIRS / f"{split}.parquet"), report["source"])
+        run.dataset(split, digest=sha256(PAIRS / f"{split}.parquet"), source=report["source"])
     changes, pages = datacard.compare(report, CARD)
     if changes:
         print(f"prepare: since the previous version: {'; '.join(f'{w} {b} -> {n}' for w, b, n in changes)}")

@@ -30,7 +30,7 @@ def source(run: Run) -> None:
         data = fetch_data(params, raw)
         model = fetch_model(params, base)
     print(f"source: {data['rows']} rows from {data['source']}, model {params.model} ({model['sha256'][:12]})")
-    run.dataset("raw", data["sha256"], data["source"])
+    run.dataset("raw", digest=data["sha256"], source=data["source"])
     run.tags(lineage())
     run.summary({"rows": data["rows"]})
 

@@ -22,7 +22,7 @@ from flows import runs, workspace
 from tasks.errors import UserError
 for number, name in enumerate(sys.argv[1:]):
     files = workspace.plan(None, {"train.beta": 0.2 + number / 10})
-    record = workspace.prepared(name, files, True, f"flow-{name}", name)
+    record = workspace.prepared(name, files, own=True, flow_run=f"flow-{name}", label=name)
     try:
         with workspace.opened(record, f"flow-{name}") as place:
             place.dvc("repro", "train")

@@ -47,7 +47,8 @@ def _run(name: str, server: str) -> None:
             run.metrics(step, {"loss": BETAS[name] / step, "rewards/margins": step * BETAS[name]})
     write_json(Path("data/metrics/train.json"), {"loss": BETAS[name] / 10, "eval/loss": 9.0})
     write_json(Path("data/metrics/evaluate.json"), {**EVALUATED, "loss": BETAS[name] / 8})
-    journal.finish(folder, Path(), {"source": "cached", "train": "ran", "evaluate": "cached"}, "FINISHED")
+    states = {"source": "cached", "train": "ran", "evaluate": "cached"}
+    journal.finish(folder, root=Path(), states=states, status="FINISHED")
 
 
 @pytest.fixture(scope="module")

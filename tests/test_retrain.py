@@ -152,7 +152,7 @@ class Quiet:
 
 def test_what_counts_as_new(record: dict[str, Any], tmp_path: Path) -> None:
     def found() -> list[str]:
-        return retrain.news(record, retrain.made_of({}, tmp_path))
+        return retrain.news(last=record, now=retrain.made_of({}, tmp_path))
 
     assert set(record["code"]) == {"code.py", "dvc.yaml"}  # and nothing that a stage makes
     assert found() == []
@@ -174,12 +174,12 @@ def test_a_late_run_whose_work_is_done_ends_though_the_data_are_new(record: dict
     """A worker that was away for two nights finds three runs: the first works, at 04:00, for all that were due."""
     write_data(tmp_path / "pairs.jsonl", ROWS[:6])
     now = retrain.made_of({}, tmp_path)
-    why = retrain.nothing_new(record, now, NOW - timedelta(hours=2))
+    why = retrain.nothing_new(last=record, now=now, due=NOW - timedelta(hours=2))
     assert why is not None
     assert why.startswith("nothing new since 2026-03-01 04:00")
     assert "first began then, after this run was due (2026-03-01 02:00" in why
-    assert retrain.nothing_new(record, now, NOW + timedelta(hours=22)) is None
-    assert retrain.nothing_new(None, now, NOW) is None
+    assert retrain.nothing_new(last=record, now=now, due=NOW + timedelta(hours=22)) is None
+    assert retrain.nothing_new(last=None, now=now, due=NOW) is None
 
 
 def test_records_are_kept_by_recipe_and_overrides(tmp_path: Path) -> None:

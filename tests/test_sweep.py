@@ -71,23 +71,27 @@ def test_a_mistake_is_told_before_anything_starts(arguments: list[str], sentence
     assert sentence in str(refusal.value)
 
 
+def planned(space: Any, name: str | None = None) -> tuple[list[Trial], str]:
+    return trials.plan(space, draws=None, seed=0, recipe=None, overrides={}, name=name)
+
+
 def test_a_sweep_is_named_by_what_it_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "FOLDER", tmp_path)
     space = {"train.beta": [0.2, 0.3], "train.loss": [{"simpo": 1.0}, {"sigmoid": 1.0}]}
-    first, *_ = trials.plan(space, None, 0, None, {}, None)[0]
+    first, *_ = planned(space)[0]
     assert (first.number, first.values["train.loss"]) == (2, {"sigmoid": 1.0})  # who goes ahead needs a reference
     space = {"train.learning_rate": [5e-7, 1e-6]}
-    made, name = trials.plan(space, None, 0, None, {}, None)
-    assert trials.plan(space, None, 0, None, {}, None)[1] == name
-    assert trials.plan({"train.learning_rate": [5e-7]}, None, 0, None, {}, None)[1] != name
+    made, name = planned(space)
+    assert planned(space)[1] == name
+    assert planned({"train.learning_rate": [5e-7]})[1] != name
     assert [one.name for one in made] == [f"{name}-1-learning-rate-5e-07", f"{name}-2-learning-rate-1e-06"]
     assert made[0].command("demo", {"train.seed": 1})[1:] == [
         *("-m", "flows.dpo", "--name", made[0].name, "--recipe", "demo"),
         *("--set", "train.seed=1", "--set", "train.learning_rate=5.0e-07"),  # and not 5e-07, which is text
     ]
-    trials.plan(space, None, 0, None, {}, "mine")
+    planned(space, "mine")
     with pytest.raises(UserError, match="The sweep mine was another one"):
-        trials.plan({"train.beta": [0.9]}, None, 0, None, {}, "mine")
+        planned({"train.beta": [0.9]}, "mine")
 
 
 def trial(number: int, prepare: str = "same") -> Trial:
@@ -163,6 +167,8 @@ def artifact(env: Env, key: str) -> Any:
 
 @pytest.mark.slow
 def test_a_sweep_computes_the_reference_once_names_what_failed_and_goes_on(dummy_repo: Path, prefect_api: Env) -> None:
+    (dummy_repo / "site.yaml").write_text("exp_name: site\n")
+    prefect_api = {**prefect_api, "DPO_CLUSTER": str(dummy_repo / "site.yaml")}
     env = {**prefect_api, "DUMMY": "train:user>0.4"}
     first = sweep(dummy_repo, env, "--metric", MARGINS)
     assert first.returncode == 1, first.stderr
@@ -190,15 +196,27 @@ def test_a_sweep_computes_the_reference_once_names_what_failed_and_goes_on(dummy
     assert (ran(dummy_repo, "reference"), ran(dummy_repo, "evaluate")) == (1, 3)
     branches = subprocess.run(["git", "branch", "--list"], cwd=dummy_repo, capture_output=True, text=True).stdout
     assert len(re.findall(r"runs/sweep-\w+-\d-beta", branches)) == 4
-    assert {"sweep": name[1].rsplit("-2-", 1)[0]}.items() <= tags_of_runs(dummy_repo, name[1]).items()
+    check_mlflow(dummy_repo, name[1].rsplit("-2-", 1)[0])
 
 
-def tags_of_runs(root: Path, name: str) -> dict[str, str]:
+def check_mlflow(root: Path, name: str) -> None:
+    """The sweep has one run of its own under its own name, though it was started twice, beside the runs it is about."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
-    found = client.search_runs(["1"], f"params.`train.beta` = '0.3' and tags.sweep = '{name.rsplit('-2-', 1)[0]}'")
-    return dict(found[0].data.tags)
+    (experiment,) = client.search_experiments(filter_string="name = 'site'")  # all that came from DPO_CLUSTER's file
+    found = client.search_runs([experiment.experiment_id], f"tags.sweep = '{name}'")
+    (own,) = [run for run in found if run.data.tags.get("kind") == "sweep"]
+    assert (own.info.run_name, own.info.status) == (name, "FINISHED")
+    assert own.data.tags["best"] == f"{name}-3-beta-0.5"
+    assert own.data.metrics[MARGINS] == 0.5
+    kept = {"sweep.csv", "sweep.png", "sweep.md"}
+    assert kept == {file.path for file in client.list_artifacts(own.info.run_id)} - {"params.json"}
+    parents = [run for run in found if "mlflow.parentRunId" not in run.data.tags and run.info.run_id != own.info.run_id]
+    assert {run.data.params["train.beta"] for run in parents} == {"0.2", "0.3", "0.5"}
+    runs = root / ".scratch" / "runs"
+    assert (runs / name / "run.json").exists()
+    assert not [path.name for path in runs.iterdir() if path.name.startswith("dvc-") or path.name == "by-hand.json"]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_stage_becomes_a_child_of_its_pipeline_run(workspace, monkeypatch):
         run.metrics(2, {"loss": 0.25})
         run.metrics(2, {"loss": 9.0})  # a repeated step
         run.summary({"rewards/accuracies": 0.9})
-        run.dataset("train", "abc", "pairs.jsonl")
+        run.dataset("train", digest="abc", source="pairs.jsonl")
         run.artifact(Path("figure.png"))
     parent_id, child_id = ids(workspace, "first")
     parent, child = (client(workspace).get_run(run_id) for run_id in (parent_id, child_id))

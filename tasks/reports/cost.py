@@ -13,7 +13,7 @@ from tasks.tracking.journal import read_lines
 Row = tuple[str, str, str, str, str, str]
 
 
-def costs(root: Path, states: Sequence[Mapping[str, Any]], logs: Path | None) -> list[Row]:
+def costs(root: Path, states: Sequence[Mapping[str, Any]], *, logs: Path | None) -> list[Row]:
     """Rows of the report; a stage that did not run cost nothing, and says so."""
     cluster = load_cluster(root)
     counted = {"reference": _pair_tokens(root), "train": _train_tokens(root)}

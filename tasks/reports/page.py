@@ -42,7 +42,7 @@ CURVES = (
 )
 
 
-def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), logs: Path | None = None) -> str:
+def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), *, logs: Path | None = None) -> str:
     metrics, decision = _json(root / METRICS / "evaluate.json"), decision_of(root)
     good, sentence = verdict(metrics, decision)
     parts = [
@@ -57,7 +57,8 @@ def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), logs:
         section("Data", _data(_json(root / CARD / "report.json"))),
         section("Lineage", _lineage(_json(root / MODEL / "manifest.json"), decision)),
         section(
-            "Cost", table(("stage", "", "seconds", "device-seconds", "tokens", "tokens/s"), costs(root, states, logs))
+            "Cost",
+            table(("stage", "", "seconds", "device-seconds", "tokens", "tokens/s"), costs(root, states, logs=logs)),
         ),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'

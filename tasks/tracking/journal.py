@@ -59,7 +59,7 @@ class Run:
         """Of the whole pipeline run."""
         self.write("tags", values=dict(values))
 
-    def dataset(self, name: str, digest: str, source: str, rows: int | None = None) -> None:
+    def dataset(self, name: str, *, digest: str, source: str, rows: int | None = None) -> None:
         self.write("dataset", name=name, digest=digest, source=source, rows=rows)
 
     def artifact(self, path: Path) -> None:
@@ -128,7 +128,7 @@ def begin(folder: Path, tags: Mapping[str, str]) -> None:
     start_forwarder(folder)
 
 
-def finish(folder: Path, root: Path, states: Mapping[str, str], status: str) -> None:
+def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) -> None:
     """The flow's last word: ran or cached by stage, and what a run without a single executed stage is about."""
     run = Run(folder, FLOW)
     run.tags({f"stage.{stage}": state for stage, state in states.items()})
