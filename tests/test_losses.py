@@ -8,7 +8,8 @@ import torch
 
 from training.losses import LOSSES, Pairs, log1mexp, rank, score
 from training.metrics import row_pairs
-from training.objective import Objective
+from training.objective import Objective, start_value
+from training.options import MARGIN, REFERENCE_FREE, SOFT, taken
 from training.packing import Pair, build_row
 
 # One pair: a = c - c0 = 2, b = r - r0 = -1, so h = 3; 4 and 2 tokens.
@@ -226,11 +227,55 @@ def test_the_unpaired_gradient_is_that_of_the_sorted_formula():
     torch.testing.assert_close(given.rejected.grad, other.rejected.grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("sigmoid", math.log(2)), ("hinge", 1.0), ("ipo", 25.0), ("ipo_sum", 25.0)]
-)
-def test_a_policy_that_is_the_reference_has_the_known_loss(name, expected):
-    assert value(name, pairs(c0=C, r0=R), beta=0.1) == pytest.approx(expected)  # 1 / (4 * 0.1^2) = 25
+LN2 = math.log(2)
+START = {  # beta 0.1: 1 / (4 * 0.1^2) = 25
+    "sigmoid": (LN2, {"beta": 0.1, "label_smoothing": 0.2}),
+    "sigmoid_norm": (LN2, {"beta": 0.1, "f_divergence": "js"}),
+    "hinge": (1.0, {"beta": 0.1}),
+    "ipo": (25.0, {"beta": 0.1}),
+    "ipo_sum": (25.0, {"beta": 0.1, "f_divergence": "forward_kl"}),
+    "robust": (LN2, {"beta": 0.1, "label_smoothing": 0.2}),
+    "exo_pair": (0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2), {"beta": 0.1, "label_smoothing": 0.2}),
+    "nca_pair": (2 * LN2, {"beta": 0.1}),
+    "bco_pair": (2 * LN2, {"beta": 0.1}),
+    "sppo_hard": (50.0, {"beta": 0.1}),
+    "aot": (LN2, {"beta": 0.1}),
+    "aot_unpaired": (LN2, {"beta": 0.1}),
+    "apo_zero": (1.0, {"beta": 0.1}),
+    "apo_down": (1.0, {"beta": 0.1}),
+    "discopop": (0.5 * LN2 + 0.5, {"beta": 0.1}),
+    "dpop": (LN2, {"beta": 0.1}),
+    "simpo": (-L(-0.5), {"beta": 2.0, "gamma": 0.5, "reference": True}),
+}
+
+
+def test_every_loss_with_a_reference_has_a_start_value():
+    assert START.keys() == LOSSES.keys() - REFERENCE_FREE | {"simpo"}
+    assert all(start_value(name, {"beta": 0.1}) is None for name in REFERENCE_FREE)
+
+
+@pytest.mark.parametrize("name", START)
+@pytest.mark.parametrize("label", [1.0, 0.7])
+def test_a_policy_that_is_the_reference_has_the_known_loss(name, label):
+    expected, options = START[name]
+    if label != 1.0 and name not in SOFT:
+        label = 1.0
+    if name == "simpo":
+        expected = -label * L(-0.5) - (1 - label) * L(0.5)  # with a margin a label matters
+    same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64))
+    assert value(name, same, **options) == pytest.approx(expected)
+    assert start_value(name, options, label) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", sorted(MARGIN - {"cpo"}))
+def test_a_margin_moves_the_start_value(name):
+    options = {"beta": 0.1, "reference": True, **({} if name == "robust" else {"gamma": 0.5})}
+    options |= {"label_smoothing": 0.2} if name != "simpo" else {}
+    z = -(options.get("gamma", 0.0) + 0.25)
+    mixed = {"robust": -(0.8 * L(z) - 0.2 * L(-z)) / 0.6, "simpo": -L(z)}.get(name, -0.8 * L(z) - 0.2 * L(-z))
+    same = pairs(c0=C, r0=R, margin=torch.tensor([0.25], dtype=torch.float64))
+    assert value(name, same, **taken(name, options)) == pytest.approx(mixed)
+    assert start_value(name, options, margin=0.25) == pytest.approx(mixed)
 
 
 def test_half_label_smoothing_does_not_see_a_swap():

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.test_losses import START
 from training.logps import score_pairs
+from training.losses import LOSSES, sigmoid
 from training.objective import Objective
 from training.packing import Pair
 from training.proof import make_scorer, prove_start
@@ -69,3 +71,23 @@ def test_a_few_tokens_of_another_model_are_noticed(scored):
     other[:5] = 2.0
     with pytest.raises(Mismatch, match="differ by up to 2"):
         proof(scored, other)
+
+
+def test_every_loss_starts_where_theory_says(scored):
+    """All losses with a reference at once, on pairs with soft labels and scores, with rounding like the walk above."""
+    scorer, pairs = scored
+    signs = np.where(np.arange(LENGTH) < 105, 1.0, -1.0)
+    given = [replace(shifted(p, 0.03 * signs), label=0.5 + 0.1 * n, margin=float(n)) for n, p in enumerate(pairs)]
+    options = {"beta": 0.1, "label_smoothing": 0.2, "gamma": 0.5, "reference": True}
+    options |= {"margin": "scores", "margin_scale": 0.1}
+    prove_start(scorer, Objective(dict.fromkeys(START, 1.0), options), given, 2048, CPU)
+
+
+def test_a_margin_that_nobody_asked_for_is_refused_before_the_first_update(scored, monkeypatch):
+    """As it was: the difference of the scores 8.0 and 3.5 in the sigmoid, a first loss of 4.5 instead of 0.69."""
+    scorer, pairs = scored
+    monkeypatch.setitem(LOSSES, "sigmoid", lambda pairs, *, beta: sigmoid(replace(pairs, margin=4.5), beta=beta))
+    with pytest.raises(
+        ValueError, match=r"the first loss `sigmoid` is 4\.5.* on pairs 0, 1, 2, 3; theory gives 0\.693"
+    ):
+        prove_start(scorer, Objective({"sigmoid": 1.0}, {"beta": 0.1}), pairs, 2048, CPU)

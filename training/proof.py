@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
 from training.attention import NAME as ROWS
 from training.logps import ROUNDING, Scorer, plain_logps, row_logps
+from training.losses import Pairs
 from training.metrics import row_pairs
 from training.model import probabilities
 from training.objective import Objective
@@ -202,30 +202,58 @@ def prove_start(
 ) -> dict[str, float]:
     """Before the first update the policy is the reference: the stored values must be those computed live.
 
-    On a sample: every token within rounding, rewards near 0 and the sigmoid loss near ln 2. A collective under ZeRO-3.
+    On a sample: every token within rounding, rewards near 0, and each loss at its start value (ln 2 for sigmoid, say).
+    A collective under ZeRO-3.
     """
     sample = spread(pairs, 8, row_tokens)
     row = build_row(sample, range(len(sample))).to(device)
     tokens = row_logps(policy, row)
     given = row_pairs(row, tokens, objective)
     beta = float(objective.options.get("beta", 1.0))
-    margin = beta * (given.chosen_ratio - given.rejected_ratio)
     found = {
         "token": (tokens.logps - row.reference).abs().max().item(),
         "reward": beta * torch.cat([given.chosen_ratio, given.rejected_ratio]).abs().mean().item(),
-        "loss": abs(-logsigmoid(margin).mean().item() - math.log(2)),
     }
     dtype = next(policy.parameters()).dtype
     # Rounding is as often up as down, so that its sum over a response grows with the root of the tokens.
     walk = ROUNDING[dtype] * math.sqrt(len(row.response) / (2 * len(sample)))
-    near = max(found["reward"], found["loss"]) <= max(START[dtype], beta * walk)
-    if not (near and same(tokens.logps, row.reference, dtype)):
+    near = max(START[dtype], beta * walk)
+    if not (found["reward"] <= near and same(tokens.logps, row.reference, dtype)):
         raise Mismatch(
             f"the stored reference log-probabilities differ by up to {found['token']:.3g} from those of the model that "
             f"is about to be trained, and its first rewards by {found['reward']:.3g} from 0 (pairs "
             f"{', '.join(pair.id for pair in sample)}): another base model, template or precision made them"
         )
-    return found
+    return {**found, "loss": _prove_first_loss(objective, given, sample, near / beta, START[dtype])}
+
+
+def _prove_first_loss(
+    objective: Objective, given: Pairs, sample: Sequence[Pair], rounding: float, least: float
+) -> float:
+    """How far the losses are from the values that theory gives; ValueError where rounding of the ratios is not enough.
+
+    What `rounding` nats in each ratio make of a loss is found by moving the ratios, since losses differ by how steep
+    they are: 1 / beta for IPO, beta / 2 for sigmoid.
+    """
+    found, furthest = objective.components(given), 0.0
+    exact = replace(given, ref_chosen=given.chosen, ref_rejected=given.rejected)
+    still = objective.components(exact)
+    moved = [
+        replace(exact, ref_chosen=given.chosen + shift, ref_rejected=given.rejected - shift)
+        for shift in (rounding, -rounding)
+    ]
+    for name, expected in objective.start_values(sample).items():
+        slack = max((objective.components(one)[name] - still[name]).abs().mean().item() for one in moved)
+        first = found[name].mean().item()
+        if not math.isclose(first, expected, rel_tol=1e-6, abs_tol=max(least, 0.0 if math.isnan(slack) else slack)):
+            raise ValueError(
+                f"the first loss `{name}` is {first:.6g} on pairs {', '.join(pair.id for pair in sample)}; theory "
+                f"gives {expected:.6g} for a policy that equals its reference, with the margins and labels that "
+                "train.* asks for. Either a margin or label of the data that nobody asked for enters the loss, "
+                "or the loss in training/losses.py is wrong"
+            )
+        furthest = max(furthest, 0.0 if first == expected else abs(first - expected))
+    return furthest
 
 
 def spread(pairs: Sequence[Pair], count: int, row_tokens: int) -> list[Pair]:
