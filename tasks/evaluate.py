@@ -28,18 +28,18 @@ from training.objective import Objective
 
 def evaluate(run: Run) -> None:
     params = load_params()
-    from training.model import best_device, load_model, load_tokenizer
+    from training.model import best_device, load_tokenizer
 
     device, folder = best_device(), base_folder(params.source.model)
     tokenizer = load_tokenizer(folder)
     rows = read_rows(PAIRS / "eval.parquet")
     prompts = held_out_prompts(rows, params.evaluate.prompts)
-    base = load_model(folder, params.evaluate.dtype, device)
+    base = load_base(params, device)
     able = {"base": _harness(params.evaluate, base, tokenizer)}
     with Bar("evaluate", 2 * len(prompts), "answers") as bar:
-        before = sampled(params.evaluate, base, (folder, None), tokenizer, prompts, bar, 0)
+        before = sampled(params.evaluate, base, _where(params, folder, None), tokenizer, prompts, bar, 0)
         policy = _policy(params, base, device)
-        where = (folder, POLICY) if params.train.adapter else (POLICY, None)
+        where = _where(params, folder, POLICY) if params.train.adapter else (POLICY, None)
         after = sampled(params.evaluate, policy, where, tokenizer, prompts, bar, len(prompts))
     metrics, values = _on_pairs(params, policy, rows, device)
     lines: list[dict[str, Any]] = []
@@ -53,6 +53,20 @@ def evaluate(run: Run) -> None:
     _publish(run, metrics, lines, disagreements(values, rows, lambda ids: str(tokenizer.decode(ids))))
     _plots(run, calibration(values), histogram(values))
     _tell(metrics)
+
+
+def load_base(params: Params, device: Any) -> Any:
+    """The base as training had it: the adapter was trained on it, and the reference values are its own."""
+    from training.model import load_model
+
+    try:
+        return load_model(base_folder(params.source.model), params.evaluate.dtype, device, params.train.quantization)
+    except ValueError as error:
+        raise UserError(f"source.model: {error}.") from error
+
+
+def _where(params: Params, folder: Path, adapter: Path | None) -> tuple[Path, Path | None] | None:
+    return None if params.train.quantization else (folder, adapter)
 
 
 def _policy(params: Params, base: Any, device: Any) -> Any:

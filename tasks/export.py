@@ -38,6 +38,11 @@ def export(run: Run) -> None:
         write_json(out / MANIFEST, {**content, "files": hash_files(out)})
         seal(out)
     print(f"export: {MODEL} verified, logits differ by at most {checks['largest_logit_difference']:.2g}")
+    if "quantized_policy" in checks:
+        print(
+            f"export: the merged {params.export.dtype} model is not the {params.train.quantization} policy that was "
+            f"evaluated: the mean KL of next tokens is {checks['quantized_policy']['kl']:.3g}"
+        )
     run.artifact(MODEL / MANIFEST)
     run.artifact(MODEL / "README.md")
     run.summary({"merge_difference": checks["largest_logit_difference"]})
@@ -50,6 +55,9 @@ def _write_model(params: Params, base: Path, out: Path) -> dict[str, Any]:
     adapter, dtype, shard = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:
         checks, logits = merging.export(base, POLICY, adapter, dtype, out, shard, prompts)
+        if params.train.quantization:
+            given = (params.evaluate.dtype, params.train.quantization, logits, prompts)
+            checks["quantized_policy"] = _rounded(merging.quantization_difference(base, POLICY, *given))
         checks |= {f"gguf_{kind}": _write_gguf(out, kind, logits, prompts) for kind in params.export.gguf}
     except ValueError as error:
         raise UserError(
@@ -72,6 +80,10 @@ def _write_gguf(out: Path, kind: str, logits: list[Any], prompts: list[list[int]
             f"{target.name} read back is not the model: the mean KL of its next tokens is {found['kl']:.3g}, and "
             f"rounding explains {gguf.MOST_KL[kind]} at most. Nothing was exported. Leave {kind} out of export.gguf."
         )
+    return _rounded(found)
+
+
+def _rounded(found: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 8) for name, value in found.items()}
 
 

@@ -278,6 +278,11 @@ class Params(Section):
             raise ValueError(
                 "train.quantization and reference.quantization must be the same: the policy starts as the reference"
             )
+        if self.train.quantization and self.evaluate.engine == "vllm":
+            raise ValueError(
+                f"`evaluate.engine` vllm would load the base in 16 bits, and train.quantization is "
+                f"{self.train.quantization}: set evaluate.engine to auto or transformers"
+            )
         return self
 
     @model_validator(mode="after")

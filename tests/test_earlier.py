@@ -44,7 +44,6 @@ def write_pairs(split: str, rows: list[dict[str, Any]], base: Path) -> None:
     from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, read_pairs
     from tasks.evaluation.asked import HeldOut, ready_for
     from training.model import load_tokenizer
-    from training.objective import Objective
 
     encode = load_tokenizer(base).encode
     made = []
@@ -55,7 +54,8 @@ def write_pairs(split: str, rows: list[dict[str, Any]], base: Path) -> None:
         made.append({"id": fingerprint(row), "prompt": row["prompt"], **tokens, **masks})
     Path("data/pairs").mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist(made, PAIR_SCHEMA), f"data/pairs/{split}.parquet")
-    held = ready_for(load_params(), HeldOut(made, read_pairs(split)), Objective({"sigmoid": 1.0}, {"beta": 0.1}))
+    params = load_params()
+    held = ready_for(params, HeldOut(made, read_pairs(split)), {"params": params.model_dump()})
     Path("data/reference").mkdir(exist_ok=True)
     values = [{"id": p.id, "chosen_logps": p.ref_chosen, "rejected_logps": p.ref_rejected} for p in held.pairs]
     parquet.write_table(pa.Table.from_pylist(values, REFERENCE_SCHEMA), f"data/reference/{split}.parquet")
@@ -66,7 +66,7 @@ def make_model(base: Path, seed: int) -> None:
     """An export whose weights are the base's with noise, evaluated on today's held-out pairs."""
     import torch
 
-    from tasks.evaluation.asked import ask, objective_of, todays
+    from tasks.evaluation.asked import ask, todays
     from tasks.paths import METRICS, MODEL
     from training.model import load_model
 
@@ -87,7 +87,7 @@ def make_model(base: Path, seed: int) -> None:
         "checks": {},
         "made": {"commit": "c" * 40},
     }
-    answers, margins = ask(params.evaluate, MODEL, todays(params), objective_of(manifest))
+    answers, margins = ask(params, MODEL, todays(params), manifest)
     METRICS.mkdir(parents=True, exist_ok=True)
     samples = [{"prompt": prompt, "policy": answer} for prompt, answer in answers.items()]
     for name, lines in (("samples", samples), ("pairs", list(margins.values()))):

@@ -72,6 +72,19 @@ def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> flo
     return max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))
 
 
+def next_token_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> dict[str, float]:
+    """Mean KL of the next-token distributions, and how often the most likely token is the same."""
+    both = list(zip(ours, theirs, strict=True))
+    kl = [_kl(a, b) for a, b in both]
+    same = [(a.argmax(-1) == b.argmax(-1)).float() for a, b in both]
+    return {"kl": torch.cat(kl).mean().item(), "same_next_token": torch.cat(same).mean().item()}
+
+
+def _kl(ours: Tensor, theirs: Tensor) -> Tensor:
+    first, second = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    return (first.exp() * (first - second)).sum(-1)  # (tokens,)
+
+
 def save_adapter(model: PeftModel, state: dict[str, Tensor], folder: Path, base_name: str) -> None:
     """peft's own layout, but the same bytes on every machine: sorted keys and no local path."""
     folder.mkdir(parents=True, exist_ok=True)

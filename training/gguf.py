@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from training.adapters import logits_of
+from training.adapters import logits_of, next_token_difference
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # transformers' model_type: GGUF's architecture
 # Mean KL of next-token distributions between the model and its GGUF: rounding to 11 and to 8 bits.
@@ -60,14 +60,7 @@ def difference(target: Path, logits: Sequence[Tensor], prompts: Sequence[Sequenc
             trust_remote_code=False,
         )
     found = logits_of(model.eval(), prompts)
-    kl = [_kl(ours, theirs) for ours, theirs in zip(logits, found, strict=True)]
-    same = [(ours.argmax(-1) == theirs.argmax(-1)).float() for ours, theirs in zip(logits, found, strict=True)]
-    return {"kl": torch.cat(kl).mean().item(), "same_next_token": torch.cat(same).mean().item()}
-
-
-def _kl(ours: Tensor, theirs: Tensor) -> Tensor:
-    first, second = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-    return (first.exp() * (first - second)).sum(-1)  # (tokens,)
+    return next_token_difference(logits, found)
 
 
 def _family(config: Any) -> str:

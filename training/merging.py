@@ -10,11 +10,14 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from training import adapters
-from training.model import load_model, load_tokenizer, restore_dropout
+from training.model import best_device, load_model, load_tokenizer, restore_dropout
 from training.sampling import sample
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}  # of a logit: merging rounds each weight once
 GREEDY_TOKENS = 16
+# Mean KL of next tokens between the policy on a 4-bit base and the merged 16-bit model. 4 bits cost a few hundredths to
+# tenths of a nat; above this the two are different models.
+MOST_QUANTIZATION_KL = 1.0
 
 
 class Changed(ValueError):
@@ -52,6 +55,20 @@ def export(
     checks = {"largest_logit_difference": difference, "prompts": len(prompts), "reloaded": True, "same_tokenizer": True}
     greedy = "same_greedy_text" if trained.words == merged.words else "greedy_text_differs_at_a_tie"
     return {**checks, greedy: True, "embeddings": "tied" if tied else "apart"}, merged.logits
+
+
+def quantization_difference(
+    base: Path, policy: Path, dtype: str, quantization: str, merged: Sequence[Tensor], prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """How far the merged model's logits are from the policy that was trained and evaluated, on its quantized base."""
+    model = adapters.load_adapter(load_model(base, dtype, best_device(), quantization), policy)
+    found = adapters.next_token_difference(adapters.logits_of(model, prompts), merged)
+    if not found["kl"] <= MOST_QUANTIZATION_KL:
+        raise Changed(
+            f"the merged model is not the policy that was evaluated on the {quantization} base: the mean KL of their "
+            f"next tokens is {found['kl']:.3g}, and quantization explains {MOST_QUANTIZATION_KL} at most"
+        )
+    return found
 
 
 def prove(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]) -> Proof:

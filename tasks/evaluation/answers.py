@@ -29,19 +29,23 @@ def held_out_prompts(rows: Sequence[Row], count: int) -> list[Row]:
 def sampled(
     params: Evaluate,
     model: Any,
-    where: tuple[Path, Path | None],
+    where: tuple[Path, Path | None] | None,
     tokenizer: Any,
     prompts: Sequence[Row],
     bar: Bar,
     done: int = 0,
 ) -> list[Any]:
-    """One answer per prompt by the chosen engine; `where` is the model's folder and its adapter's."""
+    """One answer per prompt by the chosen engine.
+
+    `where` is the model's folder and its adapter's for vLLM; None for a quantized base, which vLLM would load in 16
+    bits: the answers would not be those of the policy that was trained.
+    """
     from training import sampling, vllm_sampling
 
     ids, report = [row["prompt_ids"] for row in prompts], lambda count: bar.update(done + count)
     if params.engine == "vllm" and not vllm_sampling.is_there():
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
-    if prompts and params.engine != "transformers" and vllm_sampling.is_there():
+    if prompts and where and params.engine != "transformers" and vllm_sampling.is_there():
         how = {name: getattr(params, name) for name in ("dtype", "max_new_tokens", "temperature", "top_p", "seed")}
         answers = vllm_sampling.sample(*where, tokenizer, ids, how, home() / ".scratch" / "vllm")
         report(len(answers))

@@ -12,7 +12,7 @@ from tasks.errors import UserError
 from tasks.evaluation.answers import Record, Row, held_out_prompts, records, sampled
 from tasks.files import home, sha256
 from tasks.models import base_folder
-from tasks.params import Evaluate, Params, load_cluster
+from tasks.params import Params, load_cluster
 from tasks.paths import PAIRS
 from tasks.progress import Bar
 from training.objective import Objective
@@ -28,16 +28,17 @@ class HeldOut:
 
     rows: list[Row]
     pairs: list[Pair]
+    quantization: str | None = None  # of the base model that computed the reference
 
     def without(self, prompts: set[str]) -> "HeldOut":
         kept = [number for number, row in enumerate(self.rows) if row["prompt"] not in prompts]
-        return HeldOut([self.rows[n] for n in kept], [self.pairs[n] for n in kept])
+        return replace(self, rows=[self.rows[n] for n in kept], pairs=[self.pairs[n] for n in kept])
 
 
 def todays(params: Params) -> HeldOut:
     pairs = read_pairs("eval")
-    known = params.train.needs_reference
-    return HeldOut(read_rows(PAIRS / "eval.parquet"), with_reference(pairs, "eval") if known else pairs)
+    pairs = with_reference(pairs, "eval") if params.train.needs_reference else pairs
+    return HeldOut(read_rows(PAIRS / "eval.parquet"), pairs, params.reference.quantization)
 
 
 def earlier(file: Path) -> HeldOut:
@@ -50,33 +51,48 @@ def earlier(file: Path) -> HeldOut:
     return HeldOut(read_rows(copy), read_pairs("eval", place))
 
 
-def ready_for(params: Params, held: HeldOut, objective: Objective) -> HeldOut:
-    """The same set with the base model's log-probabilities, where the objective needs them and they are not there."""
-    if not objective.needs_reference or not held.pairs or held.pairs[0].ref_chosen is not None:
+def ready_for(params: Params, held: HeldOut, manifest: dict[str, Any]) -> HeldOut:
+    """The same set with the reference that the manifest's model was trained against, computed where it is missing."""
+    quantization = _quantization(manifest)
+    known = bool(held.pairs) and held.pairs[0].ref_chosen is not None and held.quantization == quantization
+    if not objective_of(manifest).needs_reference or not held.pairs or known:
         return held
     from training.logps import score_pairs
     from training.model import best_device, load_model
     from training.proof import scoring
 
-    device, wanted = best_device(), params.reference
-    model = load_model(base_folder(params.source.model), wanted.dtype, device, wanted.quantization)
+    device = best_device()
+    model = load_model(base_folder(params.source.model), params.reference.dtype, device, quantization)
     with scoring(model, held.pairs, device) as scorer:
         scores = score_pairs(scorer, held.pairs, load_cluster().reference.row_tokens, device)
     pairs = [replace(p, ref_chosen=a, ref_rejected=b) for p, (a, b) in zip(held.pairs, scores, strict=True)]
-    return HeldOut(held.rows, pairs)
+    return HeldOut(held.rows, pairs, quantization)
 
 
-def ask(params: Evaluate, folder: Path, held: HeldOut, objective: Objective) -> tuple[dict[str, Record], Margins]:
-    """What the model in a folder answers to the set's prompts, and its margins of the set's pairs."""
-    from training.model import best_device, load_model, load_tokenizer
+def ask(params: Params, folder: Path, held: HeldOut, manifest: dict[str, Any]) -> tuple[dict[str, Record], Margins]:
+    """What the exported model in a folder answers to the set's prompts, and its margins of the set's pairs."""
+    from training.model import best_device, load_tokenizer
 
-    prompts, device = held_out_prompts(held.rows, params.prompts), best_device()
-    model, tokenizer = load_model(folder, params.dtype, device), load_tokenizer(folder)
+    prompts, device = held_out_prompts(held.rows, params.evaluate.prompts), best_device()
+    model, tokenizer = load_evaluated(params, folder, manifest, device), load_tokenizer(folder)
+    where = None if _quantization(manifest) else (folder, None)
     with Bar("promote", len(prompts), "answers to held-out prompts") as bar:
-        answers = sampled(params, model, (folder, None), tokenizer, prompts, bar)
-    said = records(params, prompts, answers) if prompts else []
-    margins = _margins(model, held, objective, device) if held.pairs else {}
+        answers = sampled(params.evaluate, model, where, tokenizer, prompts, bar)
+    said = records(params.evaluate, prompts, answers) if prompts else []
+    margins = _margins(model, held, objective_of(manifest), device) if held.pairs else {}
     return {row["prompt"]: record for row, record in zip(prompts, said, strict=True)}, margins
+
+
+def load_evaluated(params: Params, folder: Path, manifest: dict[str, Any], device: Any) -> Any:
+    """The policy that `evaluate` measured: after QLoRA the adapter on the quantized base, else the merged model."""
+    from training import adapters
+    from training.model import load_model
+
+    quantization = _quantization(manifest)
+    if quantization is None:
+        return load_model(folder, params.evaluate.dtype, device)
+    base = load_model(base_folder(params.source.model), params.evaluate.dtype, device, quantization)
+    return adapters.load_adapter(base, folder / "adapter")
 
 
 def _margins(model: Any, held: HeldOut, objective: Objective, device: Any) -> Margins:
@@ -95,6 +111,10 @@ def objective_of(manifest: dict[str, Any]) -> Objective:
     """As the params in a model's manifest have it."""
     train = manifest["params"]["train"]
     return Objective(train["loss"], {name: train[name] for name in OPTIONS if train.get(name) is not None})
+
+
+def _quantization(manifest: dict[str, Any]) -> str | None:
+    return manifest["params"]["train"].get("quantization")
 
 
 def refuse_other_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

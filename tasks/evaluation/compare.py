@@ -12,7 +12,7 @@ from typing import Any
 
 from tasks.errors import UserError
 from tasks.evaluation.answers import Record, judged
-from tasks.evaluation.asked import ask, objective_of, ready_for, refuse_other_tokens, todays
+from tasks.evaluation.asked import ask, ready_for, refuse_other_tokens, todays
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.judges import outcomes
 from tasks.files import home, read_json
@@ -77,10 +77,10 @@ def version_side(found: Registry, version: Version) -> Side:
     same_pairs = eval_hash(theirs) == eval_hash(ours)
     if same_pairs and theirs["params"]["evaluate"] == ours["params"]["evaluate"]:
         return read_side(found.fetch(version, "evaluation"))
-    params, folder, objective = load_params(), weights_of(found, version), objective_of(theirs)
+    params, folder = load_params(), weights_of(found, version)
     refuse_other_tokens(ours, theirs)
     print(f"compare: version {version.number} answers the held-out prompts of today", flush=True)
-    return Side(*ask(params.evaluate, folder, ready_for(params, todays(params), objective), objective))
+    return Side(*ask(params, folder, ready_for(params, todays(params), theirs), theirs))
 
 
 def eval_hash(manifest: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks.dataset.pairs import read_rows
 from tasks.errors import UserError
-from tasks.evaluation.asked import HeldOut, ask, earlier, objective_of, ready_for, refuse_other_tokens
+from tasks.evaluation.asked import HeldOut, ask, earlier, ready_for, refuse_other_tokens
 from tasks.evaluation.compare import Comparison, Side, compare, eval_hash, manifest_of, read_side, weights_of
 from tasks.files import read_json
 from tasks.params import Params
@@ -52,13 +52,13 @@ def _compared(params: Params, found: Registry, champion: Version, held: HeldOut)
     if not left.pairs:
         return Earlier({}, 0, trained_on, "all of the champion's held-out prompts are trained on by now")
     print(f"compare: the new model answers version {champion.number}'s held-out prompts", flush=True)
-    left = ready_for(params, left, objective_of(ours))
-    new = Side(*ask(params.evaluate, MODEL, left, objective_of(ours)))
+    left = ready_for(params, left, ours)
+    new = Side(*ask(params, MODEL, left, ours))
     if theirs["params"]["evaluate"] == ours["params"]["evaluate"]:
         old = read_side(found.fetch(champion, "evaluation"))
     else:
-        left = ready_for(params, left, objective_of(theirs))
-        old = Side(*ask(params.evaluate, weights_of(found, champion), left, objective_of(theirs)))
+        left = ready_for(params, left, theirs)
+        old = Side(*ask(params, weights_of(found, champion), left, theirs))
     return Earlier(compare(params.evaluate, new, old), len(left.pairs), trained_on)
 
 

@@ -46,7 +46,7 @@ and harms were not measured. Judge it on prompts of your own before you rely on 
 {made}
 
 Every value is in `manifest.json`, with a hash for each file of this folder: `make verify` compares them. The exported
-weights give the trained policy's logits to within {difference:.2g}.
+weights give the trained policy's logits to within {difference:.2g}.{quantized}
 
 ## Use
 
@@ -91,6 +91,7 @@ def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any])
         licences="\n".join(f"- {what}: {_licence(found)}" for what, found in manifest["licences"].items()),
         made=_rows(_made(params, manifest)),
         difference=manifest["checks"]["largest_logit_difference"],
+        quantized=_quantized(params, manifest["checks"]),
         commands=serve.commands(manifest["model"], "data/model", gguf),
     )
 
@@ -134,6 +135,20 @@ def _made(params: Params, manifest: dict[str, Any]) -> list[tuple[str, Any]]:
         ("code", f"commit `{made['commit'][:12]}`, {clean}"),
         ("environment", ", ".join(f"{name} {number}" for name, number in made["packages"].items())),
     ]
+
+
+def _quantized(params: Params, checks: dict[str, Any]) -> str:
+    """After QLoRA the results above are those of another model than this one, if a close one."""
+    if "quantized_policy" not in checks:
+        return ""
+    bits, found = params.train.quantization, checks["quantized_policy"]
+    return (
+        f"\n\nThe adapter was trained and evaluated on the base model in {bits}, and these weights are the adapter "
+        f"merged into the base in {params.export.dtype}. **The results above were measured with the {bits} base and "
+        f"may differ for these weights**: the mean KL of their next-token distributions is {found['kl']:.3g} nats, and "
+        f"the most likely next token is the same at {found['same_next_token']:.1%} of the positions of "
+        f"{checks['prompts']} held-out prompts."
+    )
 
 
 def _licence(found: str | None) -> str:
