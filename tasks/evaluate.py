@@ -6,6 +6,7 @@ side by side), pairs.jsonl (every pair, worst disagreement first), calibration.c
 
 import csv
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def _on_pairs(params: Params, policy: Any, rows: list[Row], device: Any) -> tupl
     pairs = with_reference(pairs, "eval") if objective.needs_reference else pairs
     with scoring(policy, pairs, device) as scorer:
         means, values = pair_values(scorer, objective, pairs, row_tokens, device)
+    values = [
+        replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row["rejected_mask"]))
+        for value, row in zip(values, rows, strict=True)  # of the responses alone, where the prompt counts too
+    ]
     del means["tokens"]
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
 

@@ -5,18 +5,26 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tasks.dataset import demo, readers
 from tasks.dataset.identity import is_held_out, prompt_hash
 from tasks.dataset.pairs import read_pairs, read_rows
 from tasks.errors import UserError
+from tasks.evaluation.answers import held_out_prompts
 from tasks.files import hash_files, read_json
 from tasks.params import dotted, load_params, overlay, read_yaml
 from tasks.prepare import prepare
 from tasks.source import source
 from tasks.tracking.journal import Run
 from tests.workspaces import make_workspace, write_cluster, write_data
+from training.logps import row_logps
+from training.metrics import row_pairs
+from training.model import load_model
+from training.objective import Objective
+from training.packing import build_row
+from training.proof import make_scorer
 
 ROW = {"prompt": "Where is the cup?", "chosen": "On the table.", "rejected": "Find it yourself."}
 
@@ -109,16 +117,39 @@ def test_a_prompt_never_crosses_the_split_and_new_rows_move_none(workspace):
     assert is_held_out((1 << 63) - 1, 0.5)
 
 
-def test_without_the_loss_mask_every_token_but_the_first_counts(workspace):
+def test_without_the_loss_mask_every_token_but_the_first_counts_and_answers_start_from_the_whole_prompt(
+    workspace, tiny_base
+):
+    """The sums that a loss takes are those of plain passes over whole sequences; what is sampled from is the prompt."""
     write_data(Path("pairs.jsonl"), rows(30))
     go(source, prepare)
-    masked = read_pairs("train")[0]
+    asked = [row["prompt_ids"] for row in held_out_prompts(read_rows(Path("data/pairs/eval.parquet")), 4)]
+    masked = read_pairs("train")[:2]
     change(prepare__apply_loss_mask=False)
     go(prepare)
-    whole = read_pairs("train")[0]
-    assert list(whole.prompt) == list(masked.prompt)[:1]
-    assert list(whole.chosen) == list(masked.prompt)[1:] + list(masked.chosen)
-    assert sum(whole.chosen_mask) == len(whole.chosen)
+    again = held_out_prompts(read_rows(Path("data/pairs/eval.parquet")), 4)
+    assert [row["prompt_ids"] for row in again] == asked
+    assert min(map(len, asked)) > 5
+
+    pairs, device = read_pairs("train")[:2], torch.device("cpu")
+    model = load_model(tiny_base, "float32", device).eval()
+    row = build_row(pairs, range(2))
+    with torch.no_grad():
+        given = row_pairs(
+            row, row_logps(make_scorer(model, pairs, device), row), Objective({"sigmoid": 1.0}, {"beta": 0.1})
+        )
+        model.set_attn_implementation("sdpa")
+        for number, pair in enumerate(masked):
+            for part, sums, counts in (
+                ("chosen", given.chosen, given.chosen_tokens),
+                ("rejected", given.rejected, given.rejected_tokens),
+            ):
+                ids = torch.tensor([[*pair.prompt, *getattr(pair, part)]])
+                logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+                assert sums[number].item() == pytest.approx(logps.sum().item(), rel=1e-5)
+                assert counts[number] == ids.shape[1] - 1
+    # As before: the prompt is computed once for both responses.
+    assert len(pairs[0]) <= len(masked[0])
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate_prompt", "truncate_response", "fail"])

@@ -53,7 +53,7 @@ def start(workspace: Path, stage: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", f"tasks.{stage}"],
         cwd=workspace,
-        env={**env, "PYTHONPATH": str(PROJECT)},
+        env={**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

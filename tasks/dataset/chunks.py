@@ -192,18 +192,19 @@ class Worker:
         }
 
     def _row(self, origin: Origin, identity: str, text: str, one: Conversation, tokens: Tokens) -> dict[str, Any]:
-        prompt, chosen, rejected = tokens.prompt, tokens.chosen, tokens.rejected
+        prompt_mask: list[int] = []
         chosen_mask, rejected_mask = tokens.chosen_mask, tokens.rejected_mask
-        if not self.params.apply_loss_mask:  # every token counts: the first is the prompt, all others are predicted
-            prompt, chosen, rejected = prompt[:1], prompt[1:] + chosen, prompt[1:] + rejected
-            chosen_mask, rejected_mask = [1] * len(chosen), [1] * len(rejected)
+        if not self.params.apply_loss_mask:  # every token counts but the first, which nothing predicts
+            prompt_mask = [0] + [1] * (len(tokens.prompt) - 1)
+            chosen_mask, rejected_mask = [1] * len(tokens.chosen), [1] * len(tokens.rejected)
         return {
             "id": identity,
             "prompt": text,
-            "prompt_ids": prompt,
-            "chosen_ids": chosen,
+            "prompt_ids": tokens.prompt,
+            "prompt_mask": prompt_mask,
+            "chosen_ids": tokens.chosen,
             "chosen_mask": chosen_mask,
-            "rejected_ids": rejected,
+            "rejected_ids": tokens.rejected,
             "rejected_mask": rejected_mask,
             "label": one.label,
             "margin": one.margin,

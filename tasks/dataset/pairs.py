@@ -29,6 +29,7 @@ PAIR_SCHEMA = pa.schema(
         ("id", pa.string()),
         ("prompt", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
+        ("prompt_mask", pa.list_(pa.int8())),  # empty where no token of the prompt counts
         ("chosen_ids", pa.list_(pa.int32())),
         ("chosen_mask", pa.list_(pa.int8())),
         ("rejected_ids", pa.list_(pa.int32())),
@@ -62,7 +63,30 @@ def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
     columns: dict[str, list[Any]] = {"id": table["id"].to_pylist()}
     columns |= {field: _lists(table, column) for column, field in TOKENS.items()}
     columns |= {name: _numbers(table, name, default) for name, default in NUMBERS.items()}
-    return [Pair(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+    pairs = [Pair(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+    if "prompt_mask" not in table.column_names:  # a file that an earlier version wrote
+        return pairs
+    return [_with_counted(pair, mask) for pair, mask in zip(pairs, _lists(table, "prompt_mask"), strict=True)]
+
+
+def _with_counted(pair: Pair, prompt_mask: np.ndarray) -> Pair:
+    """The pair with both responses beginning at the first prompt token that counts, since that token is predicted too.
+
+    Tokens that both responses begin with are computed once, so this costs no more than a prompt.
+    """
+    if not prompt_mask.any():
+        return pair
+    first = int(prompt_mask.argmax())
+    assert first > 0, f"pair {pair.id}: nothing predicts the first token of a prompt"
+    counted, mask = pair.prompt[first:], prompt_mask[first:]
+    return replace(
+        pair,
+        prompt=pair.prompt[:first],
+        chosen=np.concatenate([counted, pair.chosen]),
+        rejected=np.concatenate([counted, pair.rejected]),
+        chosen_mask=np.concatenate([mask, pair.chosen_mask]),
+        rejected_mask=np.concatenate([mask, pair.rejected_mask]),
+    )
 
 
 def read_sources(split: str, root: Path = Path()) -> list[str]:

@@ -21,7 +21,7 @@ def spans(tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> list[tuple
 
 def parts(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
     """Prompt and both responses in such pieces."""
-    prompt = {"prompt": spans(tokenizer, pair["prompt_ids"], [0] * len(pair["prompt_ids"]))}
+    prompt = {"prompt": spans(tokenizer, pair["prompt_ids"], pair["prompt_mask"] or [0] * len(pair["prompt_ids"]))}
     sides = {side: spans(tokenizer, pair[f"{side}_ids"], pair[f"{side}_mask"]) for side in ("chosen", "rejected")}
     return prompt | sides
 
@@ -40,11 +40,11 @@ def main() -> None:
     count = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 3
     tokenizer = load_tokenizer(base_folder(load_params().source.model))
     console = Console(soft_wrap=True)
-    colours = {"prompt": "", "chosen": "bold green", "rejected": "bold red"}
+    colours = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
     for pair in first_pairs(PAIRS / "train.parquet", count):
         console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")
         for name, pieces in parts(tokenizer, pair).items():
-            counted = sum(pair[f"{name}_mask"]) if name != "prompt" else 0
+            counted = sum(pair[f"{name}_mask"])
             console.print(f"{name}: {len(pair[f'{name}_ids'])} tokens, {counted} count", style="underline")
             console.print(*(Text(text, style=colours[name] if counts else "dim") for text, counts in pieces), sep="")
 

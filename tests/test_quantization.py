@@ -1,0 +1,82 @@
+"""QLoRA: one policy, one quantization. Every stage that loads the base takes the same 4 bits, or refuses alike."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.errors import UserError
+from tasks.evaluate import evaluate
+from tasks.evaluation.asked import load_evaluated
+from tasks.files import hash_files, read_json, write_json
+from tasks.params import load_params
+from tasks.reference import Scorer
+from tests.settings import make_settings
+from tests.workspaces import make_workspace, run
+from training.policy import build_policy
+
+INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
+ON_GPU = torch.cuda.is_available()
+NF4 = {"train.quantization": "nf4", "reference.quantization": "nf4"}
+GPU: dict[str, Any] = {"reference.gpus_per_worker": 1, "actor_train.gpus_per_worker": 1}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace whose held-out set is empty: enough for a stage to load its model."""
+    import pyarrow.parquet as parquet
+
+    from tasks.dataset.pairs import PAIR_SCHEMA
+
+    root = make_workspace(tmp_path / "workspace", tiny_base, **NF4)
+    monkeypatch.chdir(root)
+    Path("data/pairs").mkdir(parents=True)
+    parquet.write_table(PAIR_SCHEMA.empty_table(), "data/pairs/eval.parquet")
+    sizes = {name: (tiny_base / name).stat().st_size for name in hash_files(tiny_base)}
+    write_json(Path("data/base/manifest.json"), {"model": str(tiny_base), "sha256": "b" * 64, "sizes": sizes})
+    return root
+
+
+@pytest.mark.skipif(INSTALLED, reason="with bitsandbytes the whole run below says more")
+def test_without_bitsandbytes_no_stage_falls_back_to_16_bits(workspace: Path, tiny_base: Path) -> None:
+    params = load_params()
+    manifest = {"params": params.model_dump()}
+    adapter = params.train.adapter
+    assert adapter is not None
+    trained = make_settings(model=str(tiny_base), folder="x", adapter=adapter.model_dump(), quantization="nf4")
+    loads: list[Callable[[], Any]] = [
+        lambda: Scorer(0, str(tiny_base), "float32", params.reference.quantization, False),
+        lambda: build_policy(trained, torch.device("cpu")),
+        lambda: evaluate(None),  # type: ignore[arg-type]  # it ends before it tracks anything
+        lambda: load_evaluated(params, workspace / "data/model", manifest, torch.device("cpu")),
+    ]
+    for load in loads:
+        with pytest.raises((ValueError, UserError), match="nf4 needs `pip install bitsandbytes`"):
+            load()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs bitsandbytes")
+def test_a_qlora_run_is_evaluated_as_it_was_trained_and_exported_with_the_difference(
+    tmp_path: Path, tiny_base: Path
+) -> None:
+    """Through the real stages, on a GPU in bf16 or on a CPU in float32: `eval/*` of train is what evaluate finds."""
+    dtype = "bfloat16" if ON_GPU else "float32"
+    precision = {f"{stage}.dtype": dtype for stage in ("reference", "train", "evaluate", "export")}
+    one = {"actor_train.num_workers": 1, **(GPU if ON_GPU else {})}
+    root = make_workspace(tmp_path / "workspace", tiny_base, cluster=one, **NF4, **precision)
+    said = run(root, "source", "prepare", "reference", "train", "evaluate", "export")
+
+    before, after = (read_json(root / f"data/metrics/{stage}.json") for stage in ("train", "evaluate"))
+    rounding = 0.05 if ON_GPU else 1e-3
+    for name in ("loss", "rewards/margins", "rewards/chosen", "logps/chosen", "kl"):
+        assert after[name] == pytest.approx(before[f"eval/{name}"], rel=rounding, abs=rounding), name
+    found = read_json(root / "data/model/manifest.json")["checks"]["quantized_policy"]
+    assert 0 < found["kl"] < 1
+    assert "evaluated: the mean KL of next tokens is" in said
+    card = (root / "data/model/README.md").read_text()
+    assert "measured with the nf4 base and may differ for these weights**: the mean KL of their" in card
+    assert "quantization_config" not in read_json(root / "data/model/config.json")  # a plain 16- or 32-bit model
