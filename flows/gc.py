@@ -1,7 +1,7 @@
 """`python -m flows.gc [--keep 10] [--yes]` (or `make gc [KEEP=10] [YES=1]`): what old runs hold and nobody needs.
 
 Shows first, deletes with --yes. What a kept run's commit, any branch, any tag, any DVC experiment or the checkout names
-stays in DVC's cache; of checkpoints what an unfinished kept run may go on from; of versions what has an alias.
+stays in DVC's cache; kept runs keep their checkpoints and reference shards, aliases their versions.
 """
 
 import argparse
@@ -87,10 +87,9 @@ def _worktree(path: Path) -> Item:
 
 
 def _unused(output: Path, staying: list[Run]) -> Iterable[Path]:
-    """Checkpoints that no unfinished run goes on from, reference shards that no kept run has used, and copies that
-    were made for nodes without our disk: the next run makes its own."""
-    unfinished = [run for run in staying if not run.finished]
-    for kind, users in (("train", unfinished), ("reference", staying), ("inputs", list[Run]())):
+    """Checkpoints and reference shards that no kept run has used (a finished training can be continued), and copies
+    that were made for nodes without our disk: the next run makes its own."""
+    for kind, users in (("train", staying), ("reference", staying), ("inputs", list[Run]())):
         used = {line for run in users for line in _addresses(run)}
         for folder in sorted((output / kind).glob("*/")):
             if f"{kind}/{folder.name}" not in used:

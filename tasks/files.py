@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 
 def home() -> Path:
     """Where state that outlives a workspace is kept: the main checkout, also for a run in its own worktree."""
@@ -70,7 +72,8 @@ def hash_files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256(path) for path in paths}
 
 
-def code_hash(*folders: str) -> str:
-    """Of the Python files below folders of this repository: a checkpoint belongs to the code that made it."""
+def stage_code(stage: str, prefix: str) -> dict[str, str]:
+    """sha256 of the files that a stage imports, as dvc.yaml lists them, of those whose path begins with `prefix`."""
     root = Path(__file__).resolve().parents[1]
-    return fingerprint([sha256(path) for folder in folders for path in sorted((root / folder).rglob("*.py"))])
+    listed = yaml.safe_load((root / "dvc.yaml").read_text())["stages"][stage]["deps"]
+    return {name: sha256(root / name) for name in listed if name.startswith(prefix)}

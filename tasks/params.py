@@ -119,6 +119,12 @@ class Adapter(Section):
     use_dora: bool
 
 
+EvalSteps = Annotated[
+    Annotated[Count, Tag("steps")] | Annotated[Literal["epoch"], Tag("epoch")],
+    Discriminator(lambda value: "epoch" if isinstance(value, str) else "steps"),  # for errors that name one place
+]
+
+
 class Train(Section):
     loss: dict[str, float]
     beta: Positive | None
@@ -147,12 +153,13 @@ class Train(Section):
     epochs: Count
     max_steps: Count | None
     logging_steps: Count
-    eval_steps: Count | None
+    eval_steps: EvalSteps | None
     select: str | None
     patience: Count | None
     max_skipped_steps: Count
     kl_limit: Positive | None
     stop_on_alarm: bool
+    resume_from_checkpoint: Annotated[str, Field(min_length=1)]
     seed: int
 
     def loss_options(self) -> dict[str, options.Option]:

@@ -70,7 +70,7 @@ class ActorTrainGroup(Group):
     activation_checkpointing: bool
     save_steps: Count
     keep_checkpoints: Count
-    resume_from_checkpoint: Literal["auto", "never"]
+    keep_best: Annotated[int, Field(ge=0)]
     max_failures: Annotated[int, Field(ge=0)]
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Stage `train`: Ray Train starts the worker group `actor_train`, each worker runs training.loop under DeepSpeed.
 
-Checkpoints live outside DVC's outs, under an address made from everything that determines them: the same command after
-a kill goes on from the last one, and a checkpoint of other params is never met.
+Checkpoints live outside DVC's outs, in a folder named by a hash of everything that determines the weights: the same
+command after a kill resumes from the last one. `train.resume_from_checkpoint` names one of another training.
 """
 
 import csv
@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import stage
+from tasks import continuation, stage
 from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
-from tasks.files import code_hash, fingerprint, hash_files, home, publish, read_json, write_json
-from tasks.machines.lock import at_address
+from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json
+from tasks.machines.lock import at_address, note_address
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY, REFERENCE
@@ -46,41 +46,70 @@ def train(run: Run) -> None:
             "infra/cluster.yaml: actor_train.zero_stage 3 cannot split a base of 4 bits. Set it to 2, or "
             "train.quantization and reference.quantization to null."
         )
-    folder = home() / cluster.output_dir / "train" / _address(params)
+    if cluster.actor_train.keep_best and not (params.train.select and params.train.eval_steps):
+        raise UserError(
+            "infra/cluster.yaml: actor_train.keep_best ranks checkpoints by train.select at every train.eval_steps. "
+            "Set both in params.yaml, or keep_best to 0."
+        )
+    asked, runs = params.train.resume_from_checkpoint, run.folder.parent
+    start = None if asked in ("auto", "never") else continuation.resolve(asked, runs)
+    origin = _origin(params, run.folder.name, start)
+    trainings = home() / cluster.output_dir / "train"
+    folder = trainings / continuation.address(origin)
+    if start:
+        continuation.check(start, origin)
+        run.tags({"resumed_from": str(start), "resumed_from_sha256": origin["start"]})
+        if start.parent.parent == trainings:  # `make gc` keeps it as long as this run
+            note_address(start.parent, run.folder, "train")
+    (run.folder / continuation.TRAINING).write_text(str(folder))
     with at_address(folder, run.folder, "train"):
-        _train(run, params, cluster, folder)
+        _train(run, params, cluster, folder, origin, start)
 
 
-def _train(run: Run, params: Params, cluster: Cluster, folder: Path) -> None:
-    if cluster.actor_train.resume_from_checkpoint == "never":
+def _train(
+    run: Run, params: Params, cluster: Cluster, folder: Path, origin: dict[str, Any], start: Path | None
+) -> None:
+    if params.train.resume_from_checkpoint == "never":
         shutil.rmtree(folder, ignore_errors=True)
-    settings = make_settings(params, cluster, base_folder(params.source.model), folder)
+    settings = make_settings(params, cluster, base_folder(params.source.model), folder, origin)
     checkpoint.claim(folder, settings.attempt)
-    steps = batches.total_steps(count_pairs("train"), settings.global_batch_size, settings.epochs, settings.max_steps)
-    last = next(checkpoint.whole_checkpoints(folder), None)
+    steps = origin["steps"]
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
-    if last:
-        print(f"train: going on from the checkpoint of step {int(last.name.removeprefix('step-'))}", flush=True)
+    if note := _begin(folder, origin, start, params.train.resume_from_checkpoint):
+        print(f"train: {note}", flush=True)
     events = Events(run.folder / "tensorboard" if cluster.tensorboard else None)
     with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar, events):
         _fit(settings, cluster, folder, bar)
+    shutil.rmtree(folder / checkpoint.START, ignore_errors=True)
     _publish(run, folder)
 
 
-def _address(params: Params) -> str:
-    """Everything that determines the weights but for rounding: another cluster goes on from the same checkpoints."""
-    return fingerprint(
-        {
-            "train": params.train.model_dump(),
-            "base": base_hash(),
-            "pairs": hash_files(PAIRS),
-            "reference": read_json(REFERENCE / "manifest.json"),
-            "code": code_hash("training"),
-        }
-    )
+def _origin(params: Params, run: str, start: Path | None) -> dict[str, Any]:
+    """What determines this training: another cluster continues from the same checkpoints."""
+    train = params.train
+    return {
+        "run": run,
+        "train": train.model_dump(),
+        "steps": batches.total_steps(count_pairs("train"), train.global_batch_size, train.epochs, train.max_steps),
+        "base": base_hash(),
+        "pairs": fingerprint(hash_files(PAIRS)),
+        "reference": fingerprint(read_json(REFERENCE / "manifest.json")),
+        "code": stage_code("train", "training/"),
+        "start": continuation.content_hash(start) if start else None,
+    }
 
 
-def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path) -> Settings:
+def _begin(folder: Path, origin: dict[str, Any], start: Path | None, asked: str) -> str | None:
+    """Put the checkpoint to start from in place, and say which it is."""
+    if last := next(checkpoint.whole_checkpoints(folder), None):
+        return continuation.resumed(last, origin)
+    if start:
+        checkpoint.adopt(start, folder)
+        return continuation.continued(start, origin)
+    return continuation.other_training(folder.parent, origin) if asked == "auto" else None
+
+
+def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path, origin: dict[str, Any]) -> Settings:
     """Field by field, so that a renamed parameter fails here and never falls back to another value."""
     train, group = params.train, cluster.actor_train
     return Settings(
@@ -115,6 +144,8 @@ def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path) -
         compile=group.compile,
         save_steps=group.save_steps,
         keep_checkpoints=group.keep_checkpoints,
+        keep_best=group.keep_best,
+        origin=origin,
     )
 
 

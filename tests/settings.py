@@ -35,6 +35,8 @@ PLAIN: dict[str, Any] = {
     "compile": True,
     "save_steps": 100,
     "keep_checkpoints": 2,
+    "keep_best": 0,
+    "origin": {},
 }
 
 

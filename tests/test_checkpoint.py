@@ -7,12 +7,14 @@ import pytest
 from training import checkpoint
 
 
-def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2) -> None:
+def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, best=(), state=None) -> None:
     """What `save` does after every rank has written its part."""
     aside = folder / f".step-{step:08d}.{attempt}"
     (aside / "state").mkdir(parents=True)
     (aside / "state" / "rank0.pt").write_bytes(bytes(range(100)) * step)
-    checkpoint._publish(aside, folder, attempt, step, keep)
+    if state:
+        (aside / "state.json").write_text(json.dumps(state))
+    checkpoint._publish(aside, folder, attempt, step, keep, best)
 
 
 def names(folder) -> list[str]:

@@ -116,10 +116,10 @@ def test_it_shows_first_and_then_keeps_what_is_needed(repo: Path, env: Env, tmp_
     assert (cache / stays[:2] / stays[2:]).exists()
     assert sorted(path.name for path in (repo / ".scratch/runs").iterdir()) == ["champ", "loved", "new", "tagged"]
     assert list((repo / ".scratch/worktrees").iterdir()) == []  # broken was old, and nobody kept it
-    assert list((repo / ".scratch/train").iterdir()) == []  # a finished run needs no checkpoint
+    staying = ["champ", "loved", "new", "tagged"]
+    assert sorted(path.name for path in (repo / ".scratch/train").iterdir()) == staying  # they can be continued
     assert list((repo / ".scratch/inputs").iterdir()) == []  # copies of what is elsewhere
-    shards = sorted(path.name for path in (repo / ".scratch/reference").iterdir())
-    assert shards == ["champ", "loved", "new", "tagged"]
+    assert sorted(path.name for path in (repo / ".scratch/reference").iterdir()) == staying
     assert sorted(path.read_text() for path in (repo / ".mlflow").rglob("*.safetensors")) == ["champ", "loved"]
     again = command(repo, env, "flows.gc", "--keep", "1")
     assert "Nothing is to delete." in again.stdout

@@ -38,7 +38,7 @@ def test_saturated_margins_and_a_passed_kl_limit_are_alarms():
 
 
 def test_the_best_is_by_the_metrics_own_direction():
-    accuracy = Best("eval/rewards/accuracies", patience=2)
+    accuracy = Best("eval/rewards/accuracies", patience=2, keep=0)
     assert [accuracy.look(n, {"eval/rewards/accuracies": v}) for n, v in enumerate([0.5, 0.7, 0.7, 0.6])] == [
         True,
         True,
@@ -46,7 +46,7 @@ def test_the_best_is_by_the_metrics_own_direction():
         False,
     ]
     assert (accuracy.step, accuracy.value, accuracy.exhausted) == (1, 0.7, True)
-    loss = Best("eval/loss", patience=None)
+    loss = Best("eval/loss", patience=None, keep=0)
     assert [loss.look(n, {"eval/loss": v}) for n, v in enumerate([0.5, 0.7, 0.4])] == [True, False, True]
     assert not loss.exhausted
 

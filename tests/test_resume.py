@@ -6,12 +6,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 from mlflow import MlflowClient
 
-from tasks.files import hash_files, read_json, write_json
+from tasks.files import hash_files, read_json, sha256, write_json
+from tasks.params import overlay, read_yaml
 from tasks.tracking.forward import send_all
 from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
@@ -66,7 +69,7 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     group[1].kill()
     said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
-    assert "going on from the checkpoint of step" in said
+    assert "resuming from the checkpoint of step" in said
 
     for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
         assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
@@ -93,6 +96,48 @@ def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained,
     run(workspace, "train")
     weights = "data/policy/adapter_model.safetensors"
     assert (workspace / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def set_params(workspace: Path, **changes: Any) -> None:
+    content = overlay(read_yaml(workspace / "params.yaml"), {"train": changes})
+    (workspace / "params.yaml").write_text(yaml.safe_dump(content))
+
+
+def test_a_finished_run_is_extended_by_name_and_another_training_starts_anew(trained, tmp_path):
+    """Each in a second or two of training: the last checkpoint is of the last step."""
+    workspace = Path(shutil.copytree(trained, tmp_path / "extended"))
+    (first,) = workspace.glob(".scratch/train/*/attempt")
+    last = max(first.parent.glob("step-*"))
+    steps = int(last.name.removeprefix("step-"))
+    (name,) = [path.parent.name for path in workspace.glob(".scratch/runs/*/training")]
+    (workspace / f".scratch/runs/{name}/training").write_text(str(first.parent))  # the workspace has moved
+
+    set_params(workspace, logging_steps=3, max_skipped_steps=7)  # nothing that changes the weights
+    said = run(workspace, "train")
+    assert f"resuming from the checkpoint of step {steps}; from there on train.logging_steps 1 -> 3" in said
+    assert hash_files(workspace / "data/policy") == hash_files(trained / "data/policy")
+
+    set_params(workspace, resume_from_checkpoint=name, epochs=5)
+    said = run(workspace, "train")
+    longer = steps // 4 * 5
+    assert f"resuming from step {steps} of run {name}: train.epochs 4 -> 5, train.logging_steps 1 -> 3" in said
+    assert f"the learning-rate schedule is recomputed over {longer} steps" in said
+    rows = (workspace / "data/metrics/train.csv").read_text().splitlines()[1:]
+    assert int(rows[0].split(",")[0]) > steps
+    assert int(rows[-1].split(",")[0]) == longer
+    tags = [line["values"] for line in every_line(workspace) if "resumed_from" in line.get("values", {})]
+    assert tags == [{"resumed_from": str(last), "resumed_from_sha256": sha256(last / "manifest.json")}]
+    (notes,) = [p for p in workspace.glob(".scratch/runs/*/addresses") if p.read_text().count("train/") == 2]
+    assert f"train/{first.parent.name}" in notes.read_text().split()  # `make gc` keeps it as long as this run
+
+    set_params(workspace, resume_from_checkpoint="auto", epochs=1, max_steps=1, beta=0.2)
+    said = run(workspace, "train")
+    assert "starting from step 0. " in said
+    assert "train.beta 0.1 -> 0.2" in said
+
+
+def every_line(workspace: Path) -> list[dict[str, Any]]:
+    return [line for path in workspace.glob(".scratch/runs/*/train.jsonl") for line in read_lines(path)[0]]
 
 
 def test_a_tracking_server_that_only_fails_costs_neither_weights_nor_figures(referenced, trained, tmp_path):

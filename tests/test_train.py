@@ -23,11 +23,11 @@ def test_every_parameter_arrives_and_one_that_was_renamed_fails(section):
     params, cluster = load_params(PROJECT / "params.yaml"), load_cluster(PROJECT / "infra" / "cluster.yaml")
     whole = params if section == "train" else cluster
     part = getattr(whole, section)
-    settings = make_settings(params, cluster, Path("model"), Path("folder"))
+    settings = make_settings(params, cluster, Path("model"), Path("folder"), {})
     for name in NAMES & type(part).model_fields.keys():
         assert getattr(settings, name) == part.model_dump()[name], name
         without = part.model_copy()
         del without.__dict__[name]
         whole.__dict__[section] = without
         with pytest.raises(AttributeError, match=name):
-            make_settings(params, cluster, Path("model"), Path("folder"))
+            make_settings(params, cluster, Path("model"), Path("folder"), {})

@@ -6,6 +6,7 @@ The settings are a list of runs, done one after the other: starting a process co
 import json
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,9 +21,16 @@ SCALING = {**engine.LOSS_SCALING}
 def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
     engine.LOSS_SCALING |= {**SCALING, **given.pop("loss_scaling", {})}
+    start, killed = given.pop("start", None), given.pop("killed", None)
     given["objective"] = Objective(*given["objective"])
     settings = make_settings(**given)
     checkpoint.claim(Path(settings.folder), "test")
+    if start:  # another training's checkpoint
+        checkpoint.adopt(Path(start), Path(settings.folder))
+    if killed:  # what a run that was killed after that step has left
+        checkpoints = sorted(Path(killed["run"]).glob("step-*"))[: killed["after"]]
+        for path in (*checkpoints, Path(killed["run"]) / "best"):
+            shutil.copytree(path, Path(settings.folder) / path.name)
     log: list[dict] = []
     try:
         loop.train(

@@ -9,14 +9,17 @@ from training.packing import Pair, pack
 
 
 def total_steps(pairs: int, global_batch_size: int, epochs: int, max_steps: int | None) -> int:
-    steps = math.ceil(pairs / global_batch_size) * epochs
+    steps = steps_per_epoch(pairs, global_batch_size) * epochs
     return min(steps, max_steps) if max_steps else steps
+
+
+def steps_per_epoch(pairs: int, global_batch_size: int) -> int:
+    return math.ceil(pairs / global_batch_size)
 
 
 def step_pairs(step: int, pairs: int, global_batch_size: int, seed: int) -> list[int]:
     """Numbers of the pairs of a step (from 0), in an order of its own for every epoch; an epoch's last may be short."""
-    steps_per_epoch = math.ceil(pairs / global_batch_size)
-    epoch, within = divmod(step, steps_per_epoch)
+    epoch, within = divmod(step, steps_per_epoch(pairs, global_batch_size))
     order = torch.randperm(pairs, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     return order[within * global_batch_size : (within + 1) * global_batch_size].tolist()
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 TAG = "state"
+START = "start"  # below a training's folder: the checkpoint of another training that this one continues
 
 
 def claim(folder: Path, attempt: str) -> None:
@@ -28,16 +30,41 @@ def taken_over(folder: Path, attempt: str) -> bool:
         return False
 
 
-def save(engine: Any, folder: Path, attempt: str, step: int, state: dict[str, Any], keep: int) -> None:
-    """A collective: every rank writes its part, rank 0 publishes the whole with `state`, which is plain JSON."""
+def save(
+    engine: Any, folder: Path, attempt: str, step: int, state: dict[str, Any], keep: int, best: Collection[int]
+) -> None:
+    """Write a checkpoint with `state`, which is plain JSON; keep the newest ones and those of the steps in `best`.
+
+    A collective: every rank writes its part, rank 0 publishes the whole.
+    """
     aside = folder / f".step-{step:08d}.{attempt}"
     engine.save_checkpoint(str(aside), tag=TAG, exclude_frozen_parameters=True)
     dist.barrier()
     if dist.get_rank() == 0:
         client = {"step": step, "world": dist.get_world_size(), "zero": engine.zero_optimization_stage(), **state}
         (aside / "state.json").write_text(json.dumps(client))
-        _publish(aside, folder, attempt, step, keep)
+        _publish(aside, folder, attempt, step, keep, best)
     dist.barrier()
+
+
+def adopt(source: Path, folder: Path) -> None:
+    """Make another training's checkpoint the start of the training in `folder`.
+
+    Hard links where the disk has them: the other training may delete its own, and nothing is stored twice.
+    """
+    aside, target = folder / f".{START}", folder / START
+    for left in (aside, target):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(source, aside / f"step-{read_state(source)['step']:08d}", copy_function=_link)
+    os.rename(aside, target)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state that a checkpoint was saved with; empty where there is none."""
+    try:
+        return json.loads((path / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 @dataclass(frozen=True)
@@ -47,18 +74,24 @@ class Found:
     path: Path
     state: dict[str, Any]
     universal: bool
+    own: bool  # of this training, and not the one that it continues
 
 
 def find(folder: Path, zero_stage: int) -> Found | None:
     """The newest whole checkpoint, the same on all ranks; converted where another group made it. A collective."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        newest = next(whole_checkpoints(folder), None)
+        own = next(whole_checkpoints(folder), None)
+        newest = own or next(whole_checkpoints(folder / START), None)
         if newest:
-            state = json.loads((newest / "state.json").read_text())
+            state = read_state(newest)
             universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
-            found = [Found(_universal(newest) if universal else newest, state, universal)]
+            found = [Found(_universal(newest) if universal else newest, state, universal, own is not None)]
+        elif (folder / START).exists():  # step 0 would be another training
+            found = [ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")]
     dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
     return found[0]
 
 
@@ -109,7 +142,7 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def _publish(aside: Path, folder: Path, attempt: str, step: int, keep: int) -> None:
+def _publish(aside: Path, folder: Path, attempt: str, step: int, keep: int, best: Collection[int]) -> None:
     if (folder / "attempt").read_text() != attempt:
         raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
     files = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -121,8 +154,10 @@ def _publish(aside: Path, folder: Path, attempt: str, step: int, keep: int) -> N
     shutil.rmtree(target, ignore_errors=True)
     os.rename(aside, target)
     _sync(folder)
+    ranked = {f"step-{number:08d}" for number in best}
     for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old)
+        if old.name not in ranked:
+            shutil.rmtree(old)
     for left in folder.glob(".step-*"):
         shutil.rmtree(left)
 
@@ -137,6 +172,13 @@ def write_atomically(path: Path, text: str) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def _sync(path: Path) -> None:

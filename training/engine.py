@@ -121,6 +121,12 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate
 
 
+def set_weight_decay(engine: Any, weight_decay: float) -> None:
+    """After a checkpoint was loaded, which brings the value that it was made with."""
+    for group in engine.optimizer.param_groups:
+        group["weight_decay"] = weight_decay
+
+
 def skipped(engine: Any) -> bool:
     """Whether the last update was left out, on all ranks, because a gradient was not finite on one of them."""
     return bool(engine.optimizer.overflow)

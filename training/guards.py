@@ -1,5 +1,6 @@
 """What watches a run: steps that had to be skipped, and alarms when a course is known to end badly."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,19 +101,24 @@ class Alarms:
 
 @dataclass
 class Best:
-    """The best evaluation so far by a named metric."""
+    """The best evaluations so far by a named metric."""
 
     metric: str | None
     patience: int | None
+    keep: int  # of the best, whose checkpoints are kept
     value: float | None = None
     step: int | None = None
     since: int = 0  # evaluations without a better one
+    ranked: list[tuple[float, int]] = field(default_factory=list)  # (value, step) of the best `keep`, the best first
 
     def look(self, step: int, values: Mapping[str, float]) -> bool:
         """Whether this evaluation is the best."""
         if self.metric is None:
             return False
         sign = -1.0 if self.metric.rsplit("/", 1)[-1] in LOWER_IS_BETTER else 1.0
+        others = [entry for entry in self.ranked if entry[1] != step]
+        ranked = sorted([*others, (values[self.metric], step)], key=lambda entry: _last_if_nan(-sign * entry[0]))
+        self.ranked = ranked[: self.keep]
         if self.value is None or sign * values[self.metric] > sign * self.value:
             self.value, self.step, self.since = values[self.metric], step, 0
             return True
@@ -120,11 +126,21 @@ class Best:
         return False
 
     @property
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are kept for their rank."""
+        return [step for _, step in self.ranked]
+
+    @property
     def exhausted(self) -> bool:
         return self.patience is not None and self.since >= self.patience
 
     def state(self) -> dict[str, Any]:
-        return {"value": self.value, "step": self.step, "since": self.since}
+        return {"value": self.value, "step": self.step, "since": self.since, "ranked": self.ranked}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
+        self.ranked = [(value, step) for value, step in state["ranked"]][: self.keep]
+
+
+def _last_if_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value

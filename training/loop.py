@@ -40,7 +40,7 @@ class Course:
         self.window = Window(device)
         self.skips = Skips(settings.max_skipped_steps)
         self.alarms = Alarms(settings.kl_limit)
-        self.best = Best(settings.select, settings.patience)
+        self.best = Best(settings.select, settings.patience, settings.keep_best)
         self.rewards = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of all rewards so far
 
     @property
@@ -55,6 +55,11 @@ class Course:
         for name in ("window", "skips", "alarms", "best"):
             getattr(self, name).load(state[name])
         self.rewards = self.rewards.new_tensor(state["rewards"])
+
+    def start_over(self) -> None:
+        """What another training's checkpoint brings and this one counts for itself: its alarms and its best policy."""
+        self.alarms.raised = []
+        self.best = Best(self.best.metric, self.best.patience, self.best.keep)
 
 
 def train(
@@ -76,6 +81,8 @@ def train(
     if found:
         course.load(found.state)
         engine.load_loss_scale(policy, found.state.get("loss_scale"))
+        if not found.own:
+            course.start_over()
     elif settings.objective.needs_reference:
         proof = prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
         say(f"the policy starts as the reference: tokens within {proof['token']:.1g}, loss within {proof['loss']:.1g}")
@@ -85,8 +92,30 @@ def train(
     ids = [pair.id for pair in pairs]
     steps = batches.total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
     first = found.state["step"] if found else 0
-    speed, done, looked = Speed(policy.module, device, world), first, -1
-    for step in feed.steps(first, steps, rank, world, device):
+    evaluate_every = (
+        batches.steps_per_epoch(len(pairs), settings.global_batch_size)
+        if settings.eval_steps == "epoch"
+        else settings.eval_steps
+    )
+
+    def look(step: int) -> int:
+        _look(policy, settings, held_out, step, course, log, device)
+        return step
+
+    def save(step: int) -> int:
+        state = {**course.state(), "loss_scale": engine.loss_scale_state(policy), "origin": settings.origin}
+        checkpoint.save(
+            policy, folder, settings.attempt, step, state, settings.keep_checkpoints, best=course.best.steps
+        )
+        return step
+
+    done, looked, saved = first, -1, first if found and found.own else -1
+    if found and not found.own and settings.select:  # the policy that it starts with may stay the best
+        looked = look(first)
+        saved = save(first) if first in course.best.steps else saved
+    over = found is not None and _over(settings, course, first, say)
+    speed = Speed(policy.module, device, world)
+    for step in feed.steps(first, first if over else steps, rank, world, device):
         done = step.number + 1
         logs = done % settings.logging_steps == 0 or done == steps
         rate = batches.learning_rate(
@@ -101,18 +130,21 @@ def train(
             log(done, {**values, **health, "skipped_steps": course.skips.total, **marks, **speed.since(values)})
             for sentence in new.values():
                 say(f"alarm at step {done}: {sentence}")
-        if settings.eval_steps and done % settings.eval_steps == 0 and done < steps:
-            _look(policy, settings, held_out, done, course, log, device)
-            looked = done
+        if evaluate_every and done % int(evaluate_every) == 0 and done < steps:
+            looked = look(done)
             speed.pause()
         if _over(settings, course, done, say):
             break
-        if done % settings.save_steps == 0 and done < steps:
-            state = {**course.state(), "loss_scale": engine.loss_scale_state(policy)}
-            checkpoint.save(policy, folder, settings.attempt, done, state, settings.keep_checkpoints)
+        if done < steps and (done % settings.save_steps == 0 or done in course.best.steps):
+            saved = save(done)
             speed.pause()
     if looked != done:
-        _look(policy, settings, held_out, done, course, log, device)
+        look(done)
+    if saved != done:  # the last step too: a finished training can be continued
+        save(done)
+    if settings.keep_best:
+        ranking = ", ".join(f"step {step} ({value:.4g})" for value, step in course.best.ranked)
+        say(f"checkpoints kept by {settings.select}: {ranking}")
     if settings.select and course.best.step is not None:
         say(f"the policy is that of step {course.best.step}, {settings.select} {course.best.value:.4g}")
     _finish(policy.module.model, settings)
@@ -141,6 +173,7 @@ def start(
         compile_layers(scorer.causal)
     if found:
         checkpoint.load(policy, found)
+        engine.set_weight_decay(policy, settings.weight_decay)
     return policy
 
 

@@ -32,9 +32,11 @@ class Settings:
     epochs: int
     max_steps: int | None
     logging_steps: int
-    eval_steps: int | None
+    eval_steps: int | str | None  # "epoch": at the end of each
     save_steps: int
     keep_checkpoints: int
+    keep_best: int  # more of them, the best by `select`
+    origin: dict[str, Any]  # what determines this training, in plain JSON; each checkpoint holds it
     seed: int
     zero_stage: int
     offload: str

@@ -123,7 +123,7 @@ def _memory(found: Findings, params: parameters.Params, cluster: parameters.Clus
     from training import memory
     from training.hardware import gpus
 
-    settings = make_settings(params, cluster, folder, home() / cluster.output_dir)
+    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
     group = cluster.actor_train
     needed: Any = memory.estimate(settings, group.num_workers)
     sentence = f"train needs about {needed} on each of {group.num_workers} workers"

@@ -50,7 +50,7 @@ def train_memory(params: Params, cluster: Cluster, root: Path) -> float | None:
         folder = _hub(params, root) or folder
     if not (folder / "config.json").exists():
         return None
-    settings = make_settings(params, cluster, folder, home() / cluster.output_dir)
+    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
     return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
 
 

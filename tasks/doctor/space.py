@@ -44,7 +44,8 @@ def needed(params: Params, cluster: Cluster, sizes: Any) -> dict[str, float]:
     saved = (sizes.trainable if params.train.adapter else sizes.parameters) * wide
     gguf = sum(sizes.parameters * GGUF[kind] for kind in params.export.gguf)
     pairs = sum(path.stat().st_size for path in PAIRS.glob("*.parquet")) if PAIRS.exists() else 0
-    keep = cluster.actor_train.keep_checkpoints + 1  # a new one is whole before an old one goes
+    # A new one is whole before an old one goes.
+    keep = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
     return {
         "checkpoints": float(sizes.trainable * (wide + OPTIMIZER) * keep),
         "policy": 3.0 * saved,  # where it is trained, as an out, in the cache

@@ -89,18 +89,20 @@ def alone(path: Path, waiting: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def at_address(folder: Path, run: Path, stage: str) -> Iterator[None]:
-    """Around work in a folder that is named by what determines it, and that another run may therefore share.
-
-    The run's own folder notes the address: `make gc` keeps what runs that are kept have used.
-    """
-    with (run / "addresses").open("a") as notes:
-        notes.write(f"{stage}/{folder.name}\n")
+    """Around work in a folder that is named by what determines it, and that another run may therefore share."""
+    note_address(folder, run, stage)
 
     def say(who: str) -> None:
         print(f"{stage}: {who} works on the same; waiting until it is done, to go on from there", flush=True)
 
     with alone(folder.with_suffix(".lock"), say):
         yield
+
+
+def note_address(folder: Path, run: Path, stage: str) -> None:
+    """In the run's own folder: `make gc` keeps what runs that are kept have used."""
+    with (run / "addresses").open("a") as notes:
+        notes.write(f"{stage}/{folder.name}\n")
 
 
 def _lock_file(root: Path) -> Path:
