@@ -12,6 +12,7 @@ from tasks import continuation
 from tasks.errors import UserError
 from tasks.files import hash_files
 from tasks.params import load_params
+from tasks.train import _begin as begin
 from tests import test_engine
 from tests.test_checkpoint import make_checkpoint
 from tests.test_engine import LORA, run_ranks, settings
@@ -277,6 +278,18 @@ def test_a_training_that_starts_from_step_0_names_the_one_that_could_be_continue
         f"starting from step 0. {near} has the same pairs and base model, but changed: train.beta 0.5 -> 0.1. "
         f"To continue from it, set train.resume_from_checkpoint: {near}"
     )
+
+
+def test_a_training_begins_with_its_own_checkpoint_then_the_named_one_then_from_step_0(tmp_path, origin):
+    path = save(tmp_path / "first", 20, origin)
+    folder, now = tmp_path / "second", changed(origin, train__beta=0.5, start="c")
+    assert begin(folder, now, None, "never") is None
+    assert str(begin(folder, now, None, "auto")).startswith(f"starting from step 0. {path} has the same pairs")
+    assert begin(folder, now, path, str(path)) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
+    assert checkpoint.find_damage(folder / checkpoint.START / path.name) is None
+    save(folder, 40, now)
+    for start, asked in ((None, "auto"), (path, str(path))):
+        assert begin(folder, now, start, asked) == "resuming from the checkpoint of step 40"
 
 
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):

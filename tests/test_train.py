@@ -20,7 +20,7 @@ def test_settings_have_no_defaults_to_fall_back_to():
 
 @pytest.mark.parametrize("section", ["train", "actor_train"])
 def test_every_parameter_arrives_and_one_that_was_renamed_fails(section):
-    params, cluster = load_params(PROJECT / "params.yaml"), load_cluster(PROJECT / "infra" / "cluster.yaml")
+    params, cluster = load_params(PROJECT / "params.yaml"), load_cluster(PROJECT)
     whole = params if section == "train" else cluster
     part = getattr(whole, section)
     settings = make_settings(params, cluster, Path("model"), Path("folder"), {})
