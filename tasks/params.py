@@ -137,6 +137,9 @@ class Train(Section):
     dpop_lambda: Positive | None
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
     f_alpha: float | None
+    beta_alpha: Positive | None
+    beta_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None
+    beta_filter: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     margin: Literal["scores"] | None
     margin_scale: Positive | None
     ld_alpha: Fraction | None

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import adapters, batches
 from training.engine import deepspeed_config
+from training.global_batch import Batch, calibrate
 from training.logps import plain_logps
 from training.losses import Pairs
 from training.model import load_model
@@ -67,7 +68,9 @@ def make_pairs(model: Path) -> list[Pair]:
     return made
 
 
-def plain_run(model: Path, pairs: list[Pair], lora: bool, objective: Objective) -> list[tuple[float, float]]:
+def plain_run(
+    model: Path, pairs: list[Pair], lora: bool, objective: Objective, betas: list[float] | None = None
+) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, by two ordinary passes a pair and one backward pass a step."""
     policy = load_model(model, "float32")
     policy = adapters.add_adapter(policy, **LORA, seed=0) if lora else policy
@@ -75,11 +78,19 @@ def plain_run(model: Path, pairs: list[Pair], lora: bool, objective: Objective) 
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.01)
     steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
+    running = torch.zeros(2, dtype=torch.float64)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = batches.learning_rate(step, steps, RATE, 0.1, "cosine")
         numbers = batches.step_pairs(step, len(pairs), BATCH, seed=0)
-        loss = batch_loss(policy, [pairs[number] for number in numbers], objective)
+        given, weight = batch_pairs(policy, [pairs[number] for number in numbers], objective)
+        if betas is not None:
+            with torch.no_grad():
+                made = calibrate(Batch(pairs=given, weight=weight, places=[]), objective, running, seed=step)
+            running = made.running
+            betas.append(made.beta.item())
+            given = replace(given, batch_beta=made.beta.float(), kept=made.kept.float())
+        loss = (objective.losses(given)["loss"] * weight).sum() / weight.sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
@@ -88,8 +99,8 @@ def plain_run(model: Path, pairs: list[Pair], lora: bool, objective: Objective) 
     return seen
 
 
-def batch_loss(policy: torch.nn.Module, pairs: list[Pair], objective: Objective) -> torch.Tensor:
-    """The weighted mean over the whole batch, which sorted losses sort."""
+def batch_pairs(policy: torch.nn.Module, pairs: list[Pair], objective: Objective) -> tuple[Pairs, torch.Tensor]:
+    """The whole batch, which sorted losses sort, and its weights."""
     names = ("chosen", "rejected")
     chosen, rejected = (
         torch.stack([plain_logps(policy, pair.prompt, getattr(pair, name), CPU).sum() for pair in pairs])
@@ -110,7 +121,7 @@ def batch_loss(policy: torch.nn.Module, pairs: list[Pair], objective: Objective)
         label=label,
         margin=MARGIN_SCALE * margin if "margin" in objective.options else 0.0,
     )
-    return (objective.losses(given)["loss"] * weight).sum() / weight.sum()
+    return given, weight
 
 
 def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes: object) -> dict[str, object]:
@@ -158,6 +169,7 @@ def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool
     return json.loads((folder / "log.json").read_text())
 
 
+DYNAMIC = ({"sigmoid": 1.0}, {"beta": 0.1, "beta_alpha": 20.0, "beta_filter": 0.34})  # 2 of 6 pairs are dropped
 AOT = ({"aot": 1.0, "aot_unpaired": 0.5}, {"beta": 0.1})
 
 
@@ -179,6 +191,9 @@ def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
         settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
         settings(folder, model, "aot", pairs, objective=AOT),
         settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
+        settings(folder, model, "dynamic-narrow", weighted, objective=DYNAMIC, row_tokens=8, save_steps=4),
+        settings(folder, model, "dynamic-resumed", weighted, objective=DYNAMIC, row_tokens=8)
+        | {"folder": str(folder / "dynamic-narrow")},  # and so from its checkpoint of step 4
         settings(folder, model, "weighted", weighted, objective=SCORED),
         settings(folder, model, "unread-scores", scored),
         settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
@@ -202,6 +217,7 @@ def two_ranks(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]
     ]
     runs += [
         settings(folder, model, "aot", pairs, objective=AOT),
+        settings(folder, model, "dynamic", weighted, objective=DYNAMIC),
         settings(folder, model, "weighted", weighted, objective=SCORED),
         settings(folder, model, "poisoned", poisoned, objective=SCORED),
         settings(folder, model, "all-poisoned", ruined, objective=SCORED, max_skipped_steps=3),
@@ -264,6 +280,23 @@ def test_sorted_losses_sort_the_global_batch_whatever_the_rows_and_ranks(one_ran
 def test_labels_margins_and_weights_are_those_of_the_global_batch(one_rank, two_ranks, plain):
     for log in (one_rank["weighted"], two_ranks["weighted"]):
         assert_same_course(log, plain["weighted"])
+
+
+def test_beta_dpo_looks_at_the_global_batch_whatever_the_rows_and_ranks(one_rank, two_ranks, model, weighted):
+    betas: list[float] = []
+    expected = plain_run(model, weighted[8:], False, Objective(*DYNAMIC), betas)
+    assert max(betas) - min(betas) > 0.01
+    for log in (one_rank["dynamic-narrow"], two_ranks["dynamic"]):
+        assert_same_course(log, expected)
+        assert [line["beta"] for line in log if "beta" in line] == pytest.approx(betas, rel=1e-4)
+
+
+def test_beta_dpo_resumes_with_its_running_mean(one_rank):
+    whole, resumed = (
+        [(line["step"], line["loss"], line["beta"]) for line in one_rank[name] if "beta" in line]
+        for name in ("dynamic-narrow", "dynamic-resumed")
+    )
+    assert resumed == whole[4:]
 
 
 def test_scores_that_nobody_asked_for_change_nothing_and_are_noted(one_rank, plain):

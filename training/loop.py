@@ -6,7 +6,7 @@ Runs under any launcher that sets the usual rank variables (Ray Train here, torc
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training import batches, checkpoint, engine, memory
+from training import batches, checkpoint, engine, global_batch, memory
 from training.dtypes import gpu_has_bfloat16
 from training.feed import Feed, Step
 from training.guards import Alarms, Best, Skips, not_finite
 from training.logps import AT_ONCE, Scorer, row_logps
-from training.losses import Pairs, Ranked
-from training.losses import rank as rank_pairs
 from training.metrics import Window, row_metrics, row_pairs
 from training.model import compile_layers
 from training.objective import Objective
@@ -42,6 +40,7 @@ class Course:
         self.alarms = Alarms(settings.kl_limit)
         self.best = Best(settings.select, settings.patience, settings.keep_best)
         self.rewards = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of all rewards so far
+        self.margins = torch.zeros_like(self.rewards)  # beta-DPO's running mean and deviation of the reward margins
 
     @property
     def reward_mean(self) -> Tensor:
@@ -49,12 +48,13 @@ class Course:
 
     def state(self) -> dict[str, Any]:
         parts = {name: getattr(self, name).state() for name in ("window", "skips", "alarms", "best")}
-        return {**parts, "rewards": self.rewards.tolist()}
+        return {**parts, "rewards": self.rewards.tolist(), "margins": self.margins.tolist()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for name in ("window", "skips", "alarms", "best"):
             getattr(self, name).load(state[name])
         self.rewards = self.rewards.new_tensor(state["rewards"])
+        self.margins = self.margins.new_tensor(state.get("margins", [0.0, 0.0]))
 
     def start_over(self) -> None:
         """What another training's checkpoint brings and this one counts for itself: its alarms and its best policy."""
@@ -183,11 +183,13 @@ def train_step(
     """One update by the mean loss over the pairs of the global batch, whichever rows and ranks they fell on."""
     window, world = course.window, dist.get_world_size()
     rows = [(row.to(window.device), counts) for row, counts in step.rows]
-    ranked = rank_batch(policy, objective, rows, step.numbers, window.device) if objective.needs_ranks else {}
+    told, margins = global_batch.look(
+        policy, objective, rows, step.numbers, window.device, running=course.margins, seed=step.number
+    )
     engine.set_learning_rate(policy, rate)
     losses, zeros = [], None
     for place, (row, counts) in enumerate(rows):
-        per_pair, values = row_loss(policy, objective, row, reward_mean=course.reward_mean, ranked=ranked.get(place))
+        per_pair, values = row_loss(policy, objective, row, reward_mean=course.reward_mean, **told.get(place, {}))
         # DeepSpeed averages gradients over ranks, and we want their weighted mean over the global batch's pairs.
         loss = (per_pair * row.weight).sum() * (world / step.weight) * float(counts)
         policy.set_gradient_accumulation_boundary(place == len(rows) - 1)
@@ -209,6 +211,7 @@ def train_step(
         engine.update_loss_scale(policy, step.number + 1, overflow=False)
         sums = window.end_step()
         course.skips.taken()
+        course.margins = course.margins if margins is None else margins
         course.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
     return zeros
 
@@ -222,58 +225,13 @@ def row_loss(
     policy: nn.Module,
     objective: Objective,
     row: Row,
-    *,
-    reward_mean: Tensor | float = 0.0,
-    ranked: Ranked | None = None,
+    **known: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics per pair of one row."""
+    """Loss and metrics per pair of one row; `known` is what `row_pairs` takes besides."""
     tokens = row_logps(policy, row)
-    pairs = row_pairs(row, tokens, objective, reward_mean=reward_mean, ranked=ranked)
+    pairs = row_pairs(row, tokens, objective, **known)
     parts = objective.losses(pairs)
     return parts["loss"], row_metrics(row, tokens, pairs, parts, objective)
-
-
-@torch.no_grad()
-def rank_batch(
-    policy: nn.Module,
-    objective: Objective,
-    rows: Iterable[tuple[Row, bool]],
-    numbers: Sequence[int],
-    device: torch.device,
-) -> dict[int, Ranked]:
-    """For losses that sort: one more pass, whose sums of the whole global batch tell each row its pairs' ranks."""
-    place = {number: at for at, number in enumerate(numbers)}
-    table = torch.zeros(4, len(numbers), dtype=torch.float64, device=device)
-    spots = []
-    for row, counts in rows:
-        spot = torch.tensor([place[number] for number in row.pairs], device=device)
-        spots.append(spot)
-        given = row_pairs(row, row_logps(policy, row), objective)
-        sums = torch.stack([given.chosen, given.rejected, given.ref_chosen, given.ref_rejected])
-        table[:, spot] += sums.double() * float(counts)
-    if dist.is_initialized():
-        dist.all_reduce(table)
-    whole = rank_pairs(_sums_alone(table))
-    return {
-        at: Ranked(**{name: values[spot].float() for name, values in vars(whole).items()})
-        for at, spot in enumerate(spots)
-    }
-
-
-def _sums_alone(table: Tensor) -> Pairs:
-    """Pairs of which only the sums are known, (4, pairs)."""
-    chosen, rejected, ref_chosen, ref_rejected = table
-    unknown = torch.full_like(chosen, math.nan)
-    return Pairs(
-        chosen=chosen,
-        rejected=rejected,
-        ref_chosen=ref_chosen,
-        ref_rejected=ref_rejected,
-        chosen_mean=unknown,
-        rejected_mean=unknown,
-        chosen_tokens=unknown,
-        rejected_tokens=unknown,
-    )
 
 
 @torch.no_grad()
@@ -304,10 +262,10 @@ def evaluate(
         for members, counts in dealt:
             yield build_row(pairs, members).to(device), counts
 
-    ranked = rank_batch(policy, objective, rows(), range(len(pairs)), device) if objective.needs_ranks else {}
+    told, _ = global_batch.look(policy, objective, rows(), range(len(pairs)), device)
     window = Window(device)
     for place, (row, counts) in enumerate(rows()):
-        _, values = row_loss(policy, objective, row, reward_mean=reward_mean, ranked=ranked.get(place))
+        _, values = row_loss(policy, objective, row, reward_mean=reward_mean, **told.get(place, {}))
         window.add(values, row.weight, len(row.input_ids), counts)
         if each and counts:
             each(row, values)

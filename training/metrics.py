@@ -19,6 +19,8 @@ def row_pairs(
     *,
     reward_mean: Tensor | float = 0.0,
     ranked: Ranked | None = None,
+    batch_beta: Tensor | None = None,
+    kept: Tensor | float = 1.0,
 ) -> Pairs:
     """A row's token values as the losses take them."""
     counts, reference = row.counts.to(tokens.logps.dtype), row.reference.to(tokens.logps.dtype)
@@ -42,6 +44,8 @@ def row_pairs(
         factor=_wpo(row, tokens, counts) if objective.wpo else 1.0,
         reward_mean=reward_mean,
         ranked=ranked,
+        batch_beta=batch_beta,
+        kept=kept,
     )
 
 
@@ -82,6 +86,8 @@ def row_metrics(
         # which need not be likely under the policy.
         drift = (tokens.logps - row.reference) ** 2 / 2 * counts
         values["kl"] = torch.stack(row.sums(drift)).sum(0) / both_tokens
+    if pairs.batch_beta is not None:
+        values["beta"] = pairs.batch_beta.expand(len(chosen_reward))
     return values
 
 

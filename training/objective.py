@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from training.losses import LOSSES, Pairs
-from training.options import SOFT, SORTED, Option, needs_reference, taken
+from training.options import DYNAMIC, SOFT, SORTED, Option, needs_reference, taken
 from training.packing import Pair
 
 
@@ -29,6 +30,11 @@ class Objective:
         return not SORTED.isdisjoint(self.weights)
 
     @property
+    def calibrates(self) -> bool:
+        """Whether beta follows the reward margins of each global batch (beta-DPO)."""
+        return "beta_alpha" in self.options
+
+    @property
     def ld_alpha(self) -> float:
         return float(self.options.get("ld_alpha", 1.0))
 
@@ -43,7 +49,10 @@ class Objective:
 
     def components(self, pairs: Pairs) -> dict[str, Tensor]:
         """Each loss per pair, by name."""
-        return {name: LOSSES[name](pairs, **taken(name, self.options)) for name in self.weights}
+        options: dict[str, dict[str, Any]] = {name: taken(name, self.options) for name in self.weights}
+        if pairs.batch_beta is not None:
+            options = {n: {**o, "beta": pairs.batch_beta} if n in DYNAMIC else o for n, o in options.items()}
+        return {name: LOSSES[name](pairs, **options[name]) * pairs.kept for name in self.weights}
 
     def losses(self, pairs: Pairs) -> dict[str, Tensor]:
         """Loss per pair: the total as `loss` and, where there are several, each component."""

@@ -8,18 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Option = float | bool | str
-_OF_LOSSES = (
-    "beta",
-    "label_smoothing",
-    "gamma",
-    "length_normalization",
-    "reference",
-    "tau",
-    "cpo_alpha",
-    "dpop_lambda",
-)
+_OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
+_OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
 _OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
-OPTIONS = (*_OF_LOSSES, "f_divergence", "f_alpha", *_OF_PAIRS)
+OPTIONS = (*_OF_LOSSES, "dpop_lambda", "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 _F = ("f_divergence", "f_alpha")
 
@@ -56,6 +48,7 @@ REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
 SORTED = frozenset({"aot", "aot_unpaired"})  # over the global batch
 SOFT = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})  # read pairs.label
 MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})  # read pairs.margin
+DYNAMIC = frozenset({"dpop", *(name for name, takes in TAKES.items() if "f_divergence" in takes.may)})  # read beta * h
 
 
 def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option]) -> bool:
@@ -103,6 +96,9 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
         raise ValueError(f"there is no `f_divergence` '{divergence}': there are {', '.join(DIVERGENCES)}")
     if ("f_alpha" in options) != (divergence == "alpha"):
         raise ValueError("`f_alpha` belongs to `f_divergence: alpha`: set both or neither")
+    for option in ("beta_momentum", "beta_filter"):
+        if option in options and "beta_alpha" not in options:
+            raise ValueError(f"`{option}` belongs to `beta_alpha`: set `beta_alpha` too, or `{option}` to null")
     if ("margin_scale" in options) != ("margin" in options):
         raise ValueError("`margin_scale` belongs to `margin: scores`: set both or neither")
 
@@ -112,6 +108,8 @@ def _reads(name: str, option: str, options: Mapping[str, Option]) -> bool:
         return True
     if option in ("margin", "margin_scale"):
         return name in MARGIN
+    if option in _OF_BETA:
+        return name in DYNAMIC
     if option == "ld_alpha":  # weighs the tokens of sums, which these read none of
         return name not in ("orpo", "sft") and (name != "simpo" or bool(options.get("reference")))
     return bool(taken(name, {option: True}))
