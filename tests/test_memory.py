@@ -69,7 +69,7 @@ def test_an_update_counts_where_it_takes_more_than_the_rows(folder):
     count = memory.measure(folder, None).parameters
     pairs = [Pair("a", [1], [1], [1], [], [])]
     parts = memory.estimate(settings(folder, dtype="bfloat16", zero_stage=1), 1, pairs).parts
-    assert parts["rows"] + parts["logits"] + parts["update"] == 4 * count
+    assert parts["rows"] + parts["logits"] + parts["backward"] + parts["update"] == 4 * count
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ GIB = 2**30
 OutOfMemory = torch.OutOfMemoryError
 # Values that a layer keeps of each token: multiples of its hidden, attention and intermediate sizes.
 HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
+# Values of each token that the backward pass through one layer holds besides: gradients, and what it computes again.
+BACKWARD_HIDDEN, BACKWARD_INTERMEDIATE = 3.0, 3.5
 OVERHEAD = 1.0 * GIB  # the CUDA context's and the allocator's own
 LOOK_AHEAD = 32  # steps whose rows are looked at
 
@@ -66,6 +68,8 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     states = sizes.trainable * shard if settings.offload == "none" else 0.0
     rows = tokens * _kept(sizes, settings.activation_checkpointing) * wide
     logits = _logits(sizes, targets, wide)
+    # The logits have gone when the backward pass comes to the layers: the larger of the two counts.
+    backward = max(0.0, tokens * _backward(sizes, settings.activation_checkpointing) * wide - logits)
     return Estimate(
         {
             "weights": 0.0 if settings.offload == "all" else weights * (shard if settings.zero_stage == 3 else 1),
@@ -73,8 +77,9 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "optimizer": states * 12.0,  # master weights and two moments
             "rows": rows,
             "logits": logits,
-            # Float32 gradients come when rows and logits have gone.
-            "update": max(0.0, states * 4.0 - rows - logits),
+            "backward": backward,
+            # Float32 gradients come when all of these have gone.
+            "update": max(0.0, states * 4.0 - rows - logits - backward),
             "overhead": OVERHEAD,
         }
     )
@@ -96,8 +101,18 @@ def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: 
 
 
 def _kept(sizes: Sizes, activation_checkpointing: bool) -> float:
-    layer = HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
-    return sizes.layers * sizes.hidden + layer if activation_checkpointing else sizes.layers * layer
+    """Values of each token from the forward pass on; with activation checkpointing a layer's input alone."""
+    return sizes.layers * (sizes.hidden if activation_checkpointing else _layer(sizes))
+
+
+def _backward(sizes: Sizes, activation_checkpointing: bool) -> float:
+    """Values of each token that the backward pass through one layer adds; with checkpointing the layer's own too."""
+    working = BACKWARD_HIDDEN * sizes.hidden + BACKWARD_INTERMEDIATE * sizes.intermediate
+    return working + (_layer(sizes) if activation_checkpointing else 0.0)
+
+
+def _layer(sizes: Sizes) -> float:
+    return HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
 
 
 def _logits(sizes: Sizes, targets: int, wide: int) -> float:
