@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from training.packing import PROMPT, Row
@@ -149,6 +149,8 @@ def _flash(
 ) -> Tensor:
     """(tokens, heads, size). Causal masks of FlashAttention are aligned at the ends of queries and keys."""
     query, key, value = query.transpose(0, 1), key.transpose(0, 1)[keys], value.transpose(0, 1)[keys]
+    size = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - size))  # DeepSeek's values are shorter than its queries
     left = None if window is None else window - 1
     right = None if window is None else 0
     return torch.ops.aten._flash_attention_forward(
@@ -165,7 +167,7 @@ def _flash(
         scale=scaling,
         window_size_left=left,
         window_size_right=right,
-    )[0]
+    )[0][..., :size]
 
 
 def _dense(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.attention import can_flash, row_inputs
@@ -65,22 +64,14 @@ class Scorer(nn.Module):
         """Every response as a sequence of its own. A causal layer never sees the padding that follows a sequence."""
         sequences = [row.input_ids[keys] for keys in row.keys.tensor_split(row.key_ends[1:-1].tolist())]
         responded = row.response.bincount().tolist()
-        lengths = list(map(len, sequences))
-        room = len(row.input_ids) if self.how == "padded" else 0
-        batches = length_batches(lengths, room)
+        # One pass a row under ZeRO-3, where each is a collective of ranks whose rows differ.
+        room = 0 if self.how == "plain" else len(row.input_ids) if self.whole_head else row.longest * len(sequences)
         parts: dict[int, tuple[Tensor, ...]] = {}
-        for batch in batches:
+        for batch in length_batches(list(map(len, sequences)), room):
             scored = self._score([sequences[n] for n in batch], [responded[n] for n in batch])
             parts |= dict(zip(batch, scored, strict=True))
-        logps, entropy, collision = (
-            torch.cat(column) for column in zip(*(parts[n] for n in sorted(parts)), strict=True)
-        )
-        if not self.whole_head and dist.is_initialized():
-            # Each pass is a collective under ZeRO-3, so ranks with fewer batches repeat their shortest sequence.
-            shortest = batches[-1][-1:]
-            for _ in range(_most(len(batches), row.input_ids.device) - len(batches)):
-                ((extra, *_),) = self._score([sequences[n] for n in shortest], [responded[n] for n in shortest])
-                logps = logps + 0.0 * extra.sum()
+        columns = zip(*(parts[n] for n in sorted(parts)), strict=True)
+        logps, entropy, collision = (torch.cat(column) for column in columns)
         return logps, entropy, collision
 
     def _score(self, sequences: Sequence[Tensor], responded: Sequence[int]) -> list[tuple[Tensor, ...]]:
@@ -111,17 +102,18 @@ def row_logps(scorer: nn.Module, row: Row) -> TokenLogps:
     return TokenLogps(*scorer(row))
 
 
-def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device) -> Tensor:
-    """By one ordinary, unpacked forward pass: what packed rows are checked against."""
-    ids = torch.tensor([[*prompt, *response]], device=device)
-    return _plain(model, ids, len(response))[0]
+def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device, behind: int = 0) -> Tensor:
+    """By one ordinary, unpacked forward pass, with so many tokens behind it: what packed rows are checked against."""
+    ids = torch.tensor([[*prompt, *response, *[response[0]] * behind]], device=device)
+    return _plain(model, ids, len(response), behind)[0]
 
 
-def _plain(model: nn.Module, ids: Tensor, responded: int) -> tuple[Tensor, Tensor, Tensor]:
+def _plain(model: nn.Module, ids: Tensor, responded: int, behind: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     # Without it the logits of a long prompt alone take more memory than training: 10 GiB for 36,000 tokens.
-    keep = {"logits_to_keep": responded + 1} if _keeps(model) else {}
-    logits = model(input_ids=ids, use_cache=False, **keep).logits[0, -responded - 1 : -1]
-    return gather(_wide(logits), ids[0, -responded:])
+    keep = {"logits_to_keep": responded + behind + 1} if _keeps(model) else {}
+    logits = model(input_ids=ids, use_cache=False, **keep).logits[0]
+    last, end = len(logits) - behind - 1, ids.shape[1] - behind
+    return gather(_wide(logits[last - responded : last]), ids[0, end - responded : end])
 
 
 def _keeps(model: nn.Module) -> bool:
@@ -137,12 +129,6 @@ def length_batches(lengths: Sequence[int], room: int) -> list[list[int]]:
         else:
             batches.append([number])
     return batches
-
-
-def _most(count: int, device: torch.device) -> int:
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -168,6 +168,11 @@ def start(
     note = find_way(scorer, pairs, device)
     if note:
         say(note)
+    if scorer.how == "plain" and settings.zero_stage == 3:
+        raise ValueError(
+            f"{note}. Ranks would differ in their passes, which are collectives under ZeRO-3: set "
+            "actor_train.zero_stage to 2 in infra/cluster.yaml"
+        )
     prove_determinism(scorer, pairs, device)
     if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
         compile_layers(scorer.causal)
