@@ -40,7 +40,7 @@ def run(given: dict) -> list[dict]:
             log=lambda step, values: log.append({"step": step, **values}),
             say=lambda sentence: log.append({"said": sentence}),
         )
-    except (Mismatch, FloatingPointError) as error:
+    except (ValueError, FloatingPointError) as error:
         log.append({"refused": str(error)})
     return log
 

@@ -84,8 +84,6 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     """The engine around the model, with AdamW on its trainable parameters."""
     import deepspeed
 
-    if config["zero_optimization"]["stage"] == 3:
-        _gather_whole(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
@@ -97,15 +95,6 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     engine.optimizer._update_scale = lambda overflow: None
     assert engine.optimizer.loss_scaler.dynamic == config["fp16"]["enabled"], "float16 without loss scaling"
     return engine
-
-
-def _gather_whole(model: nn.Module) -> None:
-    """Recurrent layers read the weight of their convolution from outside it: ZeRO-3 gathers such a layer as a whole."""
-    import deepspeed
-
-    layers = {type(m) for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())}
-    if layers:
-        deepspeed.utils.set_z3_leaf_modules(model, list(layers))
 
 
 def _look_once_at_gradients(optimizer: Any) -> None:

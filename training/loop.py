@@ -28,6 +28,7 @@ from training.proof import find_way, prove_determinism, prove_start
 from training.settings import Settings
 from training.speed import Speed
 
+ZERO_2 = "set actor_train.zero_stage to 2 in infra/cluster.yaml"
 Log = Callable[[int, dict[str, float]], None]
 
 
@@ -164,15 +165,17 @@ def start(
     with engine.sharded_from_birth(config):
         scorer = Scorer(build_policy(settings, device))
     scorer.whole_head = settings.zero_stage < 3
+    if settings.zero_stage == 3 and any(isinstance(module, nn.Conv1d) for module in scorer.modules()):
+        raise ValueError(
+            f"the recurrent layers of {type(scorer.causal).__name__} read weights that ZeRO-3 keeps on other ranks: "
+            f"{ZERO_2}"
+        )
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
     note = find_way(scorer, pairs, device)
     if note:
         say(note)
     if scorer.how == "plain" and settings.zero_stage == 3:
-        raise ValueError(
-            f"{note}. Ranks would differ in their passes, which are collectives under ZeRO-3: set "
-            "actor_train.zero_stage to 2 in infra/cluster.yaml"
-        )
+        raise ValueError(f"{note}. Ranks would differ in their passes, which are collectives there: {ZERO_2}")
     prove_determinism(scorer, pairs, device)
     if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
         compile_layers(scorer.causal)
