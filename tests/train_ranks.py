@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.settings import make_settings
 from training import checkpoint, engine, loop
 from training.objective import Objective
-from training.settings import Mismatch
 
 SCALING = {**engine.LOSS_SCALING}
 
