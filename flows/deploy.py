@@ -16,6 +16,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
 from flows import ROOT, services
+from flows.stack import TIMEZONE
 from tasks.errors import UserError
 
 FILE = "infra/prefect.yaml"
@@ -31,14 +32,14 @@ def make_pool(client: SyncPrefectClient, name: str) -> None:
         client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
 
 
-def deploy(client: SyncPrefectClient, access: Mapping[str, str]) -> bool:
+def deploy(client: SyncPrefectClient, access: Mapping[str, str], timezone: str) -> bool:
     """Whether there was anything to do. `access` is what leads to the server beyond our own environment."""
-    wanted = fingerprint()
+    wanted = fingerprint(timezone)
     if NOTE.exists() and NOTE.read_text() == wanted and all(_found(client, name) for name in names()):
         return False
     before = dict(_schedules(client))
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", FILE]
-    env = {**os.environ, **access, "COLUMNS": "200"}
+    env = {**os.environ, **access, TIMEZONE: timezone, "COLUMNS": "200"}  # infra/prefect.yaml reads the time zone
     done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
@@ -55,12 +56,12 @@ def names() -> list[str]:
     return [f"{one['entrypoint'].rpartition('.')[2]}/{one['name']}" for one in found]
 
 
-def fingerprint() -> str:
+def fingerprint(timezone: str) -> str:
     """Of all that a deployment's schema and settings are made from."""
     files = [ROOT / FILE, ROOT / "params.yaml", *ROOT.glob("flows/*.py"), *ROOT.glob("tasks/**/*.py")]
     files += ROOT.glob("flows/recipes/*.yaml")
     digests = [(path.relative_to(ROOT).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
-    return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()
+    return hashlib.sha256(repr([timezone, *sorted(digests)]).encode()).hexdigest()
 
 
 def _found(client: SyncPrefectClient, name: str) -> bool:

@@ -18,7 +18,7 @@ from tasks.errors import UserError
 
 def equip(client: SyncPrefectClient, access: Mapping[str, str], asked: stack.Settings) -> None:
     """All but the pool, without which no worker starts."""
-    changed = deploy.deploy(client, access)
+    changed = deploy.deploy(client, access, asked.timezone)
     print(f"Deployments {'deployed' if changed else 'unchanged'}: {', '.join(deploy.names())}", flush=True)
     changes = automations.watch(asked.silence) + automations.notify(asked.webhook)
     print(f"Automations {'changed: ' + ', '.join(changes) if changes else 'unchanged'}", flush=True)

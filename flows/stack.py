@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from flows import ROOT, services
 from flows.services import Service, free_port
@@ -19,6 +20,7 @@ from tasks.stage import QUIET
 
 LOOPBACK = "127.0.0.1"
 BIND, SECRET = "BIND", "PREFECT_SERVER_API_AUTH_STRING"
+TIMEZONE = "DPO_TIMEZONE"
 POOL = "dpo"
 TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
 PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
@@ -35,6 +37,7 @@ class Settings:
     ports: Mapping[str, int]  # those that were asked for by name
     webhook: str | None  # None: leave notifications as they are; "": no more of them
     silence: int  # seconds
+    timezone: str  # of the schedules, an IANA name
 
     @property
     def open(self) -> bool:
@@ -57,7 +60,22 @@ def settings(env: Mapping[str, str]) -> Settings:
     silence = env.get("DPO_SILENCE_SECONDS") or str(SILENCE)
     if not silence.isdigit() or int(silence) <= 30:
         raise UserError(f"DPO_SILENCE_SECONDS must be more than a heartbeat's 30 seconds, and it is '{silence}'.")
-    return Settings(bind, secret, ports, webhook, int(silence))
+    return Settings(bind, secret, ports, webhook, int(silence), timezone(env))
+
+
+def timezone(env: Mapping[str, str]) -> str:
+    """Of the schedules: DPO_TIMEZONE, or else TZ, or else UTC."""
+    variable = next((name for name in (TIMEZONE, "TZ") if env.get(name)), None)
+    if variable is None:
+        return "UTC"
+    name = env[variable].removeprefix(":")  # POSIX allows TZ=:Europe/Berlin
+    try:
+        return ZoneInfo(name).key
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise UserError(
+            f"{variable} is '{name}', which is not a time zone. Set {TIMEZONE} to an IANA name such as Europe/Berlin "
+            "or UTC; schedules follow it."
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:

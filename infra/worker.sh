@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The machine that drives runs: a node of the Ray cluster that takes no work, and a Prefect worker.
 # Needs RAY_HEAD (host:port), RAY_AUTH_TOKEN, PREFECT_API_URL; DPO_REPOSITORY names a git repository of your own,
-# DPO_WEBHOOK_URL who is told of failures and champions.
+# DPO_WEBHOOK_URL who is told of failures and champions, DPO_TIMEZONE (or TZ) the time zone of the schedules.
 set -euo pipefail
 
 checkout=/shared/dpo

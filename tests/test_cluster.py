@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ with cluster.ray_cluster(configured.ray, 2):
     with cluster.room_for(configured.ray, configured.reference, 1):
         print("one fits")
         import ray
+        print("worker imports", ray.get(ray.remote(lambda: __import__("only_on_pythonpath").__name__).remote()))
         at_start = ray.remote(lambda: open("/proc/self/environ").read())  # of the process, before it imports torch
         print("worker's environment:", ray.get(at_start.remote()).split(chr(0)))
     with cluster.room_for(configured.ray, configured.reference, 2):
@@ -90,12 +92,32 @@ with cluster.ray_cluster(configured.ray, 2):
 """
 
 
+def embedded(folder: Path, packages: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{packages}"}
+    return subprocess.run([sys.executable, "-c", EMBEDDED], cwd=folder, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 def test_a_group_that_will_never_fit_an_embedded_cluster_is_refused(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run([sys.executable, "-c", EMBEDDED], cwd=tmp_path, env=env, capture_output=True, text=True)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "only_on_pythonpath.py").touch()
+    done = embedded(tmp_path, tmp_path / "packages")
     assert "one fits" in done.stdout
+    assert "worker imports only_on_pythonpath" in done.stdout
     # CUDA's allocator reads it once; without it, it reserves three times what rows of many lengths take.
     assert "'PYTORCH_ALLOC_CONF=expandable_segments:True'" in done.stdout
     assert "two fit" not in done.stdout
     assert "2 workers with 1 CPU each do not fit 1 nodes with 2 CPU in all" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_ray_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
+    """Ray itself says "timed out during startup", after 30 seconds."""
+    broken = tmp_path / "packages" / "aiohttp"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('this aiohttp is broken')")
+    began = time.monotonic()
+    done = embedded(tmp_path, tmp_path / "packages")
+    assert "UserError: Ray does not start: its process dashboard_agent failed. Its log ends with:" in done.stderr
+    assert "ImportError: this aiohttp is broken" in done.stderr.partition("UserError")[2]
+    assert time.monotonic() - began < 90  # three tries take longer

@@ -119,12 +119,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: S
     given = {"source.data": str(folder / "pairs.jsonl"), "source.model": str(tiny_base), **SMALL, **SHORT}
     content = overlay(read_yaml(root / "params.yaml"), dotted(given))
     (root / "params.yaml").write_text(yaml.safe_dump(content))
-    write_cluster(root, {"tracking_uri": stack.mlflow, "actor_train.num_workers": 1})
+    write_cluster(root, {})
+    site(root).write_text(yaml.safe_dump({"tracking_uri": stack.mlflow, "actor_train": {"num_workers": 1}}))
     git(root, "init", "-q", "-b", "main")
     dvc(root, stack.env, "remote", "add", "-d", "shared", "s3://dpo/dvc")
     dvc(root, stack.env, "remote", "modify", "shared", "endpointurl", stack.env["AWS_ENDPOINT_URL_S3"])
     commit(root, "as it comes")
     return root
+
+
+def site(root: Path) -> Path:
+    """The overlay that takes the place of compose.cluster.yaml, whose addresses are those of containers."""
+    return root.parent / "site.yaml"
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -143,8 +149,7 @@ def dvc(root: Path, env: Env, *arguments: str) -> str:
 
 
 def command(root: Path, env: Env, module: str, *arguments: str) -> str:
-    ours = {**env, "PYTHONPATH": str(root)}
-    ours.pop("DPO_CLUSTER")
+    ours = {**env, "PYTHONPATH": str(root), "DPO_CLUSTER": str(site(root))}
     words = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(words, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -182,9 +187,11 @@ def test_a_worker_equips_its_server_and_a_schedule_that_is_on_plans_nights(stack
     assert database.one("prefect", "SELECT count(*) FROM automation") == 2
     schedule = str(database.one("prefect", "SELECT id FROM deployment_schedule"))
     command(checkout, stack.env, "prefect", "deployment", "schedule", "resume", "dpo/nightly", schedule)
-    with (checkout / "infra" / "prefect.yaml").open("a") as file:
-        file.write("# changed, so that it is deployed anew\n")
-    assert "Deployments deployed: dpo/full, " in command(checkout, stack.env, "flows.equip")
+    zone = "SELECT schedule ->> 'timezone' FROM deployment_schedule"
+    assert database.one("prefect", zone) == "UTC"
+    tokyo = {**stack.env, "DPO_TIMEZONE": "Asia/Tokyo"}
+    assert "Deployments deployed: dpo/full, " in command(checkout, tokyo, "flows.equip")
+    assert database.one("prefect", zone) == "Asia/Tokyo"
     assert database.one("prefect", "SELECT active FROM deployment_schedule")
     wait_for(lambda: database.one("prefect", "SELECT count(*) FROM flow_run WHERE auto_scheduled"), 120)
 

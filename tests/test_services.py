@@ -93,6 +93,7 @@ def up(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
         env = {name: value for name, value in clean.items() if name not in ("BIND", "PORT")}
         env |= {"PREFECT_SERVER_API_AUTH_STRING": SECRET, "DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE)}
+        env["DPO_TIMEZONE"] = "Asia/Tokyo"
         root = make_dummy_repo(tmp_path_factory.mktemp("services") / "repo", mlflow_store)
         found = Up(root, env, told)
         # Reads from a pipe that only we hold open: `down` follows when we are gone, however that came.
@@ -188,7 +189,7 @@ def test_what_is_deployed_is_what_the_file_says(up: Up) -> None:
     assert found["dpo/nightly"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
     (schedule,) = found["dpo/nightly"]["schedules"]
     assert (schedule["active"], schedule["slug"]) == (False, "nightly")
-    assert schedule["schedule"] == {"cron": "0 2 * * *", "timezone": "Europe/Berlin", "day_or": True}
+    assert schedule["schedule"] == {"cron": "0 2 * * *", "timezone": "Asia/Tokyo", "day_or": True}
     known_and_typed(found["dpo/smoke"]["parameters"]["overrides"])
 
 
@@ -312,7 +313,7 @@ def test_a_schedule_starts_runs_by_itself_and_missed_ones_do_not_pile_up(up: Up,
         return [run for run in up.api("flow_runs/filter", of_nightly) if run["state_type"] in states]
 
     wait_for(lambda: runs("COMPLETED"), PATIENCE)
-    assert re.search(r"nightly: \* \* \* \* \* \(Europe/Berlin\), on, next 20\d\d-\d\d-", up.command("status"))
+    assert re.search(r"nightly: \* \* \* \* \* \(Asia/Tokyo\), on, next 20\d\d-\d\d-", up.command("status"))
     set_schedule(up, nightly, active=False)
     assert runs("COMPLETED")[0]["auto_scheduled"]
     assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
@@ -366,7 +367,7 @@ def test_a_run_by_hand_is_on_the_same_pages_and_status_shows_all(up: Up) -> None
     shown = up.command("status")
     for name, pid in up.pids().items():
         assert re.search(rf"{stack.TITLES[name]} +runs since [-\d]+ [:\d]+, process {pid}", shown)
-    assert "nightly: 0 2 * * * (Europe/Berlin), off" in shown
+    assert "nightly: 0 2 * * * (Asia/Tokyo), off" in shown
     assert re.search(rf"Completed +by hand .* {page}/runs/flow-run/", shown)
     assert re.search(r"Cancelled +full ", shown)
 

@@ -18,12 +18,26 @@ from tasks.errors import UserError
         ({"PORT": "many"}, "PORT must be a port"),
         ({"DPO_WEBHOOK_URL": "hooks.example/x"}, "DPO_WEBHOOK_URL must begin with"),
         ({"DPO_SILENCE_SECONDS": "30"}, "more than a heartbeat's 30 seconds"),
+        ({"DPO_TIMEZONE": "Europe/Berln", "TZ": "UTC"}, "DPO_TIMEZONE is 'Europe/Berln', which is not a time zone"),
+        ({"TZ": "/etc/localtime"}, "TZ is '/etc/localtime', which is not a time zone. Set DPO_TIMEZONE to an IANA"),
     ],
 )
 def test_what_is_asked_for_in_vain_is_a_sentence(env: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         stack.settings(env)
     assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "zone"),
+    [
+        ({}, "UTC"),
+        ({"DPO_TIMEZONE": "", "TZ": ":Asia/Tokyo"}, "Asia/Tokyo"),
+        ({"DPO_TIMEZONE": "Europe/Berlin", "TZ": "Asia/Tokyo"}, "Europe/Berlin"),
+    ],
+)
+def test_schedules_follow_the_time_zone_of_the_environment(env: dict[str, str], zone: str) -> None:
+    assert stack.settings(env).timezone == zone
 
 
 def test_pages_open_to_others_only_with_a_password() -> None:

@@ -5,9 +5,11 @@ Ray reads its authentication settings when it is imported, so nobody imports it 
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ CODE = Path(__file__).resolve().parents[2]
 PATIENCE = 5.0  # seconds for a head to answer
 JOIN = "A driver runs on a node: `ray start --address HEAD:PORT --num-cpus 0` makes this machine one, without work."
 RESTARTS = 2  # of an actor whose worker or node is lost
+AGENT_FAILED = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in raylet.out
+LOG_LINES = 12  # of a log that are shown
 
 Group = place.ReferenceGroup | place.ActorTrainGroup
 
@@ -48,7 +52,8 @@ def _network(interface: str | None) -> dict[str, str]:
 @contextmanager
 def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
     # Inherited by the cluster's processes: cheaper than an environment of Ray's making.
-    os.environ.update(environment, PYTHONPATH=str(CODE), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
+    paths = dict.fromkeys([str(CODE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    os.environ.update(environment, PYTHONPATH=os.pathsep.join(paths), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
     os.environ.update(RAY_prestart_worker_first_driver="0")  # Ray Train's actors cannot use such workers
     # A token of its own, so that nothing is written into the home folder and no other Ray is reached.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -64,7 +69,7 @@ def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _start(cpus: int, folder: str, tries: int = 3) -> None:
-    """Ray gives its parts 30 seconds, which on a busy machine are too few."""
+    """Ray gives its processes 30 seconds. On a busy machine that is too little, so a timeout alone is tried again."""
     import ray
 
     try:
@@ -77,10 +82,38 @@ def _start(cpus: int, folder: str, tries: int = 3) -> None:
             _temp_dir=folder,
         )
     except Exception as error:
-        if "timed out during startup" not in str(error) or tries == 1:
-            raise
         ray.shutdown()
+        logs = Path(folder) / "session_latest" / "logs"
+        if agent := AGENT_FAILED.search(_read(logs / "raylet.out")):
+            raise UserError(_agent_failed(logs, agent[1])) from error
+        if "timed out during startup" not in str(error) or tries == 1:
+            said = _tail(logs / "raylet.out")
+            raise RuntimeError(f"Ray does not start: {error}{said and ' raylet.out ends with: ' + said}") from error
         _start(cpus, folder, tries - 1)
+
+
+def _agent_failed(logs: Path, agent: str) -> str:
+    """Ray's own message hides the reason: an agent that ended takes the raylet with it, which Ray calls a timeout."""
+    if said := _tail(logs / f"{agent}.log"):
+        return (
+            f"Ray does not start: its process {agent} failed. Its log ends with:\n{said}\nCorrect that (a package that "
+            "cannot be imported, PYTHONPATH, a full disk), and run again."
+        )
+    return (
+        f"Ray does not start: its process {agent} failed before it wrote a log. Usually it cannot import Ray's "
+        f"packages: check that {sys.executable} with PYTHONPATH={os.environ['PYTHONPATH']} can import "
+        "ray.dashboard.agent."
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _tail(path: Path) -> str:
+    """The last lines, without the frames of C++."""
+    lines = [line for line in _read(path).splitlines() if line.strip() and "(+0x" not in line]
+    return "\n".join(lines[-LOG_LINES:])
 
 
 @contextmanager
