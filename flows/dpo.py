@@ -111,15 +111,13 @@ def run_stages(
     place: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
 ) -> None:
     """Every stage in turn; `states` grows by what became of each. `checks` are made behind the stage of that name."""
-    stale, moved = place.stale(), place.source_changed()
+    for line in place.watch():
+        get_run_logger().info("%s", line)
+    stale = place.stale()
     for name in place.stages():
         # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
-        force = name == "source" and moved
-        unchanged = not force and name not in stale and all(state["state"] == "cached" for state in states)
-        state = stage(name, place, unchanged, force)
-        if name == "source" and state["state"] == "restored" and place.source_changed():
-            state = stage(name, place, False, True)  # DVC remembers what an address led to once, and no longer does
-        states.append(state)
+        unchanged = name not in stale and all(state["state"] == "cached" for state in states)
+        states.append(stage(name, place, unchanged))
         checks.get(name, lambda: None)()
     if any(state["state"] != "cached" for state in states) and (stale := place.stale()):
         raise UserError(

@@ -13,11 +13,14 @@ from typing import Any
 import yaml
 
 from flows import ROOT, commits
+from tasks.configuration import read_yaml
 from tasks.files import fingerprint
+from tasks.paths import WATCH
 from tasks.tracking.journal import flatten
 
 Entry = dict[str, Any]  # of dvc.lock, for one stage
 RECENT = 50  # runs whose entries are looked at
+CHANGED_IN_PLACE = "the content behind an address of source changed"
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,24 @@ class Inputs:
                 found.append(f"param {name} {before} -> {after}")
         for path in sorted({*self.deps, *then.deps}):
             if self.deps.get(path) != then.deps.get(path):
-                found.append(f"{'code' if path.endswith('.py') else 'data'} changed: {path}")
+                what = "code" if path.endswith(".py") else "data"
+                found.append(CHANGED_IN_PLACE if path == str(WATCH) else f"{what} changed: {path}")
         return found
 
 
 def stages(root: Path) -> dict[str, Entry]:
-    return yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+    """Those that run only when something changed: all but `watch`."""
+    every = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+    return {name: stage for name, stage in every.items() if not stage.get("always_changed")}
+
+
+def watched(content: Mapping[str, Any]) -> dict[str, str | None]:
+    """The out of the stage `watch` with this content of params.yaml, as if it had run now."""
+    from tasks.params import Source
+    from tasks.watch import look, text
+
+    found = text(look(Source.model_validate(content["source"])))
+    return {str(WATCH): hashlib.md5(found.encode(), usedforsecurity=False).hexdigest()}
 
 
 def read_lock(text: str | None) -> dict[str, Entry]:
@@ -100,7 +115,7 @@ def seed(root: Path) -> list[str]:
     """
     known = list(locks())
     before = lock_of(root)
-    lock, upstream = dict(before), dict[str, str | None]()
+    lock, upstream = dict(before), watched(read_yaml(root / "params.yaml"))
     for name, stage in stages(root).items():
         now = current(root, stage, upstream, {})
         fits = (one[name] for one in known if name in one and recorded(one[name]) == now)

@@ -15,6 +15,7 @@ import yaml
 from flows import ROOT, inputs, runs, workspace
 from flows.inputs import Entry, Inputs
 from flows.workspace import Files
+from tasks.configuration import read_yaml
 from tasks.errors import UserError
 
 RUNS, RESTORED, UNCHANGED, MAYBE = "runs", "restored", "unchanged", "may run"
@@ -31,16 +32,13 @@ def look(files: Files) -> list[Step]:
     """What would become of each stage, in order."""
     locks, cached = list(inputs.locks()), list(_run_cache())
     here = inputs.lock_of(ROOT) or next((lock for lock in locks if lock), {})
-    moved = _source_moved(files)
-    upstream: dict[str, str | None] = {}
+    upstream = inputs.watched(files.get("params.yaml") or read_yaml(ROOT / "params.yaml"))
     steps: list[Step] = []
     for name, stage in inputs.stages(ROOT).items():
         now = inputs.current(ROOT, stage, upstream, files)
         known = [lock[name] for lock in locks if name in lock]
         restorable = [entry for entry in cached if entry["cmd"] == stage["cmd"]]
         step, entry = _step(name, now, known, restorable, steps)
-        if name == "source" and moved:
-            step, entry = Step(name, RUNS, ["source changed in place, which DVC does not see"]), None
         if step.what != UNCHANGED and name in here and not step.why:
             step = Step(name, step.what, now.differences(inputs.recorded(here[name])))
         steps.append(step)
@@ -80,27 +78,9 @@ def _run_cache() -> Iterator[Entry]:
             yield entry
 
 
-def _source_moved(files: Files) -> bool:
-    """Of the data and model that are configured now, against what the checkout, or else the newest run, has seen."""
-    from tasks.params import load_params
-    from tasks.source import changed
-
-    source = load_params(ROOT / "params.yaml").source
-    if files.get("params.yaml", {}).get("source", source.model_dump()) != source.model_dump():
-        return False  # other addresses: DVC sees that
-    seen = next((root for root in _workspaces() if (root / "data/raw/manifest.json").exists()), ROOT)
-    return changed(source, seen)
-
-
-def _workspaces() -> Iterator[Path]:
-    yield ROOT
-    for record in runs.records():
-        yield record.results()
-
-
 def show(steps: list[Step], files: Files) -> None:
     from tasks.doctor import needs
-    from tasks.params import Params, load_cluster, read_yaml, validate
+    from tasks.params import Params, load_cluster, validate
     from tasks.place import RECIPE
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))

@@ -20,7 +20,7 @@ from tasks.files import hash_files, read_json
 from tasks.machines.lock import workspace_lock
 from tasks.place import RECIPE
 
-GIVEN = ("source",)  # fetched as it was: what lies behind its address may be gone by now
+GIVEN = ("watch", "source")  # fetched as it was: what lies behind its address may be gone by now
 MACHINE = {
     "manifest.json",
     "manifest.sha256",

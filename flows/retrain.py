@@ -18,11 +18,11 @@ from flows.promote import decision
 from flows.workspace import Files, Workspace
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, read_json, sha256, write_json
+from tasks.paths import WATCH
 
 Record = dict[str, Any]
 ASKED = "asked.json"  # in the run's folder
 CARD = Path("data") / "card" / "report.json"
-MANIFESTS = {"raw": Path("data/raw/manifest.json"), "base": Path("data/base/manifest.json")}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def code(root: Path) -> dict[str, str]:
     """The hash of each dependency of the stages that no stage makes, and of their commands."""
     stages = inputs.stages(root)
     made = {path for stage in stages.values() for path in inputs.out_paths(stage)}
-    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - made)
+    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - made - {str(WATCH)})
     commands = {name: stage["cmd"] for name, stage in stages.items()}
     return {**{dep: _hash(root / dep) for dep in deps}, "dvc.yaml": fingerprint(commands)}
 
@@ -111,8 +111,8 @@ def nothing_new(*, last: Record | None, now: Record, due: datetime) -> str | Non
 def news(*, last: Record, now: Record) -> list[str]:
     """What is not as it was, in words."""
     from tasks.params import Source
-    from tasks.source import moved
     from tasks.tracking.journal import flatten
+    from tasks.watch import look_strictly
 
     before, params = flatten(last["params"]), flatten(now["params"])
     names = [name for name in {**before, **params} if before.get(name) != params.get(name)]
@@ -121,8 +121,8 @@ def news(*, last: Record, now: Record) -> list[str]:
     found += [f"code ({', '.join(sorted(files))})"] if files else []
     if last["params"]["source"] != now["params"]["source"]:
         return found  # other addresses: what the old ones lead to does not matter
-    source = Source.model_validate(now["params"]["source"])
-    return found + [f"what {address} leads to" for address in moved(source, last["raw"], last["base"], strict=True)]
+    seen, before = look_strictly(Source.model_validate(now["params"]["source"])), last.get("watch", {})
+    return found + [f"the content of {name}" for name in seen if seen[name] != before.get(name)]
 
 
 def check_drift(place: Workspace, last: Record | None) -> None:
@@ -150,14 +150,18 @@ def check_drift(place: Workspace, last: Record | None) -> None:
 
 def outcome(place: Workspace, began: datetime, *, now: Record, last: Record | None) -> Record | None:
     """What the next run compares with; the card stays that of the last promoted data, so that slow drift adds up."""
-    paths = {name: place.root / path for name, path in MANIFESTS.items()}
-    if not all(path.exists() for path in paths.values()):
+    if not (place.root / WATCH).exists():
         return None
-    seen = {name: read_json(path) for name, path in paths.items()}
     card = {"card": (last or {}).get("card"), "card_of": (last or {}).get("card_of")}
     if (place.root / CARD).exists() and (decision(place).get("promoted") or not card["card"]):
         card = {"card": read_json(place.root / CARD), "card_of": place.key}
-    return {"run": place.key, "began": began.isoformat(timespec="seconds"), **now, **seen, **card}
+    return {
+        "run": place.key,
+        "began": began.isoformat(timespec="seconds"),
+        **now,
+        "watch": read_json(place.root / WATCH),
+        **card,
+    }
 
 
 def due() -> datetime:

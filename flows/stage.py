@@ -56,17 +56,17 @@ def worth_another_try(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> 
     retry_condition_fn=worth_another_try,
     cache_policy=NO_CACHE,  # whether a stage must run is DVC's to say
 )
-def stage(name: str, workspace: Workspace, unchanged: bool, force: bool = False) -> dict[str, Any]:
+def stage(name: str, workspace: Workspace, unchanged: bool) -> dict[str, Any]:
     start = time.monotonic()
-    state = "cached" if unchanged else _reproduce(name, workspace, force)
+    state = "cached" if unchanged else _reproduce(name, workspace)
     if state in SAID:
         get_run_logger().info("%s: %s", name, SAID[state])
     return {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _reproduce(name: str, workspace: Workspace, force: bool) -> str:
+def _reproduce(name: str, workspace: Workspace) -> str:
     watch = Watch(name)
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), name]
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", name]
     with _once(name, workspace):
         code = child.run(command, workspace.root, workspace.environment(), watch)
     if code != 0:

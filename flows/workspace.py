@@ -54,18 +54,16 @@ class Workspace:
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
-        return list(yaml.safe_load((self.root / "dvc.yaml").read_text())["stages"])
+        return list(inputs.stages(self.root))
 
     def stale(self) -> set[str]:
         status = self.dvc("status", "--json")
-        return set(json.loads(status[status.index("{") :]))
+        return set(json.loads(status[status.index("{") :])) & set(self.stages())
 
-    def source_changed(self) -> bool:
-        """Whether a file behind source.data or source.model changed in place, which DVC does not see."""
-        from tasks.params import load_params
-        from tasks.source import changed
-
-        return changed(load_params(self.root / "params.yaml").source, self.root)
+    def watch(self) -> list[str]:
+        """Let DVC see whether the content behind an address of `source` changed; what the stage says about it."""
+        said = self.dvc("repro", "--single-item", "watch").splitlines()
+        return [line for line in said if line.startswith("watch: ")]
 
     def dvc(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "dvc", *arguments]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.files import home, read_json
+from tasks.files import home, known_sha256, read_json
 from tasks.paths import BASE
 
 HUB = "hub:"
@@ -18,7 +18,7 @@ def base_folder(address: str) -> Path:
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise UserError(
                 f"{folder / name} is not the file that the source stage saw ({size} bytes). "
-                "Restore it, or run `dvc repro -f source` to take the model as it is now."
+                "Restore it, or run `dvc repro` to take the model as it is now."
             )
     return folder
 
@@ -31,6 +31,12 @@ def local_path(address: str) -> Path:
     """A file or folder as the user means it: a run in its own worktree finds what lies in the checkout."""
     path = Path(address).expanduser()
     return path if path.exists() else home() / path
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Of a model folder's own files; what a tool keeps there under a dot is not the model."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
+    return {path.name: known_sha256(path) for path in files}
 
 
 def hub_address(address: str) -> tuple[str, str | None]:

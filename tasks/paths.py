@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+WATCH = Path("data/watch.json")
 RAW = Path("data/raw")
 BASE = Path("data/base")
 PAIRS = Path("data/pairs")

@@ -9,12 +9,11 @@ from typing import Any
 
 from tasks import stage
 from tasks.dataset import demo
-from tasks.dataset.fetch import changed as data_changed
-from tasks.dataset.fetch import check_address, fetch, hub_commit, name_of, pinned
+from tasks.dataset.fetch import check_address, fetch, origins
 from tasks.dataset.readers import count_rows, read_chunks
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, known_sha256, publish, read_json, write_json
-from tasks.models import HUB, hub_address, hub_snapshot, local_path
+from tasks.files import fingerprint, hash_files, publish, write_json
+from tasks.models import HUB, file_hashes, hub_address, hub_snapshot, local_path
 from tasks.params import Source, load_params
 from tasks.paths import BASE, RAW
 from tasks.progress import Bar
@@ -73,20 +72,6 @@ def _refuse_code(folder: Path, model: str) -> None:
         )
 
 
-def origins(params: Source) -> list[dict[str, Any]]:
-    """Where rows come from: one address or a mixture, and the held-out data if it has an address of its own."""
-    if isinstance(params.data, str):
-        name = name_of(params.data)
-        made = [{"key": "source.data", "name": name, "address": params.data, "weight": 1.0, "share": 1.0}]
-    else:
-        made = [
-            {"key": "source.data", "name": one.name, "address": one.data, "weight": one.weight, "share": one.share}
-            for one in params.data
-        ]
-    held = {"key": "source.eval", "name": "eval", "address": params.eval, "weight": 1.0, "share": 1.0}
-    return [*made, held] if params.eval else made
-
-
 def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
     sources = []
     for origin in origins(params):
@@ -125,12 +110,12 @@ def fetch_model(params: Source, base: Path) -> dict[str, Any]:
         _refuse_code(folder, address)
     else:
         folder = local_path(address)
-    came = {"model": address, "revision": revision, "origin": fingerprint(_model_hashes(folder))}
+    came = {"model": address, "revision": revision, "origin": fingerprint(file_hashes(folder))}
     if params.adapter:
-        came |= {"adapter": params.adapter, "adapter_sha256": fingerprint(_model_hashes(local_path(params.adapter)))}
+        came |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
-    files = _model_hashes(folder)
+    files = file_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
     manifest = {**came, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
@@ -148,49 +133,6 @@ def _merge(folder: Path, adapter: Path, base: Path) -> None:
             f"source.adapter: {adapter} does not fit the model {folder}: {str(error).splitlines()[0]} "
             "Give the adapter that was trained on this model, or null."
         ) from error
-
-
-def _model_hashes(folder: Path) -> dict[str, str]:
-    """Of a model folder's own files; what a tool keeps there under a dot is not the model."""
-    return {
-        path.name: known_sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."
-    }
-
-
-def changed(params: Source, root: Path) -> bool:
-    """Whether what an address leads to is no longer what this stage saw: DVC watches params, not addresses."""
-    raw, base = root / RAW / "manifest.json", root / BASE / "manifest.json"
-    if not (raw.exists() and base.exists()):
-        return False  # DVC knows that the stage must run
-    return bool(moved(params, read_json(raw), read_json(base)))
-
-
-def moved(params: Source, raw: dict[str, Any], base: dict[str, Any], strict: bool = False) -> list[str]:
-    """The addresses that no longer lead to what these manifests of ours describe; `strict` as in fetch.changed."""
-    found = []
-    for one in raw.get("sources", []):
-        if data_changed(one["address"], {file["file"]: file["sha256"] for file in one["files"]}, strict):
-            found.append(one["address"])
-    if _model_moved(params.model, base, strict):
-        found.append(params.model)
-    if params.adapter and fingerprint(_model_hashes(local_path(params.adapter))) != base["adapter_sha256"]:
-        found.append(params.adapter)
-    return found
-
-
-def _model_moved(address: str, seen: dict[str, Any], strict: bool) -> bool:
-    if address.startswith(HUB):
-        try:
-            return not pinned(address) and hub_commit(address, "model") != seen["revision"]
-        except Exception as error:
-            if not strict:  # a hub out of reach is no reason to run again
-                return False
-            raise UserError(
-                f"source.model: {address} could not be asked whether it is new ({str(error).splitlines()[0]}). Check "
-                "the network and HF_TOKEN, or name a commit (hub:owner/name@commit)."
-            ) from error
-    folder = local_path(address)
-    return folder.is_dir() and fingerprint(_model_hashes(folder)) != seen["origin"]
 
 
 def _hub_model(address: str) -> tuple[Path, str]:

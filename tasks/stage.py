@@ -59,14 +59,19 @@ for _name, _value in QUIET.items():
 
 
 def main(stage: Callable[[Any], None]) -> None:
-    """Run a stage as a command: 0 done, 2 something that the user can mend, 1 a fault of ours."""
+    """Run a stage as a command, with the workspace locked and a run in MLflow."""
+    command(lambda: _run(stage))
+
+
+def command(work: Callable[[], None]) -> None:
+    """Exit codes: 0 done, 2 something that the user can mend, 1 a fault of ours."""
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category)
     die_with_parent()
     sys.excepthook = redact.hook
     threading.excepthook = lambda given: redact.hook(given.exc_type, given.exc_value, given.exc_traceback)
     try:
-        _run(stage)
+        work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

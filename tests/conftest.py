@@ -105,8 +105,10 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
 
 
 def _stages() -> dict[str, dict[str, object]]:
-    stages: dict[str, dict[str, object]] = {}
-    before: list[str] = []
+    """The real `watch`, and behind it stages that take no time."""
+    real = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
+    stages: dict[str, dict[str, object]] = {"watch": real["watch"]}
+    before = ["data/watch.json"]
     for name in STAGES:
         metrics = ["data/metrics/evaluate.json", "data/metrics/samples.jsonl"]
         more = {"source": ["data/raw", "data/base"], "evaluate": metrics}
@@ -123,6 +125,25 @@ def tiny_base(once: Once) -> Path:
     from training import tiny
 
     return once("base", lambda folder: tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20))
+
+
+@pytest.fixture(scope="session")
+def adapter(once: Once, tiny_base: Path) -> Path:
+    """An adapter of that model which changes its answers."""
+    import torch
+
+    from training import adapters
+    from training.model import load_model
+
+    def make(folder: Path) -> None:
+        policy = adapters.add_adapter(load_model(tiny_base, "float32"), 4, 8.0, "all-linear", False, False, seed=0)
+        torch.manual_seed(1)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+        policy.save_pretrained(folder)
+
+    return once("adapter", make)
 
 
 @pytest.fixture(scope="session")

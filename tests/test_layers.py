@@ -110,5 +110,6 @@ def test_dvc_depends_on_the_code_that_a_stage_imports(stage):
 
 def test_every_stage_is_named_once_in_dvc_yaml():
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-    assert tuple(stages) == STAGES
+    assert tuple(stages) == ("watch", *STAGES)
+    assert [name for name, content in stages.items() if content.get("always_changed")] == ["watch"]
     assert all(content["cmd"] == f"python -m tasks.{name}" for name, content in stages.items())

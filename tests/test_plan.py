@@ -27,6 +27,9 @@ def env() -> Env:
 def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env) -> Path:
     """With code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
     root = make_dummy_repo(tmp_path_factory.mktemp("plan") / "repo", mlflow_store)
+    (root / "pairs.jsonl").write_text("{}\n")
+    params = (root / "params.yaml").read_text()
+    (root / "params.yaml").write_text(params.replace("  data: demo ", "  data: pairs.jsonl "))
     content = yaml.safe_load((root / "dvc.yaml").read_text())
     content["stages"]["train"]["deps"].append("tasks/dummy.py")
     (root / "dvc.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -74,6 +77,12 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     with (repo / "tasks" / "dummy.py").open("a") as file:
         file.write("# changed\n")
     assert "code changed: tasks/dummy.py" in plan(repo, env)["train"]
+
+    (repo / "pairs.jsonl").write_text("{} \n")
+    edited = plan(repo, env)
+    assert "runs" in edited["source"]
+    assert "the content behind an address of source changed" in edited["source"]
+    assert "may run" in edited["prepare"]
 
 
 @pytest.mark.slow

@@ -17,12 +17,11 @@ import pytest
 import yaml
 
 from flows import retrain
-from tasks.dataset import demo, fetch
+from tasks.dataset import demo
 from tasks.dataset.drift import FIGURES, shifts
 from tasks.errors import UserError
-from tasks.files import fingerprint, read_json, sha256, write_json
 from tasks.params import dotted, load_params, overlay, read_yaml
-from tasks.source import moved
+from tasks.watch import look, look_strictly
 from tests.workspaces import PROJECT, write_data
 
 Env = dict[str, str]
@@ -40,7 +39,7 @@ def make_repo(root: Path, store: Path, model: Path) -> Path:
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(read_yaml(root / "params.yaml"), dotted(given))))
     stages = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
     real = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
-    stages |= {name: real[name] for name in ("source", "prepare")}
+    stages |= {name: real[name] for name in ("watch", "source", "prepare")}
     stages["reference"]["deps"] = ["data/pairs"]
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
     who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
@@ -104,7 +103,8 @@ def test_four_nights(tmp_path: Path, mlflow_store: Path, tiny_base: Path, prefec
     write_data(root / "pairs.jsonl", longer)
     third = night(root, prefect_api)  # new, and not what the champion learnt from
     assert third.returncode == 1
-    assert "what pairs.jsonl leads to" in third.stdout
+    assert "new since 2" in third.stdout
+    assert "the content of source.data pairs.jsonl" in third.stdout
     assert third.stderr.startswith("error: The data have drifted from those of ")
     assert "tokens of the chosen, mean " in third.stderr
     assert "chosen_longer " in third.stderr
@@ -136,13 +136,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     stages = {"one": {"cmd": "true", "deps": ["code.py"], "outs": ["data/one"]}}
     stages["two"] = {"cmd": "true", "deps": ["code.py", "data/one"], "outs": [{"data/two": {"persist": True}}]}
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    from tasks.source import _model_hashes
-
-    files = [{"file": "pairs.jsonl", "sha256": sha256(tmp_path / "pairs.jsonl")}]
-    raw = {"sources": [{"address": "pairs.jsonl", "files": files}]}
-    base = {"origin": fingerprint(_model_hashes(tmp_path / "model"))}
-    made = retrain.made_of({}, tmp_path)
-    return {"run": "first", "began": NOW.isoformat(), **made, "raw": raw, "base": base, "card": None}
+    made, seen = retrain.made_of({}, tmp_path), look_strictly(load_params().source)
+    return {"run": "first", "began": NOW.isoformat(), **made, "watch": seen, "card": None}
 
 
 class Quiet:
@@ -167,7 +162,10 @@ def test_what_counts_as_new(record: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text(text)
     write_data(tmp_path / "pairs.jsonl", ROWS[:6])
     (tmp_path / "model" / "config.json").write_text("{} ")
-    assert found() == ["what pairs.jsonl leads to", "what model leads to"]
+    assert found() == ["the content of source.data pairs.jsonl", "the content of source.model model"]
+    (tmp_path / "pairs.jsonl").unlink()
+    with pytest.raises(UserError, match=r"source\.data: there is no file pairs\.jsonl"):
+        found()
 
 
 def test_a_late_run_whose_work_is_done_ends_though_the_data_are_new(record: dict[str, Any], tmp_path: Path) -> None:
@@ -236,35 +234,26 @@ class Hub(BaseHTTPRequestHandler):
 
 def test_a_hub_address_is_as_new_as_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source = load_params(PROJECT / "params.yaml").source.model_copy(update={"model": "hub:owner/name"})
-    files = {"rows.parquet": "0" * 64}
-    listed = [{"file": name, "sha256": digest} for name, digest in files.items()]
-    raw = {"sources": [{"address": "hub:owner/name?split=train", "files": listed}]}
-    write_json(Path(".scratch/addresses.json"), {"hub:owner/name?split=train": {"files": files, "stamp": "a" * 40}})
+    update = {"data": "hub:owner/name?split=train", "model": "hub:owner/name"}
+    source = load_params(PROJECT / "params.yaml").source.model_copy(update=update)
+    first = {"source.data hub:owner/name?split=train": "a" * 40, "source.model hub:owner/name": "a" * 40}
+    second = dict.fromkeys(first, "b" * 40)
+    assert look(source) == {}  # never reached: `source` runs, and says what is wrong
+    assert look(source, known=first) == first  # of a clone: what the files that it pulled were made from
     server = HTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     try:
-        assert moved(source, raw, {"revision": "a" * 40}, strict=True) == []
+        assert look_strictly(source) == look(source) == first
         monkeypatch.setattr(Hub, "commit", "b" * 40)
-        assert moved(source, raw, {"revision": "a" * 40}) == ["hub:owner/name?split=train", "hub:owner/name"]
-        assert not fetch.changed(f"hub:owner/name@{'a' * 40}", files)  # named by its content
+        assert look(source, known=first) == second
+        pinned = dict.fromkeys(update, f"hub:owner/name@{'a' * 40}")
+        assert look_strictly(source.model_copy(update=pinned)) == {}  # named by its content
     finally:
         server.shutdown()
         server.server_close()
-    assert moved(source, raw, {"revision": "a" * 40}) == []  # out of reach: no reason to run again
+    said: list[str] = []
+    assert look(source, known=first, say=said.append) == second  # out of reach: no reason to run again
+    assert "source.model: hub:owner/name could not be asked whether it is new" in said[1]
     with pytest.raises(UserError, match="could not be asked whether it is new"):
-        moved(source, raw, {"revision": "a" * 40}, strict=True)  # but a schedule says so
-
-
-def test_content_that_another_run_has_seen_since_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs share what is known of addresses: a worktree with older files must not take that for its own."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "far" / "pairs.jsonl"
-    path.parent.mkdir()
-    seen: list[dict[str, str]] = []
-    for number, rows in enumerate((ROWS[:3], ROWS[:4])):
-        write_data(path, rows)
-        fetch.fetch("source.data", f"file://{path}", 0, tmp_path / f"raw{number}")
-        seen.append(read_json(".scratch/addresses.json")[f"file://{path}"]["files"])
-    assert [fetch.changed(f"file://{path}", files) for files in seen] == [True, False]
+        look_strictly(source)  # but a schedule says so

@@ -15,10 +15,10 @@ import pytest
 from pydantic import ValidationError
 
 from tasks.dataset import fetch
+from tasks.dataset.fetch import origins
 from tasks.errors import UserError
 from tasks.params import Params, load_params, read_recipe, read_yaml
 from tasks.source import _check as check
-from tasks.source import origins
 from tests.workspaces import PROJECT
 from training import checkpoint
 from training.remote_code import needs_its_own_code

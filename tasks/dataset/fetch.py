@@ -5,14 +5,17 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from tasks.dataset import demo
 from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
-from tasks.files import hash_files, home, known_sha256, read_json, write_json
+from tasks.files import fingerprint, home, known_sha256
 from tasks.models import HUB, hub_address, local_path
+
+if TYPE_CHECKING:
+    from tasks.params import Source
 
 REMOTE = "://"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -61,22 +64,28 @@ def name_of(address: str) -> str:
     return re.sub(r"[^\w-]+", "-", last.partition(".")[0]).strip("-") or "data"
 
 
-def changed(address: str, files: dict[str, str], strict: bool = False) -> bool:
-    """Whether what an address leads to is no longer these files (name: sha256), as far as can be told from here.
+def origins(params: "Source") -> list[dict[str, Any]]:
+    """Where rows come from: one address or a mixture, and the held-out data if it has an address of its own."""
+    if isinstance(params.data, str):
+        name = name_of(params.data)
+        made = [{"key": "source.data", "name": name, "address": params.data, "weight": 1.0, "share": 1.0}]
+    else:
+        made = [
+            {"key": "source.data", "name": one.name, "address": one.data, "weight": one.weight, "share": one.share}
+            for one in params.data
+        ]
+    held = {"key": "source.eval", "name": "eval", "address": params.eval, "weight": 1.0, "share": 1.0}
+    return [*made, held] if params.eval else made
 
-    `strict`: a store that does not answer is an error, and one that was never asked may hold anything.
-    """
-    if address == "demo" or pinned(address):
-        return False  # made from a seed, or named by its content
+
+def content_id(key: str, address: str) -> str:
+    """Names the content behind an address: a hash of local files; of a store, what it says without sending them."""
     if REMOTE in address or address.startswith(HUB):
-        known = _stamps().get(address)
-        if known is None:
-            return strict
-        return known["files"] != files or (stamp if strict else _stamp)(address) not in (None, known["stamp"])
+        return stamp(key, address)
+    check_address(key, address)
     path = local_path(address)
-    if path.is_file():
-        return {path.name: known_sha256(path)} != files
-    return {file.relative_to(path).as_posix(): known_sha256(file) for file in _row_files(path)} != files
+    files = {".": path} if path.is_file() else {file.relative_to(path).as_posix(): file for file in _row_files(path)}
+    return fingerprint({name: known_sha256(file) for name, file in files.items()})
 
 
 def _row_files(folder: Path) -> list[Path]:
@@ -118,7 +127,6 @@ def _from_hub(key: str, address: str, target: Path) -> None:
     if unknown := options.keys() - {"split", "config"}:
         raise UserError(f"{key}: `{unknown.pop()}` in {address} is neither `split` nor `config`.")
     name, revision = hub_address(place)
-    seen = None if pinned(address) else _stamp(address)  # before the rows: what changes meanwhile is seen next time
     try:
         rows = load_dataset(name, options.get("config"), revision=revision, split=options.get("split", "train"))
         rows.to_parquet(str(target))
@@ -127,8 +135,6 @@ def _from_hub(key: str, address: str, target: Path) -> None:
             f"{key}: the data set {name} (revision {revision or 'newest'}) could not be loaded from the hub: "
             f"{str(error).splitlines()[0]} Check the name, ?split=, your network and HF_TOKEN."
         ) from error
-    if seen:
-        write_json(_memory(), {**_stamps(), address: {"files": hash_files(target.parent), "stamp": seen}})
 
 
 def _from_afar(key: str, address: str, folder: Path) -> None:
@@ -141,7 +147,6 @@ def _from_afar(key: str, address: str, folder: Path) -> None:
             target = _inside(folder, path.removeprefix(root).lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, str(target))
-        memory = {**_stamps(), address: {"files": hash_files(folder), "stamp": _stamp(address)}}
     except ImportError as error:
         raise UserError(f"{key}: {address} needs one more package: {error}") from error
     except Exception as error:
@@ -149,7 +154,6 @@ def _from_afar(key: str, address: str, folder: Path) -> None:
         raise UserError(
             f"{key}: {address} could not be read ({reason}). Check the address and the credentials in the environment."
         ) from error
-    write_json(_memory(), memory)
 
 
 def _remote_files(address: str) -> tuple[Any, list[str]]:
@@ -162,7 +166,7 @@ def _remote_files(address: str) -> tuple[Any, list[str]]:
     return system, sorted(file for file in found if _holds_rows(file.rpartition("/")[2]))
 
 
-def stamp(address: str) -> str:
+def stamp(key: str, address: str) -> str:
     """What the store says of the files without sending them: an ETag, a time of change, a hub's commit."""
     try:
         if address.startswith(HUB):
@@ -172,16 +176,9 @@ def stamp(address: str) -> str:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"{address} could not be asked whether it is new ({reason}). Check the network and the credentials in the "
-            "environment, or name a commit (hub:owner/name@commit)."
+            f"{key}: {address} could not be asked whether it is new ({reason}). Check the network and the credentials "
+            "in the environment, or name a commit (hub:owner/name@commit)."
         ) from error
-
-
-def _stamp(address: str) -> str | None:
-    try:
-        return stamp(address)
-    except UserError:  # a store out of reach is no reason to run again
-        return None
 
 
 def pinned(address: str) -> bool:
@@ -196,11 +193,3 @@ def hub_commit(address: str, kind: str) -> str:
     name, revision = hub_address(address)
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     return str(api.repo_info(name, repo_type=kind, revision=revision, timeout=ASKED_SECONDS).sha)
-
-
-def _memory() -> Path:
-    return home() / ".scratch" / "addresses.json"
-
-
-def _stamps() -> dict[str, Any]:
-    return read_json(_memory()) if _memory().exists() else {}
