@@ -5,6 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+from flows import parameters
+from tasks.place import Cluster
+from training.options import TAKES
 
 PROJECT = Path(__file__).resolve().parents[1]
 SPEAKING = (".md", ".py", ".sh", ".yaml", "")
@@ -65,6 +70,21 @@ def test_commands_of_make_exist(page):
     known = set(re.findall(r"(?m)^([a-z-]+):", (PROJECT / "Makefile").read_text()))
     for name in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
         assert name in known, f"{page.name} names `make {name}`"
+
+
+def test_our_side_of_the_table_for_roll_and_colossalai_exists():
+    """Every name in its last column is a key of params.yaml or infra/cluster.yaml, or the name of a loss."""
+    page = (PROJECT / "docs" / "configuration.md").read_text().split("## Coming from ROLL or ColossalAI")[1]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 25
+    ours = {name for row in rows for name in re.findall(r"`([^`]+)`", row[-1]) if not name.startswith("--")}
+    losses = {name for text in ours if text.startswith("train.loss: ") for name in yaml.safe_load(text)["train.loss"]}
+    assert losses == {"ipo_sum"}  # ROLL's ipo; ours averages over tokens
+    values = {"auto", "never"}
+    keys = {*parameters.keys(), *parameters.keys(Cluster), *Cluster.model_fields, *TAKES, *values}
+    named = {name.partition(":")[0] for name in ours}
+    assert len(named) > 30
+    assert named - keys == set()
 
 
 def test_recipes_that_are_named_exist():
