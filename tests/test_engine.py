@@ -224,7 +224,7 @@ def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
         settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
         settings(folder, model, "dynamic-narrow", weighted, objective=DYNAMIC, row_tokens=8, save_steps=4),
         settings(folder, model, "dynamic-resumed", weighted, objective=DYNAMIC, row_tokens=8)
-        | {"folder": str(folder / "dynamic-narrow")},  # and so from its checkpoint of step 4
+        | {"start": str(folder / "dynamic-narrow" / "step-00000004")},
         settings(folder, model, "weighted", weighted, objective=SCORED),
         settings(folder, model, "unread-scores", scored),
         settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
