@@ -125,6 +125,13 @@ EvalSteps = Annotated[
 ]
 
 
+class ReferenceUpdate(Section):
+    """TR-DPO: ref <- alpha policy + (1 - alpha) ref."""
+
+    every: Count  # steps
+    alpha: Annotated[float, Field(gt=0.0, le=1.0)]
+
+
 class Train(Section):
     loss: dict[str, float]
     beta: Positive | None
@@ -144,6 +151,8 @@ class Train(Section):
     margin_scale: Positive | None
     ld_alpha: Fraction | None
     wpo: bool | None
+    reference_update: ReferenceUpdate | None
+    router_aux_loss_coef: Positive | None
     adapter: Adapter | None
     dtype: Dtype
     quantization: Quantization | None
@@ -187,8 +196,9 @@ class Train(Section):
             raise ValueError(f"`select` names a metric of held-out pairs, eval/..., and it is '{self.select}'")
         if self.quantization and not self.adapter:
             raise ValueError("`quantization` freezes the base: set `adapter`, or quantization to null")
-        if self.kl_limit and not self.needs_reference:
-            raise ValueError(f"`kl_limit` has no effect on loss {', '.join(self.loss)}, which has no reference")
+        for name in ("kl_limit", "reference_update"):
+            if getattr(self, name) and not self.needs_reference:
+                raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference")
         return self
 
 

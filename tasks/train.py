@@ -118,6 +118,8 @@ def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path, o
         folder=str(folder),
         attempt=uuid.uuid4().hex[:8],
         objective=Objective(train.loss, train.loss_options()),
+        reference_update=train.reference_update.model_dump() if train.reference_update else None,
+        router_aux_loss_coef=train.router_aux_loss_coef,
         adapter=train.adapter.model_dump() if train.adapter else None,
         quantization=train.quantization,
         dtype=train.dtype,

@@ -41,7 +41,7 @@ def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
         settings(folder, model, "huge1", pairs, zero_stage=1, **HUGE),
         settings(folder, model, "huge3", pairs, zero_stage=3, **HUGE),
     ]
-    runs += [{**run, "name": f"{run['name']}-again"} for run in runs[-2:]]  # from the checkpoint of step 5
+    runs += [{**run, "name": f"{run['name']}-again", "again_from": 5} for run in runs[-2:]]
     logs = run_ranks(folder, 2, [{**run, "dtype": "float16"} for run in runs])
     logs["folder"] = str(folder)  # type: ignore[assignment]
     return logs

@@ -93,6 +93,9 @@ def test_a_missing_key_is_named():
         ("train.margin", "scores", "`margin_scale` belongs to `margin: scores`"),
         ("train.margin_scale", 0.1, "`margin_scale` belongs to `margin: scores`"),
         ("train.margin_scale", 0.0, "greater than 0"),
+        ("train.reference_update", {"every": 0, "alpha": 0.5}, "greater than or equal to 1, and it is 0"),
+        ("train.reference_update", {"every": 8, "alpha": 1.5}, "less than or equal to 1, and it is 1.5"),
+        ("train.router_aux_loss_coef", 0.0, "greater than 0"),
         ("prepare.eval_fraction", 1.0, "less than 1"),
     ],
 )

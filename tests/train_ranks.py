@@ -21,6 +21,7 @@ def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
     engine.LOSS_SCALING |= {**SCALING, **given.pop("loss_scaling", {})}
     start, killed = given.pop("start", None), given.pop("killed", None)
+    again_from = given.pop("again_from", None)
     given["objective"] = Objective(*given["objective"])
     settings = make_settings(**given)
     checkpoint.claim(Path(settings.folder), "test")
@@ -30,6 +31,10 @@ def run(given: dict) -> list[dict]:
         checkpoints = sorted(Path(killed["run"]).glob("step-*"))[: killed["after"]]
         for path in (*checkpoints, Path(killed["run"]) / "best"):
             shutil.copytree(path, Path(settings.folder) / path.name)
+    if again_from and os.environ["RANK"] == "0":  # the same run again, from an earlier checkpoint
+        for path in Path(settings.folder).glob("step-*"):
+            if int(path.name.removeprefix("step-")) > again_from:
+                shutil.rmtree(path)
     log: list[dict] = []
     try:
         loop.train(

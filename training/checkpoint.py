@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
 TAG = "state"
 START = "start"  # below a training's folder: the checkpoint of another training that this one continues
@@ -31,11 +33,19 @@ def taken_over(folder: Path, attempt: str) -> bool:
 
 
 def save(
-    engine: Any, folder: Path, attempt: str, step: int, state: dict[str, Any], keep: int, best: Collection[int]
+    engine: Any,
+    folder: Path,
+    attempt: str,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    best: Collection[int],
+    tensors: Mapping[str, dict[str, Tensor]] | None = None,
 ) -> None:
     """Write a checkpoint with `state`, which is plain JSON; keep the newest ones and those of the steps in `best`.
 
-    A collective: every rank writes its part, rank 0 publishes the whole.
+    A collective: every rank writes its part, rank 0 publishes the whole. `tensors` are safetensors files by name, whole on
+    rank 0.
     """
     aside = folder / f".step-{step:08d}.{attempt}"
     engine.save_checkpoint(str(aside), tag=TAG, exclude_frozen_parameters=True)
@@ -43,6 +53,8 @@ def save(
     if dist.get_rank() == 0:
         client = {"step": step, "world": dist.get_world_size(), "zero": engine.zero_optimization_stage(), **state}
         (aside / "state.json").write_text(json.dumps(client))
+        for name, content in (tensors or {}).items():
+            save_file(content, aside / name)
         _publish(aside, folder, attempt, step, keep, best)
     dist.barrier()
 
@@ -75,6 +87,7 @@ class Found:
     state: dict[str, Any]
     universal: bool
     own: bool  # of this training, and not the one that it continues
+    origin: Path  # the checkpoint itself
 
 
 def find(folder: Path, zero_stage: int) -> Found | None:
@@ -86,7 +99,7 @@ def find(folder: Path, zero_stage: int) -> Found | None:
         if newest:
             state = read_state(newest)
             universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
-            found = [Found(_universal(newest) if universal else newest, state, universal, own is not None)]
+            found = [Found(_universal(newest) if universal else newest, state, universal, own is not None, newest)]
         elif (folder / START).exists():  # step 0 would be another training
             found = [ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")]
     dist.broadcast_object_list(found)

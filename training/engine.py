@@ -2,12 +2,14 @@
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 
 BUCKET = 10**8  # gradients that travel together
@@ -185,6 +187,38 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor
                 whole[name] = parameter.detach().to("cpu", copy=True).contiguous()
                 assert whole[name].numel(), f"{name} was not gathered"
     return whole
+
+
+def held(parameter: nn.Parameter) -> Tensor:
+    """What this rank has of a parameter: all of it, or its shard under ZeRO-3."""
+    return _held_in(parameter).data
+
+
+def _held_in(parameter: nn.Parameter) -> Tensor:
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+def exchange(engine: Any, parameters: Iterable[nn.Parameter], values: Iterable[Tensor]) -> list[Tensor]:
+    """Give parameters other values, without a copy; returns those that they had. Not between backward and step."""
+    if hasattr(engine.optimizer, "empty_partition_cache"):  # ZeRO-3: gathered parameters would keep their old values
+        engine.optimizer.empty_partition_cache()
+    before = []
+    for parameter, value in zip(parameters, values, strict=True):
+        before.append(held(parameter))
+        _held_in(parameter).data = value
+    return before
+
+
+def scatter(parameters: Mapping[str, nn.Parameter], path: Path) -> None:
+    """Read whole parameters from a safetensors file, into each rank's shard under ZeRO-3. A collective."""
+    import deepspeed
+
+    with safe_open(path, "pt") as file:
+        for name, parameter in parameters.items():
+            sharded = hasattr(parameter, "ds_id")
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
+                if not sharded or dist.get_rank() == 0:
+                    parameter.data.copy_(file.get_tensor(name))
 
 
 def _free_port() -> str:

@@ -15,6 +15,7 @@ class Step:
     number: int  # from 0
     numbers: list[int]  # the pairs of the global batch
     weight: float  # the sum of their weights
+    tokens: int  # to compute, of all of them
     rows: list[tuple[Row, bool]]  # this rank's rows, and whether they count
 
 
@@ -43,4 +44,5 @@ class Feed:
         rows = [(build_row(self.pairs, members), counts) for members, counts in dealt]
         if device.type == "cuda":
             rows = [(row.pinned(), counts) for row, counts in rows]
-        return Step(number, numbers, sum(self.pairs[n].weight for n in numbers), rows)
+        weight, tokens = sum(self.pairs[n].weight for n in numbers), sum(self.lengths[n] for n in numbers)
+        return Step(number, numbers, weight, tokens, rows)

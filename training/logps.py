@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training.attention import can_flash, row_inputs
 from training.head import Shaping, gather, head_logps
 from training.packing import Ints, Pair, Row, build_row, pack
+from training.routers import LoadBalance
 
 # Of a token, in the mean.
 ROUNDING = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
@@ -22,6 +23,7 @@ class TokenLogps:
     logps: Tensor  # (response tokens,) float32, with gradient
     entropy: Tensor  # (response tokens,) of the predicting distribution, no gradient
     collision: Tensor  # (response tokens,) log sum_v p_v^2 of the predicting distribution, no gradient
+    balance: Tensor | None = None  # () load-balancing loss of the row's tokens, in passes with gradients
 
 
 class Scorer(nn.Module):
@@ -37,6 +39,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model, self.how = model, how
         self.whole_head = True  # False where ZeRO-3 shards it
+        self.balance: LoadBalance | None = None  # of a mixture of experts, where its loss is wanted
 
     @property
     def packs(self) -> bool:
@@ -48,11 +51,15 @@ class Scorer(nn.Module):
         model: Any = self.model
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    def forward(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.packs:
-            return self._by_sequence(row)
-        logps, entropy, collision = self._fused(row) if self.how == "fused" else self._packed(row)
-        return logps[row.copies], entropy[row.copies], collision[row.copies]
+    def forward(self, row: Row) -> tuple[Tensor, ...]:
+        if self.packs:
+            values = self._fused(row) if self.how == "fused" else self._packed(row)
+            logps, entropy, collision = (value[row.copies] for value in values)
+        else:
+            logps, entropy, collision = self._by_sequence(row)
+        if self.balance is None or not torch.is_grad_enabled():
+            return logps, entropy, collision
+        return logps, entropy, collision, self.balance.loss()
 
     def _fused(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         return self._head(self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict], row.targets)
@@ -79,6 +86,8 @@ class Scorer(nn.Module):
         places = [torch.arange(len(s) - n - 1, len(s) - 1) for s, n in zip(sequences, responded, strict=True)]
         at = (torch.arange(len(sequences)).repeat_interleave(torch.tensor(responded)), torch.cat(places))
         targets = torch.cat([s[-n:] for s, n in zip(sequences, responded, strict=True)])
+        if self.balance:
+            self.balance.real = torch.arange(ids.shape[1]) < torch.tensor(list(map(len, sequences)))[:, None]
         if self.how == "padded":
             hidden = self.causal.base_model(input_ids=ids, use_cache=False).last_hidden_state[at]
             values = self._head(hidden, targets)

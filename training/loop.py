@@ -21,10 +21,13 @@ from training.guards import Alarms, Best, Skips, not_finite
 from training.logps import AT_ONCE, Scorer, row_logps
 from training.metrics import Window, row_metrics, row_pairs
 from training.model import compile_layers
+from training.moving_reference import FILE as REFERENCE_FILE
+from training.moving_reference import MovingReference
 from training.objective import Objective
 from training.packing import Pair, Row, build_row
 from training.policy import build_policy, save_policy
 from training.proof import find_way, prove_determinism, prove_start
+from training.routers import LoadBalance
 from training.settings import Settings
 from training.speed import Speed
 
@@ -78,8 +81,15 @@ def train(
         say("this GPU has bfloat16, which needs no loss scaling: consider train.dtype bfloat16 instead of float16")
     course, folder = Course(settings, device), Path(settings.folder)
     found = checkpoint.find(folder, settings.zero_stage)
-    policy = start(settings, pairs, device, found, say)
+    policy = start(settings, pairs, device, bool(found and found.universal), say)
+    moving = MovingReference(policy, **settings.reference_update) if settings.reference_update else None
+    if moving:
+        say(moving.cost())
     if found:
+        checkpoint.load(policy, found)
+        engine.set_weight_decay(policy, settings.weight_decay)
+        if moving:
+            moving.load(found.origin)
         course.load(found.state)
         engine.load_loss_scale(policy, found.state.get("loss_scale"))
         if not found.own:
@@ -105,8 +115,9 @@ def train(
 
     def save(step: int) -> int:
         state = {**course.state(), "loss_scale": engine.loss_scale_state(policy), "origin": settings.origin}
+        tensors = {REFERENCE_FILE: moving.gathered()} if moving else None
         checkpoint.save(
-            policy, folder, settings.attempt, step, state, settings.keep_checkpoints, best=course.best.steps
+            policy, folder, settings.attempt, step, state, settings.keep_checkpoints, course.best.steps, tensors
         )
         return step
 
@@ -122,7 +133,17 @@ def train(
         rate = batches.learning_rate(
             step.number, steps, settings.learning_rate, settings.warmup_fraction, settings.schedule
         )
-        zeros = train_step(policy, settings.objective, step, rate, course, ids, count_zeros=logs)
+        zeros = train_step(
+            policy,
+            settings.objective,
+            step,
+            rate,
+            course,
+            ids,
+            moving=moving,
+            balance_weight=settings.router_aux_loss_coef or 0.0,
+            count_zeros=logs,
+        )
         if logs and (values := course.window.means()):
             epoch = done * settings.global_batch_size / len(pairs)
             health = {**_health(policy, zeros), "learning_rate": rate, "epoch": epoch}
@@ -155,12 +176,12 @@ def start(
     settings: Settings,
     pairs: Sequence[Pair],
     device: torch.device,
-    found: checkpoint.Found | None,
+    universal: bool,
     say: Callable,
 ) -> Any:
-    """The policy in its engine, as new or as the checkpoint left it."""
+    """The policy in its engine, as new; `universal` where it will load a checkpoint of another number of ranks."""
     config = engine.deepspeed_config(
-        settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, bool(found and found.universal)
+        settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, universal
     )
     with engine.sharded_from_birth(config):
         scorer = Scorer(build_policy(settings, device))
@@ -179,27 +200,44 @@ def start(
     prove_determinism(scorer, pairs, device)
     if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
         compile_layers(scorer.causal)
-    if found:
-        checkpoint.load(policy, found)
-        engine.set_weight_decay(policy, settings.weight_decay)
+    scorer.balance = LoadBalance(scorer.causal) if settings.router_aux_loss_coef else None
     return policy
 
 
 def train_step(
-    policy: Any, objective: Objective, step: Step, rate: float, course: Course, ids: Sequence[str], count_zeros: bool
+    policy: Any,
+    objective: Objective,
+    step: Step,
+    rate: float,
+    course: Course,
+    ids: Sequence[str],
+    *,
+    moving: MovingReference | None,
+    balance_weight: float,
+    count_zeros: bool,
 ) -> float | None:
     """One update by the mean loss over the pairs of the global batch, whichever rows and ranks they fell on."""
     window, world = course.window, dist.get_world_size()
     rows = [(row.to(window.device), counts) for row, counts in step.rows]
+    rows = moving.rows(step.number, rows) if moving else rows
     told, margins = global_batch.look(
         policy, objective, rows, step.numbers, window.device, running=course.margins, seed=step.number
     )
     engine.set_learning_rate(policy, rate)
     losses, zeros = [], None
     for place, (row, counts) in enumerate(rows):
-        per_pair, values = row_loss(policy, objective, row, reward_mean=course.reward_mean, **told.get(place, {}))
+        per_pair, values, balance = row_loss(
+            policy, objective, row, reward_mean=course.reward_mean, **told.get(place, {})
+        )
         # DeepSpeed averages gradients over ranks, and we want their weighted mean over the global batch's pairs.
-        loss = (per_pair * row.weight).sum() * (world / step.weight) * float(counts)
+        loss = (per_pair * row.weight).sum() * (world / step.weight)
+        if balance is not None:
+            share = len(row.input_ids) / step.tokens
+            loss = loss + balance * (balance_weight * share * world)
+            # Logged values are means over pairs: their sum over the step's pairs must be that of the shares.
+            per_step = balance.detach() * share * (len(step.numbers) / len(row.pairs))
+            values["aux_loss"] = per_step.expand(len(row.pairs))
+        loss = loss * float(counts)
         policy.set_gradient_accumulation_boundary(place == len(rows) - 1)
         policy.backward(poison(loss))
         if count_zeros and place == len(rows) - 1:
@@ -221,6 +259,8 @@ def train_step(
         course.skips.taken()
         course.margins = course.margins if margins is None else margins
         course.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
+    if moving:
+        moving.update(step.number + 1)
     return zeros
 
 
@@ -234,12 +274,12 @@ def row_loss(
     objective: Objective,
     row: Row,
     **known: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics per pair of one row; `known` is what `row_pairs` takes besides."""
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Loss and metrics per pair of one row, and its load-balancing loss where wanted; `known` is for `row_pairs`."""
     tokens = row_logps(policy, row)
     pairs = row_pairs(row, tokens, objective, **known)
     parts = objective.losses(pairs)
-    return parts["loss"], row_metrics(row, tokens, pairs, parts, objective)
+    return parts["loss"], row_metrics(row, tokens, pairs, parts, objective), tokens.balance
 
 
 @torch.no_grad()
@@ -273,7 +313,7 @@ def evaluate(
     told, _ = global_batch.look(policy, objective, rows(), range(len(pairs)), device)
     window = Window(device)
     for place, (row, counts) in enumerate(rows()):
-        _, values = row_loss(policy, objective, row, reward_mean=reward_mean, **told.get(place, {}))
+        _, values, _ = row_loss(policy, objective, row, reward_mean=reward_mean, **told.get(place, {}))
         window.add(values, row.weight, len(row.input_ids), counts)
         if each and counts:
             each(row, values)

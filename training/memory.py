@@ -64,6 +64,7 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     tokens, targets = _largest_row(pairs, settings, sizes.hidden, world) if pairs else full
     wide = DTYPES[settings.dtype].itemsize
     shard = 1 / world
+    whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
     weights = (sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55
     states = sizes.trainable * shard if settings.offload == "none" else 0.0
     rows = tokens * _kept(sizes, settings.activation_checkpointing) * wide
@@ -72,8 +73,9 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     backward = max(0.0, tokens * _backward(sizes, settings.activation_checkpointing) * wide - logits)
     return Estimate(
         {
-            "weights": 0.0 if settings.offload == "all" else weights * (shard if settings.zero_stage == 3 else 1),
+            "weights": weights * whole,
             "gradients": sizes.trainable * wide * (shard if settings.zero_stage > 1 else 1),
+            "reference copy": sizes.trainable * wide * whole if settings.reference_update else 0.0,
             "optimizer": states * 12.0,  # master weights and two moments
             "rows": rows,
             "logits": logits,

@@ -19,6 +19,8 @@ class Settings:
     folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
     attempt: str  # who may publish into the folder
     objective: Objective
+    reference_update: dict[str, Any] | None  # TR-DPO: `every` so many steps, by `alpha`
+    router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts
     learning_rate: float
     global_batch_size: int
     row_tokens: int
