@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_loss, make_pairs, run_ranks, settings
+from tests.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from training import batches
 from training.logps import Scorer, row_logps
 from training.model import load_model
@@ -151,11 +151,11 @@ def test_training_adds_each_rows_share(tmp_path):
     AutoModelForCausalLM.from_config(deepcopy(CONFIGS["mixtral"])).save_pretrained(tmp_path / "model")
     pairs = make_pairs(tmp_path / "model")
     common = {"router_aux_loss_coef": 2.0, "row_tokens": 512, "max_steps": 3}
-    runs = [settings(tmp_path, tmp_path / "model", f"zero{s}", pairs, zero_stage=s, **common) for s in (1, 3)]
+    runs = [settings(tmp_path, tmp_path / "model", f"zero{s}", pairs, zero_stage=s, **common) for s in (1, 2)]
     narrow = settings(tmp_path, tmp_path / "model", "narrow", pairs, **{**common, "row_tokens": 32})
     logs = run_ranks(tmp_path, 1, [*runs, narrow])
     expected = plain_run(tmp_path / "model", pairs[8:], 2.0, 3)
-    for name in ("zero1", "zero3"):
+    for name in ("zero1", "zero2"):
         lines = [line for line in logs[name] if "loss" in line]
         found = [(line["loss"], line["aux_loss"], line["grad_norm"]) for line in lines]
         assert found == [pytest.approx(values, rel=1e-3) for values in expected]
@@ -175,7 +175,7 @@ def plain_run(model: Path, pairs: list[Pair], coef: float, steps: int) -> list[t
         for group in optimizer.param_groups:
             group["lr"] = batches.learning_rate(step, steps, RATE, 0.1, "cosine")
         batch = [pairs[number] for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
-        loss = batch_loss(policy, batch, Objective(*OBJECTIVE))
+        loss = batch_loss(policy, batch)
         layers: list[list[torch.Tensor]] = [[], []]
         for pair in batch:
             for response, start in ((pair.chosen, 0), (pair.rejected, len(pair.prompt) + pair.shared)):
@@ -189,3 +189,8 @@ def plain_run(model: Path, pairs: list[Pair], coef: float, steps: int) -> list[t
         optimizer.zero_grad()
         seen.append((loss.item(), balance.item(), norm.item()))
     return seen
+
+
+def batch_loss(policy: torch.nn.Module, pairs: list[Pair]) -> torch.Tensor:
+    objective = Objective(*OBJECTIVE)
+    return objective.losses(batch_pairs(policy, pairs, objective)[0])["loss"].mean()

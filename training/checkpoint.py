@@ -44,8 +44,7 @@ def save(
 ) -> None:
     """Write a checkpoint with `state`, which is plain JSON; keep the newest ones and those of the steps in `best`.
 
-    A collective: every rank writes its part, rank 0 publishes the whole. `tensors` are safetensors files by name, whole on
-    rank 0.
+    A collective: every rank writes its part, rank 0 publishes the whole. `tensors` are whole on rank 0, by file.
     """
     aside = folder / f".step-{step:08d}.{attempt}"
     engine.save_checkpoint(str(aside), tag=TAG, exclude_frozen_parameters=True)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from training.attention import can_flash, row_inputs
 from training.head import Shaping, gather, head_logps
 from training.packing import Ints, Pair, Row, build_row, pack
-from training.routers import LoadBalance
 
 # Of a token, in the mean.
 ROUNDING = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
@@ -39,7 +38,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model, self.how = model, how
         self.whole_head = True  # False where ZeRO-3 shards it
-        self.balance: LoadBalance | None = None  # of a mixture of experts, where its loss is wanted
+        self.balance: Any = None  # a training.routers.LoadBalance, where its loss is wanted
 
     @property
     def packs(self) -> bool:
