@@ -43,7 +43,7 @@ def address(origin: Origin) -> str:
 def resolve(name: str, runs: Path) -> Path:
     """The checkpoint that `resume_from_checkpoint` names: itself, or the newest of a training's folder or of a run."""
     note = runs / name / TRAINING
-    folder = Path(note.read_text()) if "/" not in name and note.exists() else local_path(name)
+    folder = Path(note.read_text()) if "/" not in name and note.exists() else local_path(name).resolve()
     if not folder.is_dir():
         trained = sorted(path.parent.name for path in runs.glob(f"*/{TRAINING}"))
         raise UserError(

@@ -59,7 +59,7 @@ def train(run: Run) -> None:
     if start:
         continuation.check(start, origin)
         run.tags({"resumed_from": str(start), "resumed_from_sha256": origin["start"]})
-        if start.parent.parent == trainings:  # `make gc` keeps it as long as this run
+        if start.parent.parent == trainings.resolve():  # `make gc` keeps it as long as this run
             note_address(start.parent, run.folder, "train")
     (run.folder / continuation.TRAINING).write_text(str(folder))
     with at_address(folder, run.folder, "train"):
@@ -69,13 +69,12 @@ def train(run: Run) -> None:
 def _train(
     run: Run, params: Params, cluster: Cluster, folder: Path, origin: dict[str, Any], start: Path | None
 ) -> None:
-    if params.train.resume_from_checkpoint == "never":
-        shutil.rmtree(folder, ignore_errors=True)
     settings = make_settings(params, cluster, base_folder(params.source.model), folder, origin)
-    checkpoint.claim(folder, settings.attempt)
     steps = origin["steps"]
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
-    if note := _begin(folder, origin, start, params.train.resume_from_checkpoint):
+    discarded = _discard(folder) if params.train.resume_from_checkpoint == "never" else None
+    checkpoint.claim(folder, settings.attempt)
+    if note := discarded or _begin(folder, origin, start):
         print(f"train: {note}", flush=True)
     events = Events(run.folder / "tensorboard" if cluster.tensorboard else None)
     with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar, events):
@@ -99,14 +98,21 @@ def _origin(params: Params, run: str, start: Path | None) -> dict[str, Any]:
     }
 
 
-def _begin(folder: Path, origin: dict[str, Any], start: Path | None, asked: str) -> str | None:
+def _discard(folder: Path) -> str:
+    """Delete this training's own checkpoints, and say which they were."""
+    names = ", ".join(path.name for path in sorted(folder.glob("step-*")))
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"starting from step 0; deleted this training's {names}" if names else "starting from step 0"
+
+
+def _begin(folder: Path, origin: dict[str, Any], start: Path | None) -> str | None:
     """Put the checkpoint to start from in place, and say which it is."""
     if last := next(checkpoint.whole_checkpoints(folder), None):
         return continuation.resumed(last, origin)
     if start:
         checkpoint.adopt(start, folder)
         return continuation.continued(start, origin)
-    return continuation.other_training(folder.parent, origin) if asked == "auto" else None
+    return continuation.other_training(folder.parent, origin)
 
 
 def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path, origin: dict[str, Any]) -> Settings:

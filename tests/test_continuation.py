@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tasks import continuation
+from tasks import continuation, train
 from tasks.errors import UserError
 from tasks.files import hash_files
 from tasks.params import load_params
-from tasks.train import _begin as begin
 from tests import test_engine
 from tests.test_checkpoint import make_checkpoint
 from tests.test_engine import LORA, run_ranks, settings
+from tests.workspaces import make_workspace
 from training import checkpoint
 
 model, pairs = test_engine.model, test_engine.pairs  # fixtures
@@ -136,11 +136,11 @@ def test_the_best_checkpoints_stay_beside_the_newest(runs, name):
 
 @pytest.fixture
 def origin() -> dict[str, Any]:
-    train = load_params(PROJECT / "params.yaml").train.model_dump()
+    section = load_params(PROJECT / "params.yaml").train.model_dump()
     code = {"training/loop.py": "1", "training/losses.py": "2"}
     return {
         "run": "first",
-        "train": train,
+        "train": section,
         "steps": 62,
         "base": "b",
         "pairs": "p",
@@ -283,13 +283,21 @@ def test_a_training_that_starts_from_step_0_names_the_one_that_could_be_continue
 def test_a_training_begins_with_its_own_checkpoint_then_the_named_one_then_from_step_0(tmp_path, origin):
     path = save(tmp_path / "first", 20, origin)
     folder, now = tmp_path / "second", changed(origin, train__beta=0.5, start="c")
-    assert begin(folder, now, None, "never") is None
-    assert str(begin(folder, now, None, "auto")).startswith(f"starting from step 0. {path} has the same pairs")
-    assert begin(folder, now, path, str(path)) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
+    assert train._discard(folder) == "starting from step 0"
+    assert str(train._begin(folder, now, None)).startswith(f"starting from step 0. {path} has the same pairs")
+    assert train._begin(folder, now, path) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
     assert checkpoint.find_damage(folder / checkpoint.START / path.name) is None
     save(folder, 40, now)
-    for start, asked in ((None, "auto"), (path, str(path))):
-        assert begin(folder, now, start, asked) == "resuming from the checkpoint of step 40"
+    for start in (None, path):
+        assert train._begin(folder, now, start) == "resuming from the checkpoint of step 40"
+    assert train._discard(folder) == "starting from step 0; deleted this training's step-00000040"
+    assert not folder.exists()
+
+
+def test_checkpoints_are_ranked_only_where_evaluations_rank_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster={"actor_train.keep_best": 2}))
+    with pytest.raises(UserError, match=r"actor_train.keep_best ranks checkpoints by train.select"):
+        train.train(None)
 
 
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):
