@@ -110,18 +110,17 @@ def row_logps(scorer: nn.Module, row: Row) -> TokenLogps:
     return TokenLogps(*scorer(row))
 
 
-def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device, behind: int = 0) -> Tensor:
-    """By one ordinary, unpacked forward pass, with so many tokens behind it: what packed rows are checked against."""
-    ids = torch.tensor([[*prompt, *response, *[response[0]] * behind]], device=device)
-    return _plain(model, ids, len(response), behind)[0]
+def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device) -> Tensor:
+    """By one ordinary, unpacked forward pass: what packed rows are checked against."""
+    ids = torch.tensor([[*prompt, *response]], device=device)
+    return _plain(model, ids, len(response))[0]
 
 
-def _plain(model: nn.Module, ids: Tensor, responded: int, behind: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _plain(model: nn.Module, ids: Tensor, responded: int) -> tuple[Tensor, Tensor, Tensor]:
     # Without it the logits of a long prompt alone take more memory than training: 10 GiB for 36,000 tokens.
-    keep = {"logits_to_keep": responded + behind + 1} if _keeps(model) else {}
-    logits = model(input_ids=ids, use_cache=False, **keep).logits[0]
-    last, end = len(logits) - behind - 1, ids.shape[1] - behind
-    return gather(_wide(logits[last - responded : last]), ids[0, end - responded : end])
+    keep = {"logits_to_keep": responded + 1} if _keeps(model) else {}
+    logits = model(input_ids=ids, use_cache=False, **keep).logits[0, -responded - 1 : -1]
+    return gather(_wide(logits), ids[0, -responded:])
 
 
 def _keeps(model: nn.Module) -> bool:
