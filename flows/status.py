@@ -37,7 +37,7 @@ def _of_prefect(server: Service) -> None:
     print("\nSchedules")
     for one in deployments.values():
         for schedule in one["schedules"]:
-            when = schedule["schedule"].get("cron", schedule["schedule"]), schedule["schedule"].get("timezone", "UTC")
+            when = schedule["schedule"].get("cron", schedule["schedule"]), schedule["schedule"].get("timezone") or "UTC"
             state = f"on, {_next(server, one['id'])}" if schedule["active"] else "off"
             print(f"  {one['name']}: {when[0]} ({when[1]}), {state}")
     print("\nLast runs")

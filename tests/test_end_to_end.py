@@ -56,7 +56,8 @@ def opened(ran: Path, prefect_api: Env) -> Path:
 
 
 def dvc(root: Path, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, capture_output=True, text=True)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

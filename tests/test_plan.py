@@ -20,7 +20,8 @@ Env = dict[str, str]
 @pytest.fixture(scope="module")
 def env() -> Env:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    return {**clean, "DPO_HOME": "."}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**clean, "DPO_HOME": ".", "PATH": path}
 
 
 @pytest.fixture(scope="module")
