@@ -1,5 +1,6 @@
 """Kill the training driver, then a worker, in the middle of a run: the same weights in the end, bit for bit."""
 
+import csv
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from tasks.params import overlay, read_yaml
 from tasks.tracking.forward import send_all
 from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
-from tests.workspaces import run, start, wait_for, write_cluster
+from tests.workspaces import run, start, tensorboard, wait_for, write_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +77,9 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
     steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {}) and "step" in line]
     assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
+    with (workspace / "data/metrics/train.csv").open() as file:
+        losses = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    assert tensorboard(journal.parent / "tensorboard")["loss"] == pytest.approx(losses)
 
 
 def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained, tmp_path):

@@ -169,11 +169,17 @@ def zero_gradients(engine: Any) -> float | None:
     parts = getattr(engine.optimizer, "averaged_gradients", None)
     if not parts or any(part is None for part in parts.values()):
         return None
-    every = [part for group in parts.values() for part in group]
-    others = torch.stack([torch.linalg.vector_norm(part, 0, dtype=torch.float32) for part in every]).double().sum()
-    zeros = sum(part.numel() for part in every) - others
-    dist.all_reduce(zeros)
-    return zeros.item()
+    others = count_nonzero(part for group in parts.values() for part in group)
+    dist.all_reduce(others)
+    # From the parameters' own sizes: the ranks' shares have padding, which is 0 too.
+    trainable = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainable) - others.item()
+
+
+def count_nonzero(tensors: Iterable[Tensor]) -> Tensor:
+    """Exact: float32, the one type that needs no copy of a gradient, counts no further than 2^24."""
+    pieces = (piece for tensor in tensors for piece in tensor.flatten().split(2**24))
+    return torch.stack([torch.linalg.vector_norm(piece, 0, dtype=torch.float32) for piece in pieces]).double().sum()
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
