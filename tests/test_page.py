@@ -89,7 +89,7 @@ def test_costs_are_those_of_the_stages_that_ran(root: Path):
     run.metrics(2, {"loss": 0.5, "tokens": 700.0, "tokens_per_second": 350.0})
     run.summary({"loss": 0.5})
     states = [{"stage": "reference", "state": "ran", "seconds": 4.0}, *STATES]
-    assert costs(root, states, root / "logs") == [
+    assert costs(root, states, logs=root / "logs") == [
         ("reference", "ran", "4.0", "8.0", "180", "45"),
         ("train", "ran", "10.0", "40.0", "1,200", "171"),
         ("export", "cached", "", "", "", ""),
