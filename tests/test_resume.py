@@ -53,6 +53,17 @@ def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def test_a_dead_worker_ends_a_run_that_may_not_start_again(referenced, tmp_path):
+    workspace = Path(shutil.copytree(referenced, tmp_path / "alone"))
+    write_cluster(workspace, {"actor_train.max_failures": 0})
+    driver = start(workspace, "train")
+    workers(driver)[1].kill()
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode != 0
+    assert "the workers start again" not in said
+    assert not (workspace / "data/policy").exists()
+
+
 def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trained, tmp_path):
     workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
     first = start(workspace, "train")
@@ -71,6 +82,7 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
     assert "resuming from the checkpoint of step" in said
+    assert said.count("the workers start again, from the last checkpoint") == 1
 
     for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
         assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name

@@ -123,10 +123,11 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate
 
 
-def set_weight_decay(engine: Any, weight_decay: float) -> None:
-    """After a checkpoint was loaded, which brings the value that it was made with."""
+def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:
+    """After a checkpoint was loaded, which brings the values that it was made with."""
     for group in engine.optimizer.param_groups:
         group["weight_decay"] = weight_decay
+    engine.optimizer.clip_grad = max_grad_norm
 
 
 def skipped(engine: Any) -> bool:

@@ -87,7 +87,7 @@ def train(
         say(moving.cost())
     if found:
         checkpoint.load(policy, found)
-        engine.set_weight_decay(policy, settings.weight_decay)
+        engine.set_options(policy, settings.weight_decay, settings.max_grad_norm)
         if moving:
             moving.load(found.origin)
         course.load(found.state)
