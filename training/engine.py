@@ -118,6 +118,15 @@ def _look_once_at_gradients(optimizer: Any) -> None:
     optimizer.check_overflow = lambda **_: None
 
 
+def forget_gradients(engine: Any) -> None:
+    """After a backward pass of a check: ZeRO-3 collects gradients of whole expert blocks, asked for or not."""
+    if engine.zero_optimization_stage() == 3:
+        for bucket in engine.optimizer.ipg_buckets.values():
+            for parameter in bucket.params:
+                parameter.grad = None
+            bucket.clear_params()
+
+
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate

@@ -193,6 +193,7 @@ def start(
         )
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
     note = find_way(scorer, pairs, device)
+    engine.forget_gradients(policy)
     if note:
         say(note)
     if scorer.how == "plain" and settings.zero_stage == 3:
