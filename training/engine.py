@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-BUCKET = 10**8  # gradients that travel together
+BUCKET = 10**8  # gradients that travel together, at most; there are two buckets, beside the gradients
 # Dynamic loss scaling of float16: start at 2**16, halve at every overflow, double after 1000 steps without one.
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -24,7 +24,7 @@ def deepspeed_config(
     """Accumulation is 1 here: the loop scales its losses and says itself which backward pass ends a step."""
     zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": torch.cuda.is_available()}
     if zero_stage < 3:
-        zero["reduce_bucket_size"] = BUCKET  # there are two of them, beside the gradients
+        zero["reduce_bucket_size"] = BUCKET
     if offload in ("optimizer", "all"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload == "all":
@@ -87,6 +87,9 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config["zero_optimization"]["stage"] < 3:  # an adapter needs no larger buckets than itself
+        size = min(BUCKET, sum(parameter.numel() for parameter in trainable))
+        config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
