@@ -241,7 +241,10 @@ def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    common |= {
+        "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
     common |= {} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     script = str(PROJECT / "tests" / "train_ranks.py")
     ranks = [
