@@ -199,7 +199,9 @@ def start(
     if scorer.how == "plain" and settings.zero_stage == 3:
         raise ValueError(f"{note}. Ranks would differ in their passes, which are collectives there: {ZERO_2}")
     prove_determinism(scorer, pairs, device)
-    if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
+    # The hooks that record router logits were not tried inside compiled layers.
+    compiles = settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs
+    if compiles and not settings.router_aux_loss_coef:
         compile_layers(scorer.causal)
     scorer.balance = LoadBalance(scorer.causal) if settings.router_aux_loss_coef else None
     return policy
