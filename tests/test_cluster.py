@@ -77,10 +77,17 @@ def test_the_same_files_are_told_from_others_of_the_same_size(tmp_path):
 EMBEDDED = """
 from pathlib import Path
 from tasks import place
+from tasks.errors import UserError
 from tasks.machines import cluster, nodes
 nodes.SOON = 1.0
-configured = place.load_cluster(Path(place.__file__).parents[1], {"reference": {"placement": "STRICT_SPREAD"}})
+changes = {"reference": {"placement": "STRICT_SPREAD"}, "actor_train": {"resources": {"trainer": 1}}}
+configured = place.load_cluster(Path(place.__file__).parents[1], changes)
 with cluster.ray_cluster(configured.ray, 2):
+    try:
+        with cluster.room_for(configured.ray, configured.actor_train, 1):
+            print("a trainer fits")
+    except UserError as error:
+        print(f"refused: {error}")
     with cluster.room_for(configured.ray, configured.reference, 1):
         print("one fits")
         import ray
@@ -102,6 +109,10 @@ def test_a_group_that_will_never_fit_an_embedded_cluster_is_refused(tmp_path):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "only_on_pythonpath.py").touch()
     done = embedded(tmp_path, tmp_path / "packages")
+    assert (
+        "refused: infra/cluster.yaml: 1 workers with 1 CPU, 1 trainer each do not fit 1 nodes with 2 CPU" in done.stdout
+    )
+    assert "No node offers the custom resource trainer, which `resources` of the worker group in" in done.stdout
     assert "one fits" in done.stdout
     assert "worker imports only_on_pythonpath" in done.stdout
     # CUDA's allocator reads it once; without it, it reserves three times what rows of many lengths take.
@@ -121,3 +132,7 @@ def test_a_ray_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     assert "UserError: Ray does not start: its process dashboard_agent failed. Its log ends with:" in done.stderr
     assert "ImportError: this aiohttp is broken" in done.stderr.partition("UserError")[2]
     assert time.monotonic() - began < 90  # three tries take longer
+
+
+def test_a_cluster_without_a_custom_resource_is_told_how_to_offer_it():
+    assert nodes._offer(["trainer"], embedded=False) == "start a node with `ray start --resources '{\"trainer\": 1}'`"

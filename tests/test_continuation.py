@@ -40,6 +40,7 @@ def runs(tmp_path_factory, model, pairs) -> dict[str, Any]:
         one("eight", max_steps=8),
         one("extended", max_steps=8, start=four),
         one("decayed", max_steps=8, start=four, weight_decay=0.5),
+        one("clipped", max_steps=8, start=four, max_grad_norm=0.01),
         one("restaged", max_steps=8, start=four, zero_stage=1),
         one("full-four", max_steps=4, **FULL),
         one("full-eight", max_steps=8, **FULL),
@@ -82,10 +83,12 @@ def test_a_finished_training_that_is_extended_ends_as_a_longer_one(runs, mode):
 
 @pytest.mark.slow
 def test_a_continued_training_has_its_own_options_and_not_the_checkpoints(runs):
-    """DeepSpeed loads the weight decay with the optimizer."""
-    logs = runs["logs"]
-    assert course(logs["decayed"])[0]["loss"] == course(logs["extended"])[0]["loss"]  # of the weights as loaded
-    assert course(logs["decayed"])[3]["loss"] != course(logs["extended"])[3]["loss"]
+    """DeepSpeed loads the weight decay and the limit of the gradient norm with the optimizer."""
+    extended = course(runs["logs"]["extended"])
+    for name in ("decayed", "clipped"):
+        changed = course(runs["logs"][name])
+        assert changed[0]["loss"] == extended[0]["loss"], name  # of the weights as loaded
+        assert changed[3]["loss"] != extended[3]["loss"], name
 
 
 @pytest.mark.slow

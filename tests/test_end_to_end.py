@@ -166,6 +166,16 @@ def test_a_second_run_finds_everything_cached_and_says_what_was_achieved(ran: Pa
     assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
 
 
+def test_the_run_comes_out_the_same_from_its_commit(ran: Path, opened: Path, prefect_api: Env) -> None:
+    """Every stage after `source` computed again, without caches: the same hashes and metrics."""
+    command = [sys.executable, "-m", "flows.reproduce", opened.name]
+    done = subprocess.run(command, cwd=ran, env=prefect_api, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{opened.name}: every artefact, every file of the export and every metric came out the same" in done.stdout
+    for stage in STAGES[1:]:
+        assert f"{stage}: done in" in done.stdout, stage  # it ran
+
+
 def test_an_export_that_fails_its_checks_leaves_the_one_before(opened: Path) -> None:
     """DVC removes outs before a stage runs; this one is marked to stay."""
     from safetensors.torch import load_file, save_file

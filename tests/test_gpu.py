@@ -164,3 +164,33 @@ def test_sums_on_the_gpu_are_those_of_the_cpu():
     for name in ("chosen", "rejected", "chosen_mean", "chosen_tokens"):
         on_gpu, on_cpu = (getattr(sums(where), name).cpu() for where in (GPU, torch.device("cpu")))
         torch.testing.assert_close(on_gpu, on_cpu)
+
+
+def test_offload_takes_the_same_course_with_less_memory_and_mfu_is_a_share_of_the_peak(tmp_path: Path):
+    from tests.test_engine import run_ranks, settings
+
+    torch.manual_seed(0)  # 68 million weights: more than the measured matrix product takes
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}, **HEADS)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    pairs = make_pairs(8 + 12)
+    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as reference:
+        pairs = with_scores(pairs, reference)
+    common = {"objective": ({"sigmoid": 1.0}, {"beta": 0.1}), "dtype": "bfloat16", "row_tokens": 2048, "compile": False}
+    # Runs share a process, whose peak of memory only rises: the smallest comes first.
+    modes = {
+        "all": {"zero_stage": 3, "offload": "all"},
+        "optimizer": {"zero_stage": 2, "offload": "optimizer"},
+        "none": {"zero_stage": 2},
+    }
+    runs = [settings(tmp_path, tmp_path / "model", name, pairs, **common, **mode) for name, mode in modes.items()]
+    logs = run_ranks(tmp_path, 1, runs, "cuda")
+    courses = {name: [line for line in log if "loss" in line] for name, log in logs.items()}
+    for name in ("optimizer", "all"):
+        assert [line["loss"] for line in courses[name]] == pytest.approx(
+            [line["loss"] for line in courses["none"]], abs=0.02
+        )
+    states = 12 * sum(parameter.numel() for parameter in model.parameters()) / 2**30  # bytes of AdamW, in GiB
+    peaks = {name: max(line["peak_memory_gib"] for line in course) for name, course in courses.items()}
+    assert all(0.0 < line["mfu"] < 1.0 for course in courses.values() for line in course)
+    assert peaks["none"] - max(peaks["all"], peaks["optimizer"]) > 0.3 * states

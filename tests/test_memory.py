@@ -73,24 +73,27 @@ def test_an_update_counts_where_it_takes_more_than_the_rows(folder):
 
 
 @pytest.mark.parametrize(
-    ("shape", "lengths", "row_tokens", "steps", "lora", "measured"),
+    ("shape", "lengths", "row_tokens", "steps", "variant", "measured"),
     [
-        ("0.5b", "ultrafeedback", 16384, 6, False, 26.6),
-        ("0.5b", "hh", 16384, 6, False, 20.8),
-        ("1.5b", "ultrafeedback", 12288, 6, False, 50.2),
-        ("1.5b", "hh", 12288, 6, False, 47.9),
-        ("1.5b", "hh", 8192, 8, False, 40.6),
-        ("1.5b", "ultrafeedback", 16384, 6, True, 38.8),
-        ("7b", "ultrafeedback", 8192, 3, True, 51.0),
+        ("0.5b", "ultrafeedback", 16384, 6, "full", 26.6),
+        ("0.5b", "hh", 16384, 6, "full", 20.8),
+        ("1.5b", "ultrafeedback", 12288, 6, "full", 50.2),
+        ("1.5b", "hh", 12288, 6, "full", 47.9),
+        ("1.5b", "hh", 8192, 8, "full", 40.6),
+        ("1.5b", "ultrafeedback", 16384, 6, "lora", 38.8),
+        ("7b", "ultrafeedback", 8192, 3, "lora", 51.0),
+        ("1.5b", "ultrafeedback", 16384, 4, "lora-checkpointed", 8.62),
     ],
 )
-def test_the_estimate_is_what_an_h200_measured(tmp_path, shape, lengths, row_tokens, steps, lora, measured):
+def test_the_estimate_is_what_an_h200_measured(tmp_path, shape, lengths, row_tokens, steps, variant, measured):
     """GiB at the peak in `tests.benchmarks.gpu` (docs/performance.md); the allowance of a run's own overhead is 1."""
     qwen_config(shape).save_pretrained(tmp_path)
-    adapter = {**LORA, "rank": 16, "alpha": 32.0} if lora else None
-    given = settings(tmp_path, dtype="bfloat16", zero_stage=1, row_tokens=row_tokens, adapter=adapter)
-    estimate = memory.estimate(given, 1, make_pairs(lengths, 64 * steps, SHAPES[shape][-1]))
-    assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.05)
+    adapter = None if variant == "full" else {**LORA, "rank": 16, "alpha": 32.0}
+    batch = 8 if lengths == "long" else 64
+    changes = {"global_batch_size": batch, "activation_checkpointing": variant.endswith("checkpointed")}
+    given = settings(tmp_path, dtype="bfloat16", zero_stage=1, row_tokens=row_tokens, adapter=adapter, **changes)
+    estimate = memory.estimate(given, 1, make_pairs(lengths, batch * steps, SHAPES[shape][-1]))
+    assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
 
 
 def test_what_is_said_names_the_parts_and_the_setting_to_change(folder):

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tasks.paths import CARD
+from tasks.reports.cost import costs
 from tasks.reports.page import page
 from tasks.reports.svg import bars, lines
 from tasks.reports.verdict import decision_of, verdict
+from tasks.tracking.journal import Run
 from tests.workspaces import write_cluster
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
@@ -70,6 +73,27 @@ def test_the_page_says_what_happened(root: Path):
     cells = ("train", "ran", "10.0", "40.0", "1,200", "120")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in made
     assert "<td>export</td><td>cached</td><td></td>" in made
+
+
+def test_costs_are_those_of_the_stages_that_ran(root: Path):
+    """Reference: 10 pairs of 10 + 5 + 3 tokens on 2 workers in 4 s. Train: 1200 tokens on 4 workers in 10 s, of which
+    it measured 500 / 100 + 700 / 350 = 7 s of training."""
+    write_cluster(root, {"reference.num_workers": 2, "actor_train.num_workers": 4})
+    (root / CARD).mkdir(parents=True)
+    tokens = {"prompt": {"mean": 10.0}, "chosen": {"mean": 5.0}, "rejected": {"mean": 3.0}}
+    (root / CARD / "report.json").write_text(json.dumps({"pairs": {"train": 8, "eval": 2}, "tokens": tokens}))
+    (root / "logs").mkdir()
+    run = Run(root / "logs", "train")
+    run.metrics(1, {"loss": 0.7, "tokens": 500.0, "tokens_per_second": 100.0})
+    run.metrics(1, {"eval/loss": 0.6})
+    run.metrics(2, {"loss": 0.5, "tokens": 700.0, "tokens_per_second": 350.0})
+    run.summary({"loss": 0.5})
+    states = [{"stage": "reference", "state": "ran", "seconds": 4.0}, *STATES]
+    assert costs(root, states, logs=root / "logs") == [
+        ("reference", "ran", "4.0", "8.0", "180", "45"),
+        ("train", "ran", "10.0", "40.0", "1,200", "171"),
+        ("export", "cached", "", "", "", ""),
+    ]
 
 
 def test_a_decision_about_another_export_is_not_told(root: Path):

@@ -81,6 +81,12 @@ def set_params(root: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
+def push_to(root: Path) -> Path:
+    target = root / "elsewhere"
+    set_params(root, "push: null", f"push: file://{target}")
+    return target
+
+
 def test_without_a_champion_the_absolute_limits_decide(workspace, capsys):
     export("one")
     decision = run()
@@ -106,12 +112,17 @@ def test_the_same_export_twice_is_one_version(workspace, capsys):
         assert len(found.versions()) == 1
 
 
-def test_a_model_that_does_not_pass_is_a_finished_run_with_reasons(workspace, capsys):
+def test_a_model_that_does_not_pass_is_a_finished_run_with_reasons_and_is_not_pushed(workspace, capsys):
+    target = push_to(workspace)
     export("one")
-    run()
+    first = run()["manifest_sha256"][:12]
+    assert f"promote: copied to file://{target}/{first}" in capsys.readouterr().out
+    assert verify.problems(target / first) == []
+    assert (target / first / "model.safetensors").read_text() == "one"
     export("two", kind=100)
     decision = run()
     assert not decision["promoted"]
+    assert [path.name for path in target.iterdir()] == [first]
     assert aliases() == {"champion": "1", "challenger": "2"}
     said = capsys.readouterr().out
     assert "version 2 is registered and not promoted, because samples/policy/kind is 0.5, below 0.95" in said
@@ -165,13 +176,19 @@ def test_what_was_rolled_back_returns_by_a_persons_word_alone(workspace, capsys)
 
 
 def test_with_approval_the_gate_passes_and_a_person_decides(workspace):
+    target = push_to(workspace)
     set_params(workspace, "approval_hours: null", "approval_hours: 1.0")
     export("one")
-    assert run()["waiting"]
+    waiting = run()
+    assert waiting["waiting"]
     assert aliases() == {"challenger": "1"}
-    approve("1", "Ada")
-    assert aliases()["champion"] == "1"
+    assert not target.exists()
     export("two")
+    pushed = target / waiting["manifest_sha256"][:12]
+    assert approve("1", "Ada").endswith(f"is now champion, approved by Ada; copied to file://{pushed}")
+    assert aliases()["champion"] == "1"
+    assert verify.problems(pushed) == []
+    assert (pushed / "model.safetensors").read_text() == "one"  # what was judged, whatever the workspace holds by now
     run()
     export("three")
     run()

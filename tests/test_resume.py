@@ -1,5 +1,6 @@
 """Kill the training driver, then a worker, in the middle of a run: the same weights in the end, bit for bit."""
 
+import csv
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from tasks.params import overlay, read_yaml
 from tasks.tracking.forward import send_all
 from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
-from tests.workspaces import run, start, wait_for, write_cluster
+from tests.workspaces import run, start, tensorboard, wait_for, write_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +53,17 @@ def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def test_a_dead_worker_ends_a_run_that_may_not_start_again(referenced, tmp_path):
+    workspace = Path(shutil.copytree(referenced, tmp_path / "alone"))
+    write_cluster(workspace, {"actor_train.max_failures": 0})
+    driver = start(workspace, "train")
+    workers(driver)[1].kill()
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode != 0
+    assert "the workers start again" not in said
+    assert not (workspace / "data/policy").exists()
+
+
 def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trained, tmp_path):
     workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
     first = start(workspace, "train")
@@ -70,12 +82,16 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
     assert "resuming from the checkpoint of step" in said
+    assert said.count("the workers start again, from the last checkpoint") == 1
 
     for name in ("data/policy/adapter_model.safetensors", "data/metrics/train.csv", "data/metrics/train.json"):
         assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
     (journal,) = workspace.glob(".scratch/runs/*/train.jsonl")  # the second call continued the first one's run
     steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {}) and "step" in line]
     assert steps == list(range(1, len(steps) + 1))  # and logged a repeated step once
+    with (workspace / "data/metrics/train.csv").open() as file:
+        losses = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    assert tensorboard(journal.parent / "tensorboard")["loss"] == pytest.approx(losses)
 
 
 def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained, tmp_path):

@@ -151,11 +151,11 @@ def test_training_adds_each_rows_share(tmp_path):
     AutoModelForCausalLM.from_config(deepcopy(CONFIGS["mixtral"])).save_pretrained(tmp_path / "model")
     pairs = make_pairs(tmp_path / "model")
     common = {"router_aux_loss_coef": 2.0, "row_tokens": 512, "max_steps": 3}
-    runs = [settings(tmp_path, tmp_path / "model", f"zero{s}", pairs, zero_stage=s, **common) for s in (1, 2)]
+    runs = [settings(tmp_path, tmp_path / "model", f"zero{s}", pairs, zero_stage=s, **common) for s in (1, 3)]
     narrow = settings(tmp_path, tmp_path / "model", "narrow", pairs, **{**common, "row_tokens": 32})
     logs = run_ranks(tmp_path, 1, [*runs, narrow])
     expected = plain_run(tmp_path / "model", pairs[8:], 2.0, 3)
-    for name in ("zero1", "zero2"):
+    for name in ("zero1", "zero3"):
         lines = [line for line in logs[name] if "loss" in line]
         found = [(line["loss"], line["aux_loss"], line["grad_norm"]) for line in lines]
         assert found == [pytest.approx(values, rel=1e-3) for values in expected]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tasks.dataset.pairs import read_rows
-from tests.two_hosts import ADDRESSES, CABLE, HEAD, Hosts, two_hosts, unable
+from tests.two_hosts import ADDRESSES, CABLE, HEAD, ONLY_B, Hosts, two_hosts, unable
 from tests.workspaces import wait_for, write_cluster
 
 WHY_NOT = unable()
@@ -105,6 +105,29 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_number(hosts, workspace,
 
 
 OLDER = "import ray; ray.__version__ = '2.59.0'; from tasks import reference, stage; stage.main(reference.reference)"
+
+
+PLACED = f"""
+import ray
+from tasks.machines import cluster
+from tasks.place import load_cluster
+
+
+class Worker:
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+
+given = load_cluster()
+with cluster.ray_cluster(given.ray, 1):
+    group = given.reference.model_copy(update={{"resources": {{"{ONLY_B}": 1}}}})
+    with cluster.room_for(given.ray, group, 1) as placed:
+        print("placed on", ray.get(cluster.worker(group, Worker, placed, 0).remote().address.remote()))
+"""
+
+
+def test_a_group_that_needs_a_custom_resource_runs_on_the_host_that_offers_it(hosts, workspace):
+    assert f"placed on {ADDRESSES['b']}" in finish(hosts.open(["-c", PLACED], workspace))
 
 
 def test_what_is_wrong_with_a_cluster_is_said_before_work_starts(hosts, workspace, private):

@@ -22,6 +22,10 @@ def run(given: dict) -> list[dict]:
     engine.LOSS_SCALING |= {**SCALING, **given.pop("loss_scaling", {})}
     start, killed = given.pop("start", None), given.pop("killed", None)
     again_from = given.pop("again_from", None)
+    held_out, first = {}, 0  # the first eight pairs, by source
+    for source, count in given.pop("held_out", {"": 8}).items():
+        held_out[source] = pairs[first : first + count]
+        first += count
     given["objective"] = Objective(*given["objective"])
     settings = make_settings(**given)
     checkpoint.claim(Path(settings.folder), "test")
@@ -40,7 +44,7 @@ def run(given: dict) -> list[dict]:
         loop.train(
             settings,
             pairs[8:],
-            {"": pairs[:8]},
+            held_out,
             log=lambda step, values: log.append({"step": step, **values}),
             say=lambda sentence: log.append({"said": sentence}),
         )

@@ -3,6 +3,7 @@
 Host `b` has a disk of its own: it does not see the folder `private`. Needs root and `ip` (iproute2).
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from tests.workspaces import PROJECT, wait_for
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 HEAD = f"{ADDRESSES['a']}:6379"
 CABLE = "host0"
+ONLY_B = "scorer"  # a custom Ray resource that host b alone offers
 # A lost node is noticed in seconds and not in half a minute.
 NOTICE = {
     "RAY_health_check_period_ms": "1000",
@@ -64,7 +66,9 @@ class Hosts:
         place = [*head, "--temp-dir", str(self.temporary)] if host == "a" else ["--address", HEAD]
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *place]
         command = [*ray, "--node-ip-address", ADDRESSES[host], "--num-cpus", str(cpus)]
-        if host == "b":  # a mount that only this process and its children see
+        if host == "b":
+            command += ["--resources", json.dumps({ONLY_B: 1})]
+            # A mount that only this process and its children see.
             command = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(self.private), *command]
         with (self.temporary.parent / f"{host}.log").open("a") as log:
             enter = ["ip", "netns", "exec", self.names[host]]

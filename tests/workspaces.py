@@ -24,7 +24,7 @@ SMALL = {
     "evaluate.prompts": 4,
     "evaluate.max_new_tokens": 8,
 }
-GROUPS = {"reference.shard_pairs": 16, "actor_train.save_steps": 4, "actor_train.row_tokens": 256}
+GROUPS = {"tensorboard": True, "reference.shard_pairs": 16, "actor_train.save_steps": 4, "actor_train.row_tokens": 256}
 
 
 def make_workspace(
@@ -80,6 +80,21 @@ def refusal(workspace: Path, stage: str) -> str:
     assert "Traceback" not in said
     (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
     return sentence
+
+
+def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name of every event file in a folder, in the order of the files."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events.*")):
+        content = path.read_bytes()
+        while content:  # a TFRecord: length, its checksum, the event, its checksum
+            length = int.from_bytes(content[:8], "little")
+            event, content = Event.FromString(content[12 : 12 + length]), content[16 + length :]
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
 
 
 def wait_for(condition: Callable[[], Any], seconds: float) -> None:

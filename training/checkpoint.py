@@ -90,7 +90,10 @@ class Found:
 
 
 def find(folder: Path, zero_stage: int) -> Found | None:
-    """The newest whole checkpoint, the same on all ranks; converted where another group made it. A collective."""
+    """The newest whole checkpoint, the same on all ranks; converted where another group made it. A collective.
+
+    ValueError on all ranks where DeepSpeed has no conversion.
+    """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         own = next(whole_checkpoints(folder), None)
@@ -98,13 +101,25 @@ def find(folder: Path, zero_stage: int) -> Found | None:
         if newest:
             state = read_state(newest)
             universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
-            found = [Found(_universal(newest) if universal else newest, state, universal, own is not None, newest)]
+            convert = universal and _convertible(state["zero"], zero_stage)
+            path = _universal(newest) if convert else newest
+            found = [Found(path, state, universal, own is not None, newest)]
         elif (folder / START).exists():  # step 0 would be another training
             found = [ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")]
     dist.broadcast_object_list(found)
     if isinstance(found[0], Exception):
         raise found[0]
+    if found[0] and not _convertible(saved := found[0].state["zero"], zero_stage):
+        raise ValueError(
+            f"the checkpoint {found[0].path} was saved under ZeRO-{saved}, and actor_train.zero_stage in "
+            f"infra/cluster.yaml is {zero_stage}: DeepSpeed converts no checkpoint between ZeRO-3 and ZeRO 1 or 2. Set "
+            f"zero_stage to {saved}, or train.resume_from_checkpoint to never to start again"
+        )
     return found[0]
+
+
+def _convertible(saved: int, wanted: int) -> bool:
+    return (saved == 3) == (wanted == 3)
 
 
 def load(engine: Any, found: Found) -> None:

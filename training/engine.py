@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-BUCKET = 10**8  # gradients that travel together
+BUCKET = 10**8  # gradients that travel together, at most; there are two buckets, beside the gradients
 # Dynamic loss scaling of float16: start at 2**16, halve at every overflow, double after 1000 steps without one.
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -24,7 +24,7 @@ def deepspeed_config(
     """Accumulation is 1 here: the loop scales its losses and says itself which backward pass ends a step."""
     zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": torch.cuda.is_available()}
     if zero_stage < 3:
-        zero["reduce_bucket_size"] = BUCKET  # there are two of them, beside the gradients
+        zero["reduce_bucket_size"] = BUCKET
     if offload in ("optimizer", "all"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload == "all":
@@ -87,6 +87,9 @@ def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, w
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config["zero_optimization"]["stage"] < 3:  # an adapter needs no larger buckets than itself
+        size = min(BUCKET, sum(parameter.numel() for parameter in trainable))
+        config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -118,15 +121,25 @@ def _look_once_at_gradients(optimizer: Any) -> None:
     optimizer.check_overflow = lambda **_: None
 
 
+def forget_gradients(engine: Any) -> None:
+    """After a backward pass of a check: ZeRO-3 collects gradients of whole expert blocks, asked for or not."""
+    if engine.zero_optimization_stage() == 3:
+        for bucket in engine.optimizer.ipg_buckets.values():
+            for parameter in bucket.params:
+                parameter.grad = None
+            bucket.clear_params()
+
+
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
 
 
-def set_weight_decay(engine: Any, weight_decay: float) -> None:
-    """After a checkpoint was loaded, which brings the value that it was made with."""
+def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:
+    """After a checkpoint was loaded, which brings the values that it was made with."""
     for group in engine.optimizer.param_groups:
         group["weight_decay"] = weight_decay
+    engine.optimizer.clip_grad = max_grad_norm
 
 
 def skipped(engine: Any) -> bool:
@@ -169,11 +182,17 @@ def zero_gradients(engine: Any) -> float | None:
     parts = getattr(engine.optimizer, "averaged_gradients", None)
     if not parts or any(part is None for part in parts.values()):
         return None
-    every = [part for group in parts.values() for part in group]
-    others = torch.stack([torch.linalg.vector_norm(part, 0, dtype=torch.float32) for part in every]).double().sum()
-    zeros = sum(part.numel() for part in every) - others
-    dist.all_reduce(zeros)
-    return zeros.item()
+    others = count_nonzero(part for group in parts.values() for part in group)
+    dist.all_reduce(others)
+    # From the parameters' own sizes: the ranks' shares have padding, which is 0 too.
+    trainable = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainable) - others.item()
+
+
+def count_nonzero(tensors: Iterable[Tensor]) -> Tensor:
+    """Exact: float32, the one type that needs no copy of a gradient, counts no further than 2^24."""
+    pieces = (piece for tensor in tensors for piece in tensor.flatten().split(2**24))
+    return torch.stack([torch.linalg.vector_norm(piece, 0, dtype=torch.float32) for piece in pieces]).double().sum()
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

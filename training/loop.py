@@ -87,7 +87,7 @@ def train(
         say(moving.cost())
     if found:
         checkpoint.load(policy, found)
-        engine.set_weight_decay(policy, settings.weight_decay)
+        engine.set_options(policy, settings.weight_decay, settings.max_grad_norm)
         if moving:
             moving.load(found.origin)
         course.load(found.state)
@@ -126,7 +126,7 @@ def train(
         looked = look(first)
         saved = save(first) if first in course.best.steps else saved
     over = found is not None and _over(settings, course, first, say)
-    speed = Speed(policy.module, device, world)
+    speed = Speed(policy.module, device, world, course.window.sums())
     for step in feed.steps(first, first if over else steps, rank, world, device):
         done = step.number + 1
         logs = done % settings.logging_steps == 0 or done == steps
@@ -153,13 +153,13 @@ def train(
             for sentence in new.values():
                 say(f"alarm at step {done}: {sentence}")
         if evaluate_every and done % int(evaluate_every) == 0 and done < steps:
-            looked = look(done)
-            speed.pause()
+            with speed.paused():
+                looked = look(done)
         if _over(settings, course, done, say):
             break
         if done < steps and (done % settings.save_steps == 0 or done in course.best.steps):
-            saved = save(done)
-            speed.pause()
+            with speed.paused():
+                saved = save(done)
     if looked != done:
         look(done)
     if saved != done:  # the last step too: a finished training can be continued
@@ -193,12 +193,15 @@ def start(
         )
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
     note = find_way(scorer, pairs, device)
+    engine.forget_gradients(policy)
     if note:
         say(note)
     if scorer.how == "plain" and settings.zero_stage == 3:
         raise ValueError(f"{note}. Ranks would differ in their passes, which are collectives there: {ZERO_2}")
     prove_determinism(scorer, pairs, device)
-    if settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs:
+    # The hooks that record router logits were not tried inside compiled layers.
+    compiles = settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.packs
+    if compiles and not settings.router_aux_loss_coef:
         compile_layers(scorer.causal)
     scorer.balance = LoadBalance(scorer.causal) if settings.router_aux_loss_coef else None
     return policy
@@ -336,12 +339,7 @@ def _look(
         name: evaluate(policy, settings.objective, pairs, settings.row_tokens, device, reward_mean=course.reward_mean)
         for name, pairs in held_out.items()
     }
-    total = sum(means["pairs"] for means in each.values())
-    values = {
-        f"eval/{name}": sum(means[name] * means["pairs"] for means in each.values()) / total
-        for name in next(iter(each.values()))
-        if name not in ("pairs", "tokens")
-    }
+    values = {f"eval/{name}": value for name, value in _mean_of_sets(each, held_out).items()}
     if len(each) > 1:
         for held, means in each.items():
             values |= {f"eval/{held}/{name}": v for name, v in means.items() if name not in ("pairs", "tokens")}
@@ -350,6 +348,17 @@ def _look(
         raise ValueError(f"train.select: there is no metric '{settings.select}': there are {', '.join(values)}")
     if course.best.look(step, values):
         save_policy(policy.module.model, settings, "best")  # type: ignore[union-attr, arg-type]
+
+
+def _mean_of_sets(each: Mapping[str, Mapping[str, float]], sets: Mapping[str, Sequence[Pair]]) -> dict[str, float]:
+    """Means over the pairs of all sets: losses by the pairs' weights, the rest by their number, as in one set."""
+    weights = {held: sum(pair.weight for pair in pairs) for held, pairs in sets.items()}
+    means: dict[str, float] = {}
+    for name in next(iter(each.values())):
+        shares = weights if name.startswith("loss") else {held: len(pairs) for held, pairs in sets.items()}
+        if name not in ("pairs", "tokens"):
+            means[name] = sum(each[held][name] * share for held, share in shares.items()) / sum(shares.values())
+    return means
 
 
 def _over(settings: Settings, course: Course, step: int, say: Callable) -> bool:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.batches import pair_costs, step_pairs, total_steps
 from training.dtypes import DTYPES
+from training.engine import BUCKET
 from training.head import CHUNK_BYTES, KEEP_BYTES
 from training.packing import Pair, pack
 from training.settings import Settings
@@ -76,6 +77,7 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "weights": weights * whole,
             "gradients": sizes.trainable * wide * (shard if settings.zero_stage > 1 else 1),
             "reference copy": sizes.trainable * wide * whole if settings.reference_update else 0.0,
+            "buckets": 0.0 if settings.zero_stage == 3 else 2.0 * min(BUCKET, sizes.trainable) * wide,
             "optimizer": states * 12.0,  # master weights and two moments
             "rows": rows,
             "logits": logits,

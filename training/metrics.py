@@ -127,13 +127,17 @@ class Window:
 
     def means(self) -> dict[str, float]:
         """Means over pairs, the number of pairs and of tokens; starts a new window. Empty where nothing was added."""
-        if self._total is None:
+        sums = self.sums()
+        if not sums:
             return {}
-        sums = dict(zip(self.names, self._total.tolist(), strict=True))
         self._total = None
         weight, pairs, tokens = sums.pop("weight"), sums.pop("pairs"), sums.pop("tokens")
         means = {name: value / (weight if name.startswith("loss") else pairs) for name, value in sums.items()}
         return {**means, "pairs": pairs, "tokens": tokens}
+
+    def sums(self) -> dict[str, float]:
+        """Since the last log, by name."""
+        return {} if self._total is None else dict(zip(self.names, self._total.tolist(), strict=True))
 
     def state(self) -> dict[str, list]:
         return {"names": self.names, "sums": [] if self._total is None else self._total.tolist()}

@@ -3,6 +3,7 @@
 Everything here is for a connected driver (`ray_cluster`).
 """
 
+import json
 import platform
 import shutil
 import threading
@@ -147,6 +148,11 @@ def wait_for(placed: Any, needs: dict[str, float], workers: int, embedded: bool)
 
     have = {name: n for name, n in ray.cluster_resources().items() if name in {"CPU", "GPU", *needs}}
     words = f"{workers} workers with {_words(needs)} each do not fit {len(_alive())} nodes with {_words(have)} in all"
+    if missing := sorted(needs.keys() - have.keys() - {"CPU", "GPU"}):
+        words += (
+            f". No node offers the custom resource {', '.join(missing)}, which `resources` of the worker group in "
+            f"infra/cluster.yaml asks for: {_offer(missing, embedded)}"
+        )
     if embedded:
         raise UserError(
             f"infra/cluster.yaml: {words}. Lower num_workers, cpus_per_worker or gpus_per_worker, choose "
@@ -155,6 +161,12 @@ def wait_for(placed: Any, needs: dict[str, float], workers: int, embedded: bool)
     print(f"{words}, or others use them. Waiting for nodes to join or to become free.", flush=True)
     while not placed.wait(60):
         print(f"Still waiting for {workers} workers with {_words(needs)} each.", flush=True)
+
+
+def _offer(missing: Sequence[str], embedded: bool) -> str:
+    if embedded:
+        return "the embedded cluster (ray.address: local) has none. Set `resources` to {}"
+    return "start a node with `ray start --resources '" + json.dumps(dict.fromkeys(missing, 1)) + "'`"
 
 
 def _words(resources: dict[str, float]) -> str:

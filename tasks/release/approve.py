@@ -8,6 +8,7 @@ import sys
 from tasks.errors import UserError
 from tasks.params import load_cluster, load_params
 from tasks.promote import to_champion
+from tasks.release.push import push
 from tasks.tracking.registry import registry
 
 
@@ -25,7 +26,8 @@ def approve(number: str, name: str) -> str:
             raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
         found.tag(version, {"approved_by": name})
         found.move(to_champion(params.alias, version, champion))
-    return f"{params.model_name} version {number} is now {params.alias}, approved by {name}"
+        copy = f"; copied to {push(found.fetch(version, 'model'), params.push)}" if params.push else ""
+    return f"{params.model_name} version {number} is now {params.alias}, approved by {name}{copy}"
 
 
 def main() -> None:

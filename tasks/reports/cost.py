@@ -52,10 +52,11 @@ def _train_tokens(root: Path) -> float | None:
 
 
 def _measured_speed(logs: Path | None, stage: str) -> float | None:
-    """The mean of what the stage itself logged, starting up not counted."""
+    """Tokens by the seconds that the stage itself measured, starting up not counted."""
     lines = read_lines(logs / f"{stage}.jsonl")[0] if logs else []
-    found = [v["tokens_per_second"] for line in lines if "tokens_per_second" in (v := line.get("values", {}))]
-    return sum(found) / len(found) if found else None
+    windows = [v for line in lines if (v := line.get("values", {})).get("tokens_per_second") and "tokens" in v]
+    seconds = sum(window["tokens"] / window["tokens_per_second"] for window in windows)
+    return sum(window["tokens"] for window in windows) / seconds if seconds else None
 
 
 def _count(value: float | None) -> str:
