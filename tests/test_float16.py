@@ -1,17 +1,19 @@
 """float16 with dynamic loss scaling on a CPU: float32's numbers, overflows that are skipped, exact resume."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.test_engine import LORA, OBJECTIVE, make_model, make_pairs, plain_run, run_ranks, settings
+from tests.test_engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
 from training.objective import Objective
 from training.packing import Pair
 
 pytestmark = pytest.mark.slow
 # 2**21 overflows in this model. Saved in the middle: a lost state of the scaler would skip steps again.
+SAFE = {"loss_scaling": {"initial_scale_power": 12}}  # far from an overflow of this model
 HUGE = {"loss_scaling": {"initial_scale_power": 21}, "max_skipped_steps": 1, "save_steps": 5}
 
 
@@ -31,10 +33,10 @@ def two_ranks(tmp_path_factory, model, pairs) -> dict[str, list[dict]]:
     impossible = [replace(pair, margin=float("inf")) if pair.id == "13" else pair for pair in pairs]
     growing = {"initial_scale_power": 8, "loss_scale_window": 2}
     runs = [
-        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA),
-        settings(folder, model, "zero3-lora", pairs, zero_stage=3, adapter=LORA),
+        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA, **SAFE),
+        settings(folder, model, "zero3-lora", pairs, zero_stage=3, adapter=LORA, **SAFE),
         settings(folder, model, "growing-full", pairs, zero_stage=3, loss_scaling=growing),
-        settings(folder, model, "impossible", impossible, zero_stage=2),
+        settings(folder, model, "impossible", impossible, zero_stage=2, objective=SCORED, **SAFE),
         settings(
             folder, model, "minimum", pairs, objective=({"sft": 1e7}, {}), loss_scaling={"initial_scale_power": 1}
         ),
@@ -52,7 +54,7 @@ def one_rank(tmp_path_factory, model, pairs, two_ranks) -> dict[str, list[dict]]
     """A run from its start, and one that goes on from the checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("one")
     runs = [
-        settings(folder, model, "zero1-full", pairs, zero_stage=1),
+        settings(folder, model, "zero1-full", pairs, zero_stage=1, **SAFE),
         settings(folder, model, "huge1", pairs, zero_stage=1, **HUGE),
     ]
     saved = Path("huge1") / "step-00000005"
@@ -67,13 +69,13 @@ def steps(log: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("name", ["zero1-full", "zero2-lora", "zero3-lora", "growing-full"])
 def test_losses_and_norms_are_those_of_float32(one_rank, two_ranks, model, pairs, name):
     log = steps((one_rank if name == "zero1-full" else two_ranks)[name])
-    expected = plain_run(model, pairs[8:], name.endswith("lora"), Objective(*OBJECTIVE))
-    assert [line["loss"] for line in log] == pytest.approx([loss for loss, _ in expected], abs=5e-4)
-    assert [line["grad_norm"] for line in log] == pytest.approx([norm for _, norm in expected], rel=5e-3)
+    expected = plain_run(model, pairs[8:], Objective(*OBJECTIVE), LORA if name.endswith("lora") else None)
+    assert [line["loss"] for line in log] == pytest.approx([line["loss"] for line in expected], abs=5e-4)
+    assert [line["grad_norm"] for line in log] == pytest.approx([line["grad_norm"] for line in expected], rel=5e-3)
     if name == "growing-full":
         assert [line["loss_scale"] for line in log] == [256, 256, 512, 512, 1024, 1024, 2048, 2048]
     else:
-        assert {line["loss_scale"] for line in log} == {65536.0}
+        assert {line["loss_scale"] for line in log} == {4096.0}
 
 
 @pytest.mark.parametrize("name", ["huge1", "huge3"])
@@ -86,13 +88,19 @@ def test_a_scale_that_overflows_falls_and_training_goes_on(two_ranks, name):
 
 
 @pytest.mark.parametrize("name", ["huge1", "huge3"])
-def test_a_resumed_run_keeps_the_scale_and_every_bit(two_ranks, one_rank, name):
+def test_a_resumed_run_keeps_the_scale_and_every_bit(two_ranks, name):
     before = [line for line in two_ranks[name] if line.get("step", 0) > 5]
     assert strip(two_ranks[f"{name}-again"]) == strip(before)
-    if name == "huge1":
-        for line, expected in zip(steps(one_rank[name]), steps(before), strict=True):
-            assert line["loss"] == pytest.approx(expected["loss"], abs=5e-4)
-            assert (line["loss_scale"], line["skipped_steps"]) == (expected["loss_scale"], expected["skipped_steps"])
+
+
+def test_another_number_of_ranks_goes_on_with_the_scale(two_ranks, one_rank):
+    """Its gradients round differently and may overflow at another step: each skipped step halves what was saved."""
+    state = json.loads((Path(two_ranks["folder"]) / "huge1" / "step-00000005" / "state.json").read_text())
+    saved, skipped = state["loss_scale"]["cur_scale"], state["skips"]["total"]
+    assert skipped >= 3
+    last = steps(one_rank["huge1"])[-1]
+    assert last["step"] == 8
+    assert last["loss_scale"] == saved / 2.0 ** (last["skipped_steps"] - skipped)
 
 
 def strip(log: list[dict]) -> list[dict]:
@@ -101,7 +109,7 @@ def strip(log: list[dict]) -> list[dict]:
 
 def test_a_loss_that_is_not_finite_counts_as_skipped_and_leaves_the_scale(two_ranks):
     last = steps(two_ranks["impossible"])[-1]
-    assert (last["skipped_steps"], last["loss_scale"]) == (2, 65536.0)  # the pair is in one step of each epoch
+    assert (last["skipped_steps"], last["loss_scale"]) == (2, 4096.0)  # the pair is in one step of each epoch
 
 
 def test_a_scale_at_its_minimum_stops_the_run_and_says_what_to_do(two_ranks):
