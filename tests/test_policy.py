@@ -34,7 +34,7 @@ def test_activation_checkpointing_computes_every_layer_again_in_the_backward_pas
         if isinstance(module, LlamaMLP):
             # Before it and not after: torch stops computing again as soon as it has all that it needs.
             module.register_forward_pre_hook(lambda *_: computed.append(1))
-    loss, _ = loop.row_loss(policy, Objective({"sigmoid": 1.0}, {"beta": 0.1}), build_row([pair], [0]))
+    loss, *_ = loop.row_loss(policy, Objective({"sigmoid": 1.0}, {"beta": 0.1}), build_row([pair], [0]))
     assert len(computed) == LAYERS
     loss.sum().backward()
     assert len(computed) == (2 * LAYERS if recomputes else LAYERS)
