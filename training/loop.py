@@ -86,14 +86,7 @@ def train(
     if moving:
         say(moving.cost())
     if found:
-        checkpoint.load(policy, found)
-        engine.set_options(policy, settings.weight_decay, settings.max_grad_norm)
-        if moving:
-            moving.load(found.origin)
-        course.load(found.state)
-        engine.load_loss_scale(policy, found.state.get("loss_scale"))
-        if not found.own:
-            course.start_over()
+        restore(policy, found, course, moving, settings)
     elif settings.objective.needs_reference:
         proof = prove_start(policy, settings.objective, pairs, settings.row_tokens, device)
         say(f"the policy starts as the reference: tokens within {proof['token']:.1g}, loss within {proof['loss']:.1g}")
@@ -147,11 +140,7 @@ def train(
         if logs and (values := course.window.means()):
             epoch = done * settings.global_batch_size / len(pairs)
             health = {**_health(policy, zeros), "learning_rate": rate, "epoch": epoch}
-            new = course.alarms.look(values)
-            marks = {f"alarms/{name}": 1.0 for name in new}
-            log(done, {**values, **health, "skipped_steps": course.skips.total, **marks, **speed.since(values)})
-            for sentence in new.values():
-                say(f"alarm at step {done}: {sentence}")
+            _report(done, values, {**health, **speed.since(values)}, course, log, say)
         if evaluate_every and done % int(evaluate_every) == 0 and done < steps:
             with speed.paused():
                 looked = look(done)
@@ -170,6 +159,20 @@ def train(
     if settings.select and course.best.step is not None:
         say(f"the policy is that of step {course.best.step}, {settings.select} {course.best.value:.4g}")
     _finish(policy.module.model, settings)
+
+
+def restore(
+    policy: Any, found: checkpoint.Found, course: Course, moving: MovingReference | None, settings: Settings
+) -> None:
+    """The state of a checkpoint, with the options of this training and not those that made it. A collective."""
+    checkpoint.load(policy, found)
+    engine.set_options(policy, settings.weight_decay, settings.max_grad_norm)
+    if moving:
+        moving.load(found.origin)
+    course.load(found.state)
+    engine.load_loss_scale(policy, found.state.get("loss_scale"))
+    if not found.own:
+        course.start_over()
 
 
 def start(
@@ -359,6 +362,17 @@ def _mean_of_sets(each: Mapping[str, Mapping[str, float]], sets: Mapping[str, Se
         if name not in ("pairs", "tokens"):
             means[name] = sum(each[held][name] * share for held, share in shares.items()) / sum(shares.values())
     return means
+
+
+def _report(
+    step: int, means: dict[str, float], health: dict[str, float], course: Course, log: Log, say: Callable
+) -> None:
+    """Log a window's means, and raise the alarms that they give cause for."""
+    new = course.alarms.look(means)
+    marks = {f"alarms/{name}": 1.0 for name in new}
+    log(step, {**means, **health, "skipped_steps": course.skips.total, **marks})
+    for sentence in new.values():
+        say(f"alarm at step {step}: {sentence}")
 
 
 def _over(settings: Settings, course: Course, step: int, say: Callable) -> bool:
