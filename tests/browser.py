@@ -66,12 +66,19 @@ class Page:
         return str(self.ask("document.body ? document.body.innerText : ''"))
 
     def shows(self, *texts: str) -> str:
-        """Wait until the page shows each of these; all that it shows."""
+        """Wait until the page shows all of these at once; the whole text that it showed then."""
         until = time.monotonic() + PATIENCE
         while missing := [text for text in texts if text not in (shown := self.text())]:
             assert time.monotonic() < until, f"the page does not show {missing}; it shows:\n{shown}"
             time.sleep(0.3)
-        return self.text()
+        return shown
+
+    def until(self, expression: str, expected: Any) -> None:
+        """Wait until a JavaScript expression has this value: a page renders its parts one by one, and again."""
+        deadline = time.monotonic() + PATIENCE
+        while (value := self.ask(expression)) != expected:
+            assert time.monotonic() < deadline, f"{expression} is {value!r}, not {expected!r}"
+            time.sleep(0.3)
 
     def click(self, text: str) -> None:
         """On the innermost thing that shows just this."""
