@@ -179,9 +179,11 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
     warn_of_slow_dtype("train", settings.dtype, group.gpus_per_worker)
     (folder / "refused").unlink(missing_ok=True)
     # One CPU more than the workers need: Ray Train's controller takes one.
-    with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1):
+    with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1) as private:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
+
+        from tasks.machines.rendezvous import FileRendezvous
 
         # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
         with room_for(cluster.ray, group, group.num_workers):
@@ -194,6 +196,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
                 "world": group.num_workers,
                 "driver": (socket.gethostname(), os.getpid()),
             },
+            torch_config=FileRendezvous(folder=str(private)) if private else None,
             scaling_config=ScalingConfig(
                 num_workers=group.num_workers,
                 use_gpu=group.gpus_per_worker > 0,

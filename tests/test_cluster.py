@@ -1,6 +1,7 @@
 """A Ray cluster that is configured wrongly is told in a sentence, before work starts. Two hosts: test_two_hosts.py."""
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -136,3 +137,50 @@ def test_a_ray_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
 
 def test_a_cluster_without_a_custom_resource_is_told_how_to_offer_it():
     assert nodes._offer(["trainer"], embedded=False) == "start a node with `ray start --resources '{\"trainer\": 1}'`"
+
+
+CODE = {**os.environ, "PYTHONPATH": str(PROJECT)}
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tasks.machines.cluster import private_session
+with private_session(Path(sys.argv[1])) as folder:
+    (folder / "ray").mkdir(mode=0o777)
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_session_is_private_and_one_left_by_a_killed_process_is_deleted_at_the_next_start(tmp_path):
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=CODE)
+        for _ in range(2)
+    ]
+    try:
+        live, killed = (Path(holder.stdout.readline().strip()) for holder in holders)
+        assert stat.S_IMODE(live.parent.stat().st_mode) == 0o700
+        holders[1].kill()
+        holders[1].wait()
+        assert (killed / "ray").is_dir()
+        with cluster.private_session(tmp_path) as ours:
+            assert {path for path in ours.parent.iterdir() if path.is_dir()} == {live, ours}
+            assert (live / "ray").is_dir()
+        assert not ours.exists()
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def test_a_session_folder_that_others_may_enter_is_refused(tmp_path):
+    (tmp_path / f"dpo-ray-{os.getuid()}").mkdir()
+    (tmp_path / f"dpo-ray-{os.getuid()}").chmod(0o755)
+    with (
+        pytest.raises(UserError, match="is not a folder of mode 0700 that belongs to this user"),
+        cluster.private_session(tmp_path),
+    ):
+        pass
+    (tmp_path / f"dpo-ray-{os.getuid()}").rmdir()
+    (tmp_path / f"dpo-ray-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="Delete it, or set TMPDIR"), cluster.private_session(tmp_path):
+        pass

@@ -17,7 +17,13 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 HOMES = {
     "prefect": {"flows"},
     "mlflow": {"tasks/tracking/record.py", "tasks/tracking/registry.py", "tasks/tracking/experiment.py"},
-    "ray": {"tasks/machines/cluster.py", "tasks/machines/nodes.py", "tasks/reference.py", "tasks/train.py"},
+    "ray": {
+        "tasks/machines/cluster.py",
+        "tasks/machines/nodes.py",
+        "tasks/machines/rendezvous.py",
+        "tasks/reference.py",
+        "tasks/train.py",
+    },
     "deepspeed": {"training/engine.py"},
     "peft": {"training/adapters.py"},
     "transformers": {"training"},
@@ -44,7 +50,7 @@ HOMES = {
 PLUMBING = {
     *(f"tasks/{name}.py" for name in ("configuration", "errors", "params", "paths", "place", "progress", "redact")),
     *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
-    *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock")),
+    *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock", "rendezvous")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "record", "tensorboard")),
 }
 

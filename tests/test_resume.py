@@ -19,6 +19,7 @@ from tasks.params import overlay, read_yaml
 from tasks.tracking.forward import send_all
 from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
+from tests.sockets import listeners, outside_loopback
 from tests.workspaces import run, start, tensorboard, wait_for, write_cluster
 
 pytestmark = pytest.mark.slow
@@ -71,6 +72,8 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     first = start(workspace, "train")
     orphans = workers(first)
     wait_for_checkpoint(first, workspace)
+    assert len(listeners(first.pid)) > 5  # Ray's processes and gloo's pairs are among them
+    assert outside_loopback(first.pid) == {}
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not (workspace / "data/policy").exists()

@@ -9,11 +9,12 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tasks import place
 from tasks.errors import UserError
 from tasks.files import home
 from tasks.machines import nodes
+from tasks.machines.flock import locked
 from tasks.progress import Bar
 from tasks.stage import QUIET
 from training.dtypes import slow_here
@@ -31,17 +33,22 @@ JOIN = "A driver runs on a node: `ray start --address HEAD:PORT --num-cpus 0` ma
 RESTARTS = 2  # of an actor whose worker or node is lost
 AGENT_FAILED = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in raylet.out
 LOG_LINES = 12  # of a log that are shown
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface
 
 Group = place.ReferenceGroup | place.ActorTrainGroup
 
 
 @contextmanager
-def ray_cluster(where: place.Ray, cpus: float) -> Iterator[None]:
-    """Connect, and leave nothing behind. `cpus` is what an embedded cluster is made with."""
+def ray_cluster(where: place.Ray, cpus: float) -> Iterator[Path | None]:
+    """Connect, and leave nothing behind. `cpus` is what an embedded cluster is made with.
+
+    Yields the private folder of an embedded cluster, None for any other.
+    """
     quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}  # what the user has set stays
-    environment = {**quiet, **where.env, **_network(where.interface)}
-    with _embedded(cpus, environment) if where.address == "local" else _connected(where.address, environment):
-        yield
+    embedded = where.address == "local"
+    environment = {**quiet, **where.env, **_network(LOOPBACK if embedded else where.interface)}
+    with _embedded(cpus, environment) if embedded else _connected(where.address, environment) as folder:
+        yield folder
 
 
 def _network(interface: str | None) -> dict[str, str]:
@@ -50,25 +57,55 @@ def _network(interface: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[None]:
+def _embedded(cpus: float, environment: Mapping[str, str]) -> Iterator[Path]:
     # Inherited by the cluster's processes: cheaper than an environment of Ray's making.
     paths = dict.fromkeys([str(CODE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     os.environ.update(environment, PYTHONPATH=os.pathsep.join(paths), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
     os.environ.update(RAY_prestart_worker_first_driver="0")  # Ray Train's actors cannot use such workers
     # A token of its own, so that nothing is written into the home folder and no other Ray is reached.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    # Ray's only switch for binding to loopback: without clusters of several machines, a node's address is 127.0.0.1.
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     import ray
 
-    folder = tempfile.mkdtemp(prefix="dpo-ray-")  # short: Ray's socket names have a length limit
-    try:
-        _start(int(-(-cpus // 1)), folder)
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with private_session(Path(tempfile.gettempdir())) as folder:
+        try:
+            _start(int(-(-cpus // 1)), folder / "ray")
+            yield folder
+        finally:
+            ray.shutdown()
 
 
-def _start(cpus: int, folder: str, tries: int = 3) -> None:
+@contextmanager
+def private_session(temporary: Path) -> Iterator[Path]:
+    """A folder that only this user can enter, deleted at the end; one left by a killed process goes at the next start.
+
+    Ray makes its own folders mode 0777, so they lie below one of mode 0700. The lock of a live session is held by its
+    driver, and the kernel releases it when the driver ends in any way.
+    """
+    sessions = temporary / f"dpo-ray-{os.getuid()}"  # short: Ray's socket names have a length limit
+    sessions.mkdir(mode=0o700, exist_ok=True)
+    found = sessions.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"{sessions} is not a folder of mode 0700 that belongs to this user, so another user could read or change "
+            "Ray's session. Delete it, or set TMPDIR to a folder of your own."
+        )
+    with ExitStack() as held:
+        with locked(sessions / "lock"):  # nobody clears away a folder between its creation and its lock
+            for left in sessions.iterdir():
+                with locked(left / "lock", wait=False) if left.is_dir() else nullcontext(False) as ours:
+                    if ours:
+                        shutil.rmtree(left, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(prefix="", dir=sessions))
+            held.enter_context(locked(folder / "lock"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(cpus: int, folder: Path, tries: int = 3) -> None:
     """Ray gives its processes 30 seconds. On a busy machine that is too little, so a timeout alone is tried again."""
     import ray
 
@@ -79,11 +116,11 @@ def _start(cpus: int, folder: str, tries: int = 3) -> None:
             include_dashboard=False,
             logging_level=logging.ERROR,
             log_to_driver=False,  # our workers report through files; Ray's own chatter stays in its logs
-            _temp_dir=folder,
+            _temp_dir=str(folder),
         )
     except Exception as error:
         ray.shutdown()
-        logs = Path(folder) / "session_latest" / "logs"
+        logs = folder / "session_latest" / "logs"
         if agent := AGENT_FAILED.search(_read(logs / "raylet.out")):
             raise UserError(_agent_failed(logs, agent[1])) from error
         if "timed out during startup" not in str(error) or tries == 1:

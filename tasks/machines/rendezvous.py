@@ -1,0 +1,47 @@
+"""How the ranks of an embedded cluster find each other: through a file, and not through a port.
+
+torch's TCPStore listens on every interface and takes writes from anybody. Import this after `ray_cluster` has begun.
+"""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train._internal.base_worker_group import BaseWorkerGroup
+from ray.train.backend import BackendConfig
+from ray.train.torch import TorchConfig
+from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
+
+
+@dataclass
+class FileRendezvous(TorchConfig):
+    """Ray Train's torch backend with torch's file store, in a folder that only this user can enter."""
+
+    folder: str = ""
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _FileBackend
+
+
+class _FileBackend(_TorchBackend):
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        assert isinstance(backend_config, FileRendezvous)
+        store = Path(backend_config.folder) / f"ranks-{uuid.uuid4().hex}"  # another one after each restart
+        gpus = worker_group.get_resources_per_worker().get("GPU", 0)
+        worker_group.execute(_set_torch_distributed_env_vars)
+        started: list[Any] = [
+            worker_group.execute_single_async(
+                rank,
+                _setup_torch_process_group,
+                backend="nccl" if gpus else "gloo",
+                world_rank=rank,
+                world_size=len(worker_group),
+                init_method=f"file://{store}",
+                timeout_s=backend_config.timeout_s,
+            )
+            for rank in range(len(worker_group))
+        ]
+        ray.get(started)
