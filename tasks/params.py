@@ -208,7 +208,7 @@ class RewardModel(Section):
 
 
 class Endpoint(Section):
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    url: Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+(/[^\s\\]*)?$")]
     model: str
     key_variable: Annotated[str, Field(pattern=r"^\w+$")] | None
     requests_per_minute: Positive

@@ -8,6 +8,7 @@ Every reader calls `load_cluster`. Later layers win:
 4. overrides.
 """
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -41,6 +42,25 @@ class Ray(Section):
             )
         if self.address == "local" and self.interface:
             raise ValueError("`interface` has no effect on address local: set it to null")
+        return self
+
+
+class Access(Section):
+    """What run parameters may name (tasks/access.py)."""
+
+    judge_keys: list[Annotated[str, Field(pattern=r"^\w+$")]]
+    judge_origins: list[Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+$")]]
+    protocols: list[Annotated[str, Field(pattern=r"^\w+$")]]
+    networks: list[str]
+    push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]]
+
+    @model_validator(mode="after")
+    def _networks_are_addresses(self) -> "Access":
+        for network in self.networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"networks: {error}. Write an address or a range, as 10.1.2.3 or 10.0.0.0/8") from None
         return self
 
 
@@ -86,6 +106,7 @@ class Cluster(Section):
     logging_dir: str
     tensorboard: bool
     output_dir: str
+    access: Access
     ray: Ray
     prepare: PrepareGroup
     reference: ReferenceGroup
@@ -95,6 +116,8 @@ class Cluster(Section):
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
     """What applies in the workspace `root`; `over` are more layers: a recipe's part that is only planned, overrides."""
     recipe = read_yaml(root / RECIPE) if (root / RECIPE).exists() else {}
+    if "access" in recipe:
+        raise UserError(f"{root / RECIPE}: a recipe cannot set `access`. Set it in {CLUSTER} or the site's overlay.")
     content = read_yaml(root / CLUSTER)
     for layer in (site_overlay(), recipe, *over):
         content = lay_over(content, dict(layer), Cluster)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import stage
+from tasks.access import check_push, configured
 from tasks.errors import UserError
 from tasks.evaluation.compare import Comparison, compare, read_side, version_side
 from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
@@ -41,7 +42,7 @@ def promote(run: Run) -> None:
     run.artifact(METRICS / "promote.json")
     print(f"promote: {sentence(decision)}", flush=True)
     if decision["promoted"] and params.promote.push:
-        print(f"promote: copied to {push(MODEL, params.promote.push)}", flush=True)
+        print(f"promote: copied to {push(MODEL, check_push(params.promote.push, configured()))}", flush=True)
 
 
 def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:

@@ -80,12 +80,14 @@ def command(work: Callable[[], None]) -> None:
 
 
 def _run(stage: Callable[[Any], None]) -> None:
+    from tasks import access
     from tasks.machines.lock import workspace_lock
     from tasks.params import load_cluster, load_params
     from tasks.tracking.journal import tracked
 
     name, began = stage.__name__, time.monotonic()
     params, cluster = load_params(), load_cluster()
+    access.check(params)
     with workspace_lock(Path()), tracked(name, params, cluster) as run:
         stage(run)
         run.write("memory", gib=_peak())  # for `make plan`; MLflow has its own

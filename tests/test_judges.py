@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tasks.errors import UserError
 from tasks.evaluation import endpoint, judges
 from tasks.evaluation.endpoint import Judge, Pace
-from tasks.params import Endpoint, Evaluate, dotted, load_params, overlay, read_yaml
+from tasks.params import Endpoint, Evaluate, dotted, load_cluster, load_params, overlay, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "Hurry up. Ana put the white cup under the bed. Where is the white cup?"
@@ -47,7 +48,9 @@ class Handler(BaseHTTPRequestHandler):
         if failure == "drop":
             self.connection.close()
             return
-        if failure == "garbage":
+        if isinstance(failure, str) and failure.startswith("http"):
+            self.answer(302, b"", Location=failure)
+        elif failure == "garbage":
             self.answer(200, b"<html>proxy</html>")
         elif failure:
             self.answer(failure, b"{}")
@@ -65,8 +68,15 @@ class Handler(BaseHTTPRequestHandler):
             return "A"
         return {(True, False): "A", (False, True): " b.\n"}.get(("better" in first, "better" in second), "TIE")
 
-    def answer(self, code: int, content: bytes) -> None:
+    def do_GET(self) -> None:
+        """Where a followed redirect would arrive."""
+        self.server.asked.append({})
+        self.answer(200, b"{}")
+
+    def answer(self, code: int, content: bytes, **headers: str) -> None:
         self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -77,6 +87,12 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.02,))
         thread.start()
@@ -146,6 +162,38 @@ def test_a_wrong_key_is_not_tried_again(judge: Judge, server: Server):
     with pytest.raises(UserError, match=r"evaluate.endpoint: http://127.*answers with 401"):
         judge.compare([("p", "plain", "better")])
     assert len(server.asked) <= 2
+
+
+def test_a_redirect_is_refused_and_the_key_goes_nowhere_else(judge: Judge, server: Server):
+    with serving() as other:
+        server.failures = [f"{other.url}/chat/completions"] * 8
+        with pytest.raises(UserError, match=rf"redirects to {other.url}/chat/completions, and a request with a key"):
+            judge.compare([("p", "plain", "better")])
+        assert other.asked == []
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "sentence"),
+    [
+        ("http://127.0.0.1:1", "AWS_SECRET_ACCESS_KEY", r"AWS_SECRET_ACCESS_KEY is not among .*\(JUDGE_KEY\)"),
+        ("https://evil.test/v1", "JUDGE_KEY", r"https://evil.test:443 is not allowed to judge.*judge_origins"),
+        ("http://judge.test/v1", None, "http://judge.test:80 is not allowed"),  # allowed by https alone
+        ("https://judge.test:8443/v1", None, "https://judge.test:8443 is not allowed"),
+    ],
+)
+def test_what_the_operator_has_not_allowed_is_not_sent(url, variable, sentence, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI-bPxRfiCY")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    allowed = load_cluster(ROOT, {"access": {"judge_origins": ["https://judge.test"]}}).access
+    with pytest.raises(UserError, match=sentence):
+        Judge(_endpoint(url, key_variable=variable), tmp_path, allowed)
+    Judge(_endpoint("https://judge.test/v1"), tmp_path, allowed)
+
+
+@pytest.mark.parametrize("url", ["https://judge.test@evil.test/v1", "https://evil.test\\@judge.test/v1", "ftp://h/v1"])
+def test_an_address_that_hides_its_host_is_no_address(url):
+    with pytest.raises(ValueError, match="pattern"):
+        _endpoint(url)
 
 
 def test_a_key_that_is_not_in_the_environment_is_asked_for(monkeypatch):

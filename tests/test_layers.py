@@ -48,7 +48,10 @@ HOMES = {
 
 # Code that every stage runs in and that cannot change what it computes.
 PLUMBING = {
-    *(f"tasks/{name}.py" for name in ("configuration", "errors", "params", "paths", "place", "progress", "redact")),
+    *(
+        f"tasks/{name}.py"
+        for name in ("access", "configuration", "errors", "params", "paths", "place", "progress", "redact")
+    ),
     *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock", "rendezvous")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "record", "tensorboard")),

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tasks.errors import UserError
 from tasks.evaluation.compare import compare, main, read_side, side_named
 from tasks.files import hash_files, read_json, write_json
-from tasks.params import load_cluster, load_params
+from tasks.params import Cluster, load_cluster, load_params, overlay, read_yaml
 from tasks.paths import METRICS, MODEL
 from tasks.promote import promote
 from tasks.release import verify
@@ -84,6 +85,9 @@ def set_params(root: Path, old: str, new: str) -> None:
 def push_to(root: Path) -> Path:
     target = root / "elsewhere"
     set_params(root, "push: null", f"push: file://{target}")
+    path = root / "infra/cluster.yaml"
+    allowed = overlay(read_yaml(path), {"access": {"push": [f"file://{root}"]}}, Cluster)
+    path.write_text(yaml.safe_dump(allowed))
     return target
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+from tasks.access import check_protocol, configured, guarded_client
 from tasks.dataset import demo
 from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
@@ -139,7 +141,7 @@ def _from_hub(key: str, address: str, target: Path) -> None:
 
 def _from_afar(key: str, address: str, folder: Path) -> None:
     try:
-        system, paths = _remote_files(address)
+        system, paths = _remote_files(key, address)
         if not paths:
             raise FileNotFoundError("there is no file of rows")
         root = paths[0].rpartition("/")[0] if len(paths) == 1 else system._strip_protocol(address).rstrip("/")
@@ -147,6 +149,8 @@ def _from_afar(key: str, address: str, folder: Path) -> None:
             target = _inside(folder, path.removeprefix(root).lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, str(target))
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"{key}: {address} needs one more package: {error}") from error
     except Exception as error:
@@ -156,11 +160,15 @@ def _from_afar(key: str, address: str, folder: Path) -> None:
         ) from error
 
 
-def _remote_files(address: str) -> tuple[Any, list[str]]:
+def _remote_files(key: str, address: str) -> tuple[Any, list[str]]:
     """The file system behind an address, and its files of rows in a fixed order."""
     import fsspec
 
-    system, path = fsspec.core.url_to_fs(address)
+    options: dict[str, Any] = {}
+    access = configured()
+    if check_protocol(key, address, access) in ("http", "https"):
+        options = {"get_client": partial(guarded_client, access.networks), "skip_instance_cache": True}
+    system, path = fsspec.core.url_to_fs(address, **options)
     system.invalidate_cache()
     found = system.find(path) if system.isdir(path) else [path]
     return system, sorted(file for file in found if _holds_rows(file.rpartition("/")[2]))
@@ -171,8 +179,10 @@ def stamp(key: str, address: str) -> str:
     try:
         if address.startswith(HUB):
             return hub_commit(address.partition("?")[0], "dataset")
-        system, paths = _remote_files(address)
+        system, paths = _remote_files(key, address)
         return ",".join(str(system.ukey(path)) for path in paths)
+    except UserError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(

@@ -17,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tasks.access import check_endpoint, configured
 from tasks.errors import UserError
 from tasks.files import fingerprint, home, read_json, write_json
 from tasks.params import Endpoint
+from tasks.place import Access
 from tasks.redact import protect
 
 TRIES = 5
@@ -38,8 +40,18 @@ SAID = re.compile(r"^\W*(A|B|TIE)\W*$", re.IGNORECASE)
 VALUE = {"A": 0.0, "B": 1.0, "TIE": 0.5}
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """urllib would send the key along, to another host too; without a request it raises the answer as an error."""
+
+
+REDIRECTS = {301, 302, 303, 307, 308}
+DIRECT = urllib.request.build_opener(_NoRedirect)
+
+
 class Judge:
-    def __init__(self, endpoint: Endpoint, cache: Path | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, cache: Path | None = None, allowed: Access | None = None) -> None:
+        check_endpoint(endpoint, allowed or configured())
         self.endpoint = endpoint
         self.cache = cache or home() / ".scratch" / "judgements"
         self.key = _key(endpoint)
@@ -90,6 +102,10 @@ class Judge:
             try:
                 return _content(self._post(body))
             except urllib.error.HTTPError as error:
+                if error.code in REDIRECTS:
+                    where = error.headers.get("Location")
+                    said = f"redirects to {where}, and a request with a key is sent only to the configured address"
+                    raise UserError(self._refusal(said)) from None
                 if error.code not in WORTH_ANOTHER_TRY:
                     raise UserError(self._refusal(f"answers with {error.code} {error.reason}")) from None
                 why, asked = f"answers with {error.code} {error.reason}", error.headers.get("Retry-After", "")
@@ -103,7 +119,7 @@ class Judge:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with DIRECT.open(request, timeout=TIMEOUT) as response:
             return json.load(response)
 
     def _refusal(self, what: str) -> str:

@@ -5,6 +5,7 @@ It names a version and not a workspace, so that what was judged is what becomes 
 
 import sys
 
+from tasks.access import check_push, configured
 from tasks.errors import UserError
 from tasks.params import load_cluster, load_params
 from tasks.promote import to_champion
@@ -26,7 +27,8 @@ def approve(number: str, name: str) -> str:
             raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
         found.tag(version, {"approved_by": name})
         found.move(to_champion(params.alias, version, champion))
-        copy = f"; copied to {push(found.fetch(version, 'model'), params.push)}" if params.push else ""
+        target = params.push and check_push(params.push, configured())
+        copy = f"; copied to {push(found.fetch(version, 'model'), target)}" if target else ""
     return f"{params.model_name} version {number} is now {params.alias}, approved by {name}{copy}"
 
 
