@@ -5,6 +5,7 @@ stays in DVC's cache; kept runs keep their checkpoints and reference shards, ali
 """
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -41,17 +42,22 @@ class Found:
 def look(newest: int) -> Found:
     """What would be deleted; nothing is."""
     cluster, every = load_cluster(ROOT), every_run()
-    versions = every_version(cluster)
+    versions = every_version(cluster, every)
     kept = choose(every, versions, cluster, newest)
     staying = [run for run in every if run.name in kept]
     waiting = [run for run in every if run.name not in kept and unsent(run.folder)]
     going = [run for run in every if run.name not in kept and run not in waiting]
     notes = [f"{run.name} stays: its figures are not in MLflow yet. `make sync` sends them" for run in waiting]
     staying += waiting
-    items = [_run(run) for run in going]
+    items: list[Item] = []
+    for known in (known for known in versions if not is_needed(known, staying)):
+        try:
+            items.append(_version(known))
+        except UserError as error:
+            notes.append(str(error).rstrip("."))
+    items += [_run(run) for run in going]  # behind its versions: after a crash between both it still names the model
     items += [_worktree(path) for path in _stale_worktrees(staying, going)]
     items += [_folder("scratch", path) for path in _unused(ROOT / cluster.output_dir, staying)]
-    items += [_version(known) for known in versions if not is_needed(known, staying)]
     inside = Path(cache_folder()).is_relative_to(ROOT)
     if inside:
         items += _cache(staying)
@@ -154,6 +160,7 @@ def delete(newest: int) -> None:
         busy += [path.name for path in runs.WORKTREES.glob("*") if holder(path) and path.name not in busy]
         if busy:
             raise UserError(f"{', '.join(busy)} is at work: wait until it ends, and then run `make gc YES=1`.")
+        _note(found)
         for item in found.items:
             item.remove()
             print(f"deleted  {item.what} ({_human(item.size)})", flush=True)
@@ -163,8 +170,7 @@ def delete(newest: int) -> None:
 
 def show(found: Found) -> None:
     print("Kept:\n" + runs.table(found.kept.items(), ("run", "why")) if found.kept else "There is no run to keep.")
-    for note in found.notes:
-        print(f"note: {note}.")
+    _note(found)
     if not found.items:
         print("\nNothing is to delete.")
         return
@@ -173,6 +179,11 @@ def show(found: Found) -> None:
     print(
         f"\n{_human(sum(item.size for item in found.items))} in all. Nothing is deleted yet: `make gc YES=1` does it."
     )
+
+
+def _note(found: Found) -> None:
+    for note in found.notes:
+        print(f"note: {note}.", flush=True)
 
 
 def _size(path: Path) -> int:
@@ -196,6 +207,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="how many of the newest runs stay anyway")
     parser.add_argument("--yes", action="store_true", help="delete, and not only show")
     asked = parser.parse_args()
+    os.environ["DPO_HOME"] = str(ROOT)
     try:
         if asked.keep < 0:
             raise UserError(f"KEEP is how many of the newest runs stay, and it is {asked.keep}. Give 0 or more.")

@@ -8,8 +8,8 @@ from flows import ROOT, commits, runs
 from flows.commits import git
 from flows.runs import Record
 from tasks.files import read_json, sha256
-from tasks.params import Cluster
-from tasks.tracking.registry import Registry, Version, every_model, registry, tagged_runs
+from tasks.params import Cluster, load_params
+from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
 
 TAG = "keep"  # of a run in MLflow
 
@@ -66,14 +66,23 @@ def _since(name: str, record: Record | None, commit: str | None) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
-def every_version(cluster: Cluster) -> list[Known]:
+def every_version(cluster: Cluster, every: list[Run]) -> list[Known]:
+    """Of the models that this checkout has promoted to; a shared registry has others, too."""
     found = []
-    for name in every_model(cluster):
+    for name in sorted(_model_names(every)):
+        if not is_registered(cluster, name):
+            continue
         with registry(cluster, name) as model:
             aliases = model.aliases()
             for version in model.versions():
                 found.append(Known(model, version, sorted(a for a, n in aliases.items() if n == version.number)))
     return found
+
+
+def _model_names(every: list[Run]) -> set[str]:
+    notes = (run.folder / "params.json" for run in every)
+    used = {str(read_json(note)["promote"]["model_name"]) for note in notes if note.exists()}
+    return used | {load_params(ROOT / "params.yaml").promote.model_name}
 
 
 def choose(every: list[Run], versions: list[Known], cluster: Cluster, newest: int) -> dict[str, str]:
@@ -96,7 +105,10 @@ def _tags(run: Run) -> list[str]:
 
 
 def is_needed(known: Known, kept: list[Run]) -> bool:
-    """Whether a version stays: it has an alias or the tag, or a kept run made it or made the same again."""
+    """Whether a version stays: this checkout did not make it, it has an alias or the tag, or a kept run made it or made
+    the same again."""
+    if known.version.tags.get(OWNER) != owner():
+        return True
     if known.aliases or known.version.tags.get(TAG, "false") != "false":
         return True
     manifests = (run.folder / runs.RESULTS / "data/model/manifest.json" for run in kept)

@@ -9,18 +9,21 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger, pause_flow_run, resume_flow_run, runtime, task
+from prefect import get_client, get_run_logger, pause_flow_run, resume_flow_run, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.events import emit_event
+from prefect.events import Event
 from prefect.input import RunInput
 
 from flows import child
 from flows.stage import USER_ERROR, StageFailed, Watch, worth_another_try
 from flows.workspace import Workspace
 from tasks.errors import UserError
+from tasks.machines.flock import locked
+from tasks.release import outbox
 
 NAME = "promote"
 PROMOTED = "dpo.promoted"
@@ -45,9 +48,7 @@ class Approval(RunInput):
 def promote(place: Workspace) -> dict[str, Any]:
     start = time.monotonic()
     run("tasks.promote", place)
-    found = decision(place)
-    if found.get("promoted") and not found.get("already"):
-        _tell(found, "it passed the gate")
+    tell()
     return {"stage": NAME, "state": "ran", "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -62,13 +63,24 @@ def run(module: str, place: Workspace, *arguments: str) -> None:
     watch.progress(1, 1)
 
 
-def _tell(found: dict[str, Any], why: str) -> None:
-    """An event on Prefect's server, on which flows/automations.py calls a webhook."""
-    model, version, alias = found["model"], found["version"], found["alias"]
+def tell() -> None:
+    """An event on Prefect's server for every promotion that it was not told of, on which flows/automations.py calls a
+    webhook. The server drops an event whose id it has seen, so that a repetition after a crash tells nobody twice."""
+    with locked(outbox.folder().with_suffix(".lock")), get_client(sync_client=True) as client:
+        for promotion in outbox.pending():
+            if promotion.copied:
+                event = _event(promotion)
+                client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
+                promotion.path.unlink()
+
+
+def _event(promotion: outbox.Promotion) -> Event:
+    model, version, alias = promotion.model, promotion.version, promotion.alias
     resource = {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model}
-    message = f"{model} version {version} is now {alias}: {why}."
+    message = f"{model} version {version} is now {alias}: {promotion.why}."
     payload = {"model": model, "version": version, "alias": alias, "message": message}
-    emit_event(PROMOTED, resource, payload=payload)
+    content = {"id": promotion.id, "occurred": datetime.now().astimezone(), "event": PROMOTED}
+    return Event.model_validate({**content, "resource": resource, "payload": payload})
 
 
 def waits_for_a_person(place: Workspace) -> bool:
@@ -92,7 +104,7 @@ def ask_a_person(place: Workspace) -> None:
     if answer.approve:
         who = answer.your_name or "somebody in Prefect"
         run("tasks.release.approve", place, found["version"], who)
-        _tell(found, f"approved by {who}")
+        tell()
     elif answer.your_name == NOBODY:
         log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])
     else:

@@ -5,6 +5,7 @@ new: the same export is one version. A model that does not pass is a finished ru
 passes and wants a person's word waits for `make approve`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
 from tasks.files import fingerprint, read_json, sha256, write_json
 from tasks.params import Params, load_cluster, load_params
 from tasks.paths import METRICS, MODEL, PAIRS
+from tasks.release import outbox
 from tasks.release.gate import by_slash, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_whole
@@ -29,20 +31,44 @@ EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
 def promote(run: Run) -> None:
     params = load_params()
     require_whole(MODEL)
+    address = params.promote.push and check_push(params.promote.push, configured())
     with registry(load_cluster(), params.promote.model_name, run.folder) as found:
-        version = _version(found, run)
-        found.move(Moves({CHALLENGER: version.number}))
-        decision = decide(params, found, version)
-        found.tag(version, {name: _text(decision[name]) for name in NOTED})
-        if decision["promoted"] and not decision["already"]:
-            found.move(to_champion(params.promote.alias, version, found.at(params.promote.alias)))
+        decision = _settled(params, found, _version(found, run))
+        copies = outbox.complete(found, address)
     write_json(METRICS / "promote.json", decision)
-    run.tags({"model_version": f"{found.name} {version.number}", "promoted": _text(decision["promoted"])})
+    version = f"{found.name} {decision['version']}"
+    run.tags({"model_version": version, "promoted": _text(decision["promoted"])})
     run.summary({"promoted": float(decision["promoted"]), **_differences(decision)})
     run.artifact(METRICS / "promote.json")
     print(f"promote: {sentence(decision)}", flush=True)
-    if decision["promoted"] and params.promote.push:
-        print(f"promote: copied to {push(MODEL, check_push(params.promote.push, configured()))}", flush=True)
+    if decision["already"] and address and not copies:  # promote.push may be newer than the champion
+        copies = [push(MODEL, address)]
+    for copy in copies:
+        print(f"promote: copied to {copy}", flush=True)
+
+
+def _settled(params: Params, found: Registry, version: Version) -> dict[str, Any]:
+    """Decide, and move the aliases while nobody else can; decide again where the champion changed in between.
+
+    Deciding may take minutes, since models answer prompts for it, so the model's lock is held for the moves alone.
+    """
+    alias = params.promote.alias
+    while True:
+        decision = decide(params, found, version)
+        with found.exclusively() as held:
+            champion = found.at(alias)
+            if (champion.number if champion else None) == decision["champion_before"]:
+                found.tag(version, {name: _text(decision[name]) for name in NOTED})
+                moves = Moves({CHALLENGER: version.number})
+                if decision["promoted"] and not decision["already"]:
+                    promotion = outbox.add(found.name, version.number, alias, "it passed the gate")
+                    moves = to_champion(alias, version, champion, promotion.id)
+                    moves = replace(moves, aliases={CHALLENGER: version.number, **moves.aliases})
+                found.move(moves, held)
+                return decision
+        now = f"version {champion.number}" if champion else "nobody"
+        print(f"promote: {alias} became {now} meanwhile; comparing again", flush=True)
+        version = found.version(version.number) or version
 
 
 def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
@@ -134,9 +160,10 @@ def _against_earlier(params: Params, earlier: Earlier | None, champion: Version)
     return [f"{reason} on its own held-out pairs" for reason in found]
 
 
-def to_champion(alias: str, version: Version, champion: Version | None) -> Moves:
+def to_champion(alias: str, version: Version, champion: Version | None, promotion: str) -> Moves:
     before = champion.number if champion else None
     tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
+    tags[outbox.TAG] = promotion
     return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
 
 

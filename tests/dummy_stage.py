@@ -55,6 +55,10 @@ if stage == "promote":
     said = {"model": "dpo-demo", "version": "7", "alias": "champion", "already": False, "rolled_back": ""}
     said |= {"promoted": how == "win", "waiting": how == "wait", "reasons": why, "comparison": {}}
     Path("data/metrics/promote.json").write_text(json.dumps(said))
+    if how == "win":
+        from tasks.release import outbox
+
+        outbox.add("dpo-demo", "7", "champion", "it passed the gate").finish()
     sys.exit(0)
 here.mkdir(parents=True, exist_ok=True)
 (here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]) + how)

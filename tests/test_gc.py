@@ -36,7 +36,7 @@ for number, name in enumerate(sys.argv[1:]):
 """
 # What promote does, without a model: a version for each of these runs, `champ` being champion.
 REGISTER = """
-import sys
+import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
 from tasks.params import load_cluster
@@ -51,9 +51,11 @@ for name in sys.argv[1:]:
     export.mkdir()
     (export / "model.safetensors").write_text(name)
     with registry(load_cluster(), "dpo-demo") as found:
-        version = found.add(run.info.run_id, export, [], {"manifest_sha256": name * 12, "run": name})
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        version = found.add(run.info.run_id, export, [], {"manifest_sha256": digest, "run": name})
         if name == "champ":
-            found.move(Moves({"champion": version.number}))
+            with found.exclusively() as held:
+                found.move(Moves({"champion": version.number}), held)
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from tasks.files import hash_files, read_json, write_json
 from tasks.params import Cluster, load_cluster, load_params, overlay, read_yaml
 from tasks.paths import METRICS, MODEL
 from tasks.promote import promote
-from tasks.release import verify
+from tasks.release import outbox, verify
 from tasks.release.approve import approve
 from tasks.release.gate import gate
 from tasks.release.rollback import rollback
+from tasks.tracking import lease
 from tasks.tracking.journal import Run, open_run
 from tasks.tracking.registry import Registry, registry
 from tests.workspaces import PROJECT, make_workspace
@@ -175,8 +177,9 @@ def test_what_was_rolled_back_returns_by_a_persons_word_alone(workspace, capsys)
     assert aliases()["champion"] == "1"
     assert approve("2", "Ada") == f"{NAME} version 2 is now champion, approved by Ada"
     assert aliases() == {"champion": "2", "previous": "1", "challenger": "2"}
+    assert approve("2", "Bob") == f"{NAME} version 2 is champion already, approved by Ada"
     with pytest.raises(UserError, match="cannot be approved: it does not wait"):
-        approve("2", "Ada")
+        approve("1", "Ada")
 
 
 def test_with_approval_the_gate_passes_and_a_person_decides(workspace):
@@ -225,6 +228,68 @@ def test_a_crash_between_two_aliases_is_made_good_by_who_comes_next(workspace, m
     assert aliases() == {"champion": "2", "previous": "1", "challenger": "2"}
     assert "finished a move" in capsys.readouterr().out
     assert run()["already"]
+
+
+def test_a_copy_that_failed_after_the_alias_moved_is_made_by_the_same_command(workspace, capsys, monkeypatch):
+    target = push_to(workspace)
+    target.write_text("a file where a folder should be")
+    export("one")
+    with pytest.raises(UserError, match="could not be copied"):
+        run()
+    assert aliases()["champion"] == "1"
+    export("two", kind=100)  # another export is in the workspace by now: the champion is what is copied
+    target.unlink()
+    capsys.readouterr()
+    assert not run()["promoted"]
+    (copy,) = target.iterdir()
+    assert f"promote: copied to file://{copy}" in capsys.readouterr().out
+    assert (copy / "model.safetensors").read_text() == "one"
+    assert outbox.pending() == []
+
+    # The same of an approval, which a crash ends between the move and the copy.
+    set_params(workspace, "approval_hours: null", "approval_hours: 1.0")
+    export("three")
+    run()
+    monkeypatch.setattr(outbox, "push", lambda *given: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        approve("3", "Ada")
+    monkeypatch.undo()
+    monkeypatch.chdir(workspace)
+    said = approve("3", "Ada")
+    assert said.startswith(f"{NAME} version 3 is champion already, approved by Ada; copied to file://{target}")
+    assert len(list(target.iterdir())) == 2
+
+
+def test_a_promotion_that_ended_before_the_alias_moved_leaves_nothing_to_do(workspace):
+    export("one", kind=100)
+    run()
+    left = replace(outbox.add(NAME, "1", "champion", "never moved"), process=f"{lease._machine()} 999999999 1")
+    left.write()
+    run()
+    assert outbox.pending() == []
+
+
+def test_a_tag_cannot_lead_gc_out_of_the_store(workspace):
+    """The review's attack: model/../../../.. was .mlflow itself."""
+    export("one")
+    run()
+    with registry(load_cluster(), NAME) as found:
+        found.client.set_model_version_tag(NAME, "1", "manifest_sha256", "../../../../")
+        found.client.delete_registered_model_alias(NAME, "champion")
+        found.client.delete_registered_model_alias(NAME, "challenger")
+        version = found.version("1")
+        assert version is not None
+        for use in (found.remove, found.size, lambda version: found.fetch(version, "model")):
+            with pytest.raises(UserError, match=r"manifest_sha256 '\.\./\.\./\.\./\.\./', which is no SHA-256 hash"):
+                use(version)
+        (artifacts,) = (workspace / ".mlflow").rglob("artifacts/model")
+        (artifacts / ("a" * 12)).symlink_to(workspace)
+        found.client.set_model_version_tag(NAME, "1", "manifest_sha256", "a" * 64)
+        with pytest.raises(UserError, match="leads out of"):
+            found.remove(found.versions()[0])
+        assert len(found.versions()) == 1
+    assert (workspace / "params.yaml").exists()
+    assert list((workspace / ".mlflow").rglob("model.safetensors"))
 
 
 def test_a_damaged_version_is_not_gone_back_to(workspace):

@@ -9,27 +9,37 @@ from tasks.access import check_push, configured
 from tasks.errors import UserError
 from tasks.params import load_cluster, load_params
 from tasks.promote import to_champion
-from tasks.release.push import push
+from tasks.release import outbox
 from tasks.tracking.registry import registry
 
 
 def approve(number: str, name: str) -> str:
     params = load_params().promote
+    address = params.push and check_push(params.push, configured())
     with registry(load_cluster(), params.model_name) as found:
-        version, champion = found.version(number), found.at(params.alias)
-        if version is None:
-            raise UserError(f"{params.model_name} has no version {number}: {[v.number for v in found.versions()]}.")
-        if version.tags.get("waiting") != "true":
-            why = version.tags.get("reasons") or "it does not wait for anyone"
-            raise UserError(f"Version {number} of {params.model_name} cannot be approved: {why}.")
-        if (champion.number if champion else "") != version.tags.get("champion_before", ""):
-            now = f"version {champion.number}" if champion else "nobody"
-            raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
-        found.tag(version, {"approved_by": name})
-        found.move(to_champion(params.alias, version, champion))
-        target = params.push and check_push(params.push, configured())
-        copy = f"; copied to {push(found.fetch(version, 'model'), target)}" if target else ""
-    return f"{params.model_name} version {number} is now {params.alias}, approved by {name}{copy}"
+        left = outbox.complete(found, address)  # of an approval that was interrupted, too
+        with found.exclusively() as held:
+            version, champion = found.version(number), found.at(params.alias)
+            if version is None:
+                raise UserError(f"{params.model_name} has no version {number}: {[v.number for v in found.versions()]}.")
+            if champion is not None and champion.number == number and version.tags.get("approved_by"):
+                done = f"{params.model_name} version {number} is {params.alias} already"
+                return f"{done}, approved by {version.tags['approved_by']}{_copied(left)}"
+            if version.tags.get("waiting") != "true":
+                why = version.tags.get("reasons") or "it does not wait for anyone"
+                raise UserError(f"Version {number} of {params.model_name} cannot be approved: {why}.")
+            if (champion.number if champion else "") != version.tags.get("champion_before", ""):
+                now = f"version {champion.number}" if champion else "nobody"
+                raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
+            found.tag(version, {"approved_by": name})
+            promotion = outbox.add(found.name, number, params.alias, f"approved by {name}")
+            found.move(to_champion(params.alias, version, champion, promotion.id), held)
+        copies = outbox.complete(found, address)
+    return f"{params.model_name} version {number} is now {params.alias}, approved by {name}{_copied(copies)}"
+
+
+def _copied(copies: list[str]) -> str:
+    return "".join(f"; copied to {copy}" for copy in copies)
 
 
 def main() -> None:

@@ -25,7 +25,11 @@ def rollback() -> str:
         earlier = _before(found, target)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         aliases = {params.alias: target.number, PREVIOUS: earlier.number if earlier else None}
-        found.move(Moves(aliases, {champion.number: {"rolled_back": now, "promoted": "false"}}))
+        with found.exclusively() as held:
+            current = found.at(params.alias)
+            if current is None or current.number != champion.number:
+                raise UserError(f"{params.alias} changed meanwhile. Nothing was moved. Run `make rollback` again.")
+            found.move(Moves(aliases, {champion.number: {"rolled_back": now, "promoted": "false"}}), held)
     return (
         f"{params.model_name}: {params.alias} was version {champion.number} ({_hash(champion)}) and is version "
         f"{target.number} ({_hash(target)}) again. Version {champion.number} stays in the registry, marked as rolled "

@@ -1,11 +1,15 @@
 """Versions and aliases in MLflow's registry; with record.py the only code that talks to MLflow.
 
 Aliases move together: what they shall become is written down first (one tag, one call), and who comes next finishes
-what a crash left half done.
+what a crash left half done. Whoever moves them holds the model's lock (lease.py).
+
+A version carries the tag OWNER, the id of the checkout that made it. `make gc` removes no other version.
 """
 
 import json
 import os
+import re
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,13 +19,17 @@ from urllib.parse import unquote, urlparse
 
 from tasks.errors import UserError
 from tasks.files import home, read_json
+from tasks.machines.flock import locked
 from tasks.params import Cluster
 from tasks.redact import redact
 from tasks.tracking.forward import PATIENCE
 from tasks.tracking.journal import absolute
+from tasks.tracking.lease import Turn, turn
 
 LARGEST_UPLOAD = 2**30  # weights above it stay where they are, named by hash
 MOVING = "moving"
+OWNER = "dpo.owner"  # tag of a version: the checkout that made it
+SHA256 = re.compile(r"[0-9a-f]{64}")
 PREVIOUS, CHALLENGER = "previous", "challenger"
 
 
@@ -74,16 +82,20 @@ class Registry:
                 self.client.log_artifact(run_id, str(path), f"model/{place}")
         for path in evaluation:
             self.client.log_artifact(run_id, str(path), f"evaluation/{place}")
-        tags = {**tags, "weights": "stored" if small else f"too large to store: `make open RUN={tags['run']}`"}
+        weights = "stored" if small else f"too large to store: `make open RUN={tags['run']}`"
+        tags = {**tags, "weights": weights, OWNER: owner()}
         source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
-        return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
+        with self.exclusively():  # another run may have registered the same export meanwhile
+            if known := self.with_manifest(tags["manifest_sha256"]):
+                return known
+            return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
 
     def fetch(self, version: Version, what: str, file: str = "") -> Path:
         """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""
-        place = f"{what}/{version.tags['manifest_sha256'][:12]}/{file}".rstrip("/")
+        place = f"{what}/{self.digest(version)[:12]}/{file}".rstrip("/")
         root = self.client.get_run(version.run_id).info.artifact_uri
         if root.startswith("file://"):
-            return Path(unquote(urlparse(root).path)) / place
+            return _inside(root, place)
         copies = home() / ".scratch" / "registry" / self.name / version.number
         copies.mkdir(parents=True, exist_ok=True)
         return Path(self.client.download_artifacts(version.run_id, place, str(copies)))
@@ -92,49 +104,89 @@ class Registry:
         """The version at each alias."""
         return {alias: str(number) for alias, number in self.client.get_registered_model(self.name).aliases.items()}
 
+    def digest(self, version: Version) -> str:
+        """The hash of a version's manifest, by which its artifacts are found: anybody may have edited the tag."""
+        found = version.tags.get("manifest_sha256", "")
+        if not SHA256.fullmatch(found):
+            raise UserError(
+                f"Version {version.number} of {self.name} has the tag manifest_sha256 '{found[:80]}', which is no "
+                "SHA-256 hash. Another tool made this version, or somebody edited the tag. Restore the tag in MLflow."
+            )
+        return found
+
     def size(self, version: Version) -> int:
         """Bytes of a version's artifacts, where they lie on this machine."""
-        root = self.client.get_run(version.run_id).info.artifact_uri
+        places, root = self._places(version), self.client.get_run(version.run_id).info.artifact_uri
         if not root.startswith("file://"):
             return 0
-        folders = [Path(unquote(urlparse(root).path)) / place for place in _places(version)]
+        folders = [_inside(root, place) for place in places]
         return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
     def remove(self, version: Version) -> None:
-        """The version and its artifacts; the run that made it stays, with all its figures."""
+        """The artifacts of a version of this checkout, then the version; its MLflow run stays, with all its metrics."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        self.client.delete_model_version(self.name, version.number)
-        store = get_artifact_repository(self.client.get_run(version.run_id).info.artifact_uri)
-        for place in _places(version):
-            store.delete_artifacts(place)
+        places, root = self._places(version), self.client.get_run(version.run_id).info.artifact_uri
+        if root.startswith("file://"):
+            assert all(_inside(root, place) for place in places)
+        with self.exclusively():
+            now = self.version(version.number)
+            if now is None or now.tags.get(OWNER) != owner() or version.number in self.aliases().values():
+                raise UserError(
+                    f"Version {version.number} of {self.name} has changed since it was looked at: it got an alias or "
+                    "another owner, or is gone. It was not deleted. Run `make gc` again."
+                )
+            # Without the addresses MLflow resolves mlflow-artifacts: against a default of its own.
+            store = get_artifact_repository(root, self.client.tracking_uri, self.client.tracking_uri)
+            for place in places:
+                store.delete_artifacts(place)
+            self.client.delete_model_version(self.name, version.number)
+
+    def _places(self, version: Version) -> list[str]:
+        """Where a version's artifacts lie, below those of its run."""
+        return [f"{what}/{self.digest(version)[:12]}" for what in ("model", "evaluation")]
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.name, version.number, name, value)
 
-    def move(self, moves: Moves) -> None:
+    @contextmanager
+    def exclusively(self) -> Iterator[Turn]:
+        """Nobody else moves aliases or adds versions of this model, on any machine; a half-done move is finished."""
+        with turn(self.client, self.name) as held:
+            if content := self._half_done():
+                self._apply(Moves(**json.loads(content)), held)
+                print(f"registry: finished a move of {self.name}'s aliases that was interrupted", flush=True)
+            yield held
+
+    def move(self, moves: Moves, held: Turn) -> None:
+        held.check()
         content = json.dumps({"aliases": moves.aliases, "tags": moves.tags})
         self.client.set_registered_model_tag(self.name, MOVING, content)
-        self._apply(moves)
+        self._apply(moves, held)
 
-    def settle(self) -> bool:
-        """Finish what a crash left half done; whether there was anything."""
-        content = self.client.get_registered_model(self.name).tags.get(MOVING)
-        if content:
-            self._apply(Moves(**json.loads(content)))
-        return bool(content)
+    def settle(self) -> None:
+        """Finish what a crash left half done."""
+        if self._half_done():
+            with self.exclusively():
+                pass
 
-    def _apply(self, moves: Moves) -> None:
+    def _half_done(self) -> str | None:
+        return self.client.get_registered_model(self.name).tags.get(MOVING)
+
+    def _apply(self, moves: Moves, held: Turn) -> None:
         now = self.client.get_registered_model(self.name).aliases
         for version, tags in moves.tags.items():
             for name, value in tags.items():
+                held.check()
                 self.client.set_model_version_tag(self.name, version, name, value)
         for alias, number in moves.aliases.items():
+            held.check()
             if number is not None:
                 self.client.set_registered_model_alias(self.name, alias, number)
             elif alias in now:
                 self.client.delete_registered_model_alias(self.name, alias)
+        held.check()
         self.client.delete_registered_model_tag(self.name, MOVING)
 
 
@@ -152,8 +204,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
         if not _is_there(client, name):
             raise UserError(f"The registry has no model {name} yet. Run the pipeline, or mend promote.model_name.")
         found = Registry(client, name)
-        if found.settle():
-            print(f"registry: finished a move of {name}'s aliases that was interrupted", flush=True)
+        found.settle()
         yield found
     except (MlflowException, OSError) as error:
         raise UserError(
@@ -162,11 +213,25 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
         ) from error
 
 
-def every_model(cluster: Cluster) -> list[str]:
-    """Names of the registered models; none where there is no registry yet."""
+def is_registered(cluster: Cluster, name: str) -> bool:
+    """Whether the registry has a model of that name; False where there is no registry yet."""
     with suppress(UserError):
-        return [found.name for found in _client(absolute(cluster.tracking_uri), None).search_registered_models()]
-    return []
+        return _is_there(_client(absolute(cluster.tracking_uri), None), name)
+    return False
+
+
+def owner() -> str:
+    """The id of this checkout, the same in all its worktrees, made at first use.
+
+    Not of a team: only the checkout that made a version knows which of its runs are kept.
+    """
+    path = home() / ".scratch" / "owner"
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            aside = path.with_name(".owner")
+            aside.write_text(uuid.uuid4().hex)
+            os.replace(aside, path)
+        return path.read_text()
 
 
 def tagged_runs(cluster: Cluster, tag: str) -> set[str]:
@@ -198,9 +263,13 @@ def _client(uri: str, run: Path | None) -> Any:
     return MlflowClient(uri, registry_uri=uri)
 
 
-def _places(version: Version) -> list[str]:
-    """Where a version's artifacts lie, below those of its run."""
-    return [f"{what}/{version.tags['manifest_sha256'][:12]}" for what in ("model", "evaluation")]
+def _inside(root: str, place: str) -> Path:
+    """A path below a run's artifacts on this machine, links followed."""
+    folder = Path(unquote(urlparse(root).path)).resolve()
+    path = (folder / place).resolve()
+    if not path.is_relative_to(folder) or path == folder:
+        raise UserError(f"{folder / place} leads out of {folder}, where MLflow keeps this run's files. Look at it.")
+    return path
 
 
 def _version(found: Any) -> Version:

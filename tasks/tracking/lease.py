@@ -1,0 +1,158 @@
+"""A lock on a registered model that works across machines: `with turn(client, name) as held:`.
+
+MLflow has no compare-and-set, but its tags are registers that every client reads and writes whole. So this is Lamport's
+bakery algorithm on tags of the registered model, one tag per claimant: take a number above all others, then wait until
+no lower number is left. It excludes two holders without any clock.
+
+A process that dies leaves its claim. Claims of dead processes on this machine are removed at once; a claim of another
+machine is removed after it has not changed for LEASE seconds of the observer's own monotonic clock. A holder stops
+writing after HOLD seconds, so a removed claim belongs to a holder that writes no more, unless one of its requests was
+under way for LEASE - HOLD seconds.
+"""
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import UserError
+
+PREFIX = "dpo.claim."
+LEASE, HOLD = 120.0, 60.0  # seconds
+BEAT = 20.0  # seconds after which a waiting claimant renews its claim
+LOOK = 0.2  # seconds between two looks
+
+
+@dataclass(frozen=True)
+class Claim:
+    number: int  # 0: still choosing one
+    beat: int
+    process: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Claim":
+        try:
+            number, beat, process = text.split(" ", 2)
+            return cls(int(number), int(beat), process)
+        except ValueError:  # not written by us: it goes once it has not changed for LEASE seconds
+            return cls(0, 0, text)
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.beat} {self.process}"
+
+
+class Turn:
+    """A claimant, and once it is its turn the holder."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self.client, self.name = client, name
+        self.key, self.process = f"{PREFIX}{uuid.uuid4().hex}", this_process()
+        self.number, self.beat, self.written = 0, 0, 0.0
+
+    def check(self) -> None:
+        """Before each write: UserError where others may take this holder for dead."""
+        if time.monotonic() - self.written > HOLD:
+            raise UserError(
+                f"The registry needed more than {HOLD:.0f} s for a few calls, so another promotion of {self.name} may "
+                "have begun. Nothing more was written. Run this again: it completes what is half done."
+            )
+
+    def renew(self, number: int) -> bool:
+        """Write the claim; whether it cannot have been taken for dead meanwhile."""
+        before, self.written = self.written, time.monotonic()
+        self.number, self.beat = number, self.beat + 1
+        self.client.set_registered_model_tag(self.name, self.key, str(Claim(number, self.beat, self.process)))
+        return self.beat == 1 or time.monotonic() - before < LEASE
+
+    def release(self) -> None:
+        with suppress(Exception):  # a registry that does not answer: whoever comes next sees that this process is gone
+            self.client.delete_registered_model_tag(self.name, self.key)
+
+
+@contextmanager
+def turn(client: Any, name: str) -> Iterator[Turn]:
+    while not (held := _claim(client, name)):
+        pass
+    try:
+        yield held
+    finally:
+        held.release()
+
+
+def _claim(client: Any, name: str) -> Turn | None:
+    """The turn, once no claim is before ours; None where ours may have been removed while we waited."""
+    mine, seen = Turn(client, name), dict[str, tuple[str, float]]()
+    try:
+        mine.renew(0)
+        number = 1 + max((claim.number for claim in _claims(client, name).values()), default=0)
+        good = mine.renew(number)
+        while good and (before := _before(mine, _claims(client, name))):
+            for key, claim in before.items():
+                if _is_dead(key, claim, seen):
+                    client.delete_registered_model_tag(name, key)
+            time.sleep(LOOK)
+            if time.monotonic() - mine.written > BEAT:
+                good = mine.renew(number)
+        if good and mine.renew(number):
+            return mine
+    except BaseException:
+        mine.release()
+        raise
+    mine.release()
+    return None
+
+
+def _before(mine: Turn, claims: dict[str, Claim]) -> dict[str, Claim]:
+    """Whoever still chooses may choose a number below ours."""
+    ours = (mine.number, mine.key)
+    return {key: claim for key, claim in claims.items() if key != mine.key and (claim.number, key) < ours}
+
+
+def _claims(client: Any, name: str) -> dict[str, Claim]:
+    tags = client.get_registered_model(name).tags
+    return {key: Claim.parse(value) for key, value in tags.items() if key.startswith(PREFIX)}
+
+
+def _is_dead(key: str, claim: Claim, seen: dict[str, tuple[str, float]]) -> bool:
+    if is_gone(claim.process):
+        return True
+    text, since = seen.get(key, ("", 0.0))
+    if text != str(claim):
+        seen[key] = (str(claim), time.monotonic())
+        return False
+    return time.monotonic() - since > LEASE
+
+
+def this_process() -> str:
+    """Boot, PID namespace, PID and start time: enough for a process of the same machine to tell whether it lives."""
+    return f"{_machine()} {os.getpid()} {_started(os.getpid())}"
+
+
+def is_gone(process: str) -> bool:
+    """Whether a process of this machine has ended; False for one of another machine."""
+    machine, _, rest = process.partition(" ")
+    pid, _, started = rest.partition(" ")
+    return bool(machine) and machine == _machine() and _started(int(pid)) != started
+
+
+def _machine() -> str:
+    """Empty where there is no /proc: then only time tells."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Clock ticks after the boot; empty where there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if stat[0] in "ZX" else stat[19]
