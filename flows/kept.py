@@ -7,7 +7,7 @@ from pathlib import Path
 from flows import ROOT, commits, runs
 from flows.commits import git
 from flows.runs import Record
-from tasks.files import read_json, sha256
+from tasks.files import recall, sha256
 from tasks.params import Cluster, load_params
 from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
 
@@ -81,8 +81,8 @@ def every_version(cluster: Cluster, every: list[Run]) -> list[Known]:
 
 def _model_names(every: list[Run]) -> set[str]:
     notes = (run.folder / "params.json" for run in every)
-    used = {str(read_json(note)["promote"]["model_name"]) for note in notes if note.exists()}
-    return used | {load_params(ROOT / "params.yaml").promote.model_name}
+    used = (recall(note).get("promote", {}).get("model_name") for note in notes)
+    return {str(name) for name in used if name} | {load_params(ROOT / "params.yaml").promote.model_name}
 
 
 def choose(every: list[Run], versions: list[Known], cluster: Cluster, newest: int) -> dict[str, str]:
@@ -122,6 +122,6 @@ def unsent(folder: Path) -> bool:
     """Whether a run's journals hold figures that MLflow has not got yet."""
     for journal in folder.glob("*.jsonl"):
         note = journal.with_name(f"{journal.stem}.sent.json")
-        if (read_json(note)["offset"] if note.exists() else 0) < journal.stat().st_size:
+        if recall(note).get("offset", 0) < journal.stat().st_size:
             return True
     return False

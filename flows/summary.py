@@ -47,8 +47,7 @@ def _track(result: Result, files: list[Path]) -> None:
         run.artifact(file)
     run.write("end", status="FINISHED")
     run.write("close")
-    journal.start_forwarder(folder)
-    journal.wait_until_sent(run)
+    journal.wait_until_sent(run, journal.start_forwarder(folder))
 
 
 def markdown(result: Result) -> str:

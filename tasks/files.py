@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +21,90 @@ def home() -> Path:
 
 @contextmanager
 def publish(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `folder` when the block ends well."""
+    """Yield an empty folder that takes the place of `folder`, synced to disk, when the block ends well."""
     target = Path(folder)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    for before in target.parent.glob(f".{target.name}.*.old"):
+        if not target.exists():  # a process was killed between the two renames below
+            os.rename(before, target)
+    aside = _aside(target)
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         yield aside
-        shutil.rmtree(target, ignore_errors=True)
+        for path in aside.rglob("*"):
+            if not path.is_symlink():
+                sync(path)
+        before = target.with_name(f"{aside.name}.old")
+        if target.exists():  # moved away and not deleted: a kill here loses neither
+            os.rename(target, before)
         os.rename(aside, target)
+        sync(target.parent)
+        shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole or not there, also after a kill or a power failure: aside, synced, renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    os.replace(aside, path)
+    aside = _aside(path)
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync(path: Path) -> None:
+    """To disk: a file's content, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file or folder is made before it takes its name; what killed processes of this host left is removed."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname())
+    for left in path.parent.glob(f".{path.name}.{host}.*"):
+        pid = left.name.split(f".{host}.")[-1].split(".")[0]
+        if pid.isdecimal() and _is_gone(int(pid)):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}")
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's
+        pass
+    return False
 
 
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text())
+
+
+def recall(path: str | Path) -> dict[str, Any]:
+    """A JSON object that can be found out again: empty where the file is missing or damaged."""
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, ValueError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def sha256(path: Path) -> str:
@@ -50,11 +115,11 @@ def sha256(path: Path) -> str:
 def known_sha256(path: Path) -> str:
     """sha256 of a file that may be large: not read again while its size and time of change are the same."""
     memory = home() / ".scratch" / "hashes.json"
-    known = read_json(memory) if memory.exists() else {}
+    known = recall(memory)
     state = path.stat()
     now = [state.st_size, state.st_mtime_ns]
     entry = known.get(str(path.resolve()))
-    if entry is None or entry[:2] != now:
+    if not isinstance(entry, list) or len(entry) != 3 or entry[:2] != now:
         entry = [*now, sha256(path)]
         write_json(memory, {**known, str(path.resolve()): entry})
     return entry[2]

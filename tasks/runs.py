@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.files import fingerprint, read_json, write_json
+from tasks.files import fingerprint, recall, write_json
 from tasks.params import Params
 
 STATE = "by-hand.json"
@@ -17,9 +17,9 @@ def run_key(params: Params, runs: Path) -> str:
     if key := os.environ.get("DPO_RUN"):
         return key
     caller, content = _calling_dvc(), fingerprint(params.model_dump())
-    last = read_json(runs / STATE) if (runs / STATE).exists() else {}
+    last = recall(runs / STATE)
     same = last.get("caller") == caller or (last.get("status") != "FINISHED" and last.get("params") == content)
-    key = last["key"] if last and same else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
+    key = last["key"] if last.get("key") and same else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
     write_json(runs / STATE, {"key": key, "caller": caller, "params": content, "status": "RUNNING"})
     return key
 
@@ -27,8 +27,9 @@ def run_key(params: Params, runs: Path) -> str:
 def note_end(folder: Path, status: str) -> None:
     """How the last stage of a run by hand ended."""
     state = folder.parent / STATE
-    if state.exists() and read_json(state)["key"] == folder.name:
-        write_json(state, {**read_json(state), "status": status})
+    noted = recall(state)
+    if noted.get("key") == folder.name:
+        write_json(state, {**noted, "status": status})
 
 
 def _calling_dvc() -> str:

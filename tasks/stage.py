@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks import redact
+from tasks import disk, redact
 from tasks.errors import UserError
 
 if importlib.util.find_spec("pydantic") is None:
@@ -77,6 +77,12 @@ def command(work: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        sentence = disk.explain(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(2)  # not tried again: the next try would find the same disk
 
 
 def _run(stage: Callable[[Any], None]) -> None:
@@ -88,6 +94,7 @@ def _run(stage: Callable[[Any], None]) -> None:
     name, began = stage.__name__, time.monotonic()
     params, cluster = load_params(), load_cluster()
     access.check(params)
+    disk.check(name, params, cluster)
     with workspace_lock(Path()), tracked(name, params, cluster) as run:
         stage(run)
         run.write("memory", gib=_peak())  # for `make plan`; MLflow has its own

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from tasks import stage
 from tasks.dataset.fetch import content_id, hub_commit, origins, pinned
 from tasks.errors import UserError
-from tasks.files import fingerprint, home, read_json, write_json
+from tasks.files import fingerprint, home, recall, write_json, write_text
 from tasks.models import HUB, file_hashes, local_path
 from tasks.params import Source, load_params
 from tasks.paths import WATCH
@@ -20,10 +20,9 @@ Content = dict[str, str]  # by key and address, "source.data pairs.jsonl": a has
 
 
 def watch() -> None:
-    before = read_json(WATCH) if WATCH.exists() else {}
+    before = recall(WATCH)
     seen = look(load_params().source, known=before, say=lambda note: print(f"watch: {note}", flush=True))
-    WATCH.parent.mkdir(exist_ok=True)
-    WATCH.write_text(text(seen))
+    write_text(WATCH, text(seen))
     for name in seen:
         if name in before and seen[name] != before[name]:
             print(f"watch: the content of {name} changed", flush=True)
@@ -34,7 +33,7 @@ def look(
 ) -> Content:
     """The content behind each address that can change; what this machine does not reach is as it was last seen."""
     memory = home() / ".scratch" / "addresses.json"
-    last = read_json(memory) if memory.exists() else {}
+    last = recall(memory)
     seen: Content = {}
     for name, ask in _questions(source):
         try:

@@ -50,10 +50,10 @@ HOMES = {
 PLUMBING = {
     *(
         f"tasks/{name}.py"
-        for name in ("access", "configuration", "errors", "params", "paths", "place", "progress", "redact")
+        for name in ("access", "configuration", "disk", "errors", "params", "paths", "place", "progress", "redact")
     ),
     *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
-    *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock", "rendezvous")),
+    *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock", "process", "rendezvous")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "record", "tensorboard")),
 }
 

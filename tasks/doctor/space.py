@@ -4,17 +4,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tasks.disk import needed
 from tasks.doctor.findings import Findings
 from tasks.files import home
 from tasks.params import Cluster, Params
-from tasks.paths import PAIRS
 
 GIB = 2**30
 LEAST = 10 * GIB  # where the model is not known yet
 LEAST_SHARED = GIB // 2
-OPTIMIZER = 12  # bytes of a trainable parameter: a master weight and two moments
-GGUF = {"f16": 2.0, "q8_0": 1.07}  # bytes of a parameter
-LARGEST_UPLOAD = GIB  # as in registry.py: above it weights are not copied into MLflow
 
 
 def disk(found: Findings, params: Params, cluster: Cluster, sizes: Any | None) -> None:
@@ -35,24 +32,6 @@ def disk(found: Findings, params: Params, cluster: Cluster, sizes: Any | None) -
         found.wrong(f"{sentence}, and {room / GIB:.1f} GiB of disk are free. Make room: {_advice()}.")
     else:
         found.good(f"{sentence}, and {room / GIB:.0f} GiB of disk are free")
-
-
-def needed(params: Params, cluster: Cluster, sizes: Any) -> dict[str, float]:
-    """Bytes by what they hold. DVC's cache has a second copy of every out, where the disk cannot share blocks."""
-    wide = 4 if params.train.dtype == "float32" else 2
-    merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
-    saved = (sizes.trainable if params.train.adapter else sizes.parameters) * wide
-    gguf = sum(sizes.parameters * GGUF[kind] for kind in params.export.gguf)
-    pairs = sum(path.stat().st_size for path in PAIRS.glob("*.parquet")) if PAIRS.exists() else 0
-    # A new one is whole before an old one goes.
-    keep = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
-    return {
-        "checkpoints": float(sizes.trainable * (wide + OPTIMIZER) * keep),
-        "policy": 3.0 * saved,  # where it is trained, as an out, in the cache
-        "export": 2.0 * (merged + gguf),
-        "registry": float(merged) if merged <= LARGEST_UPLOAD else 0.0,
-        "pairs and reference": 5.0 * pairs,
-    }
 
 
 def _advice() -> str:

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shlex
-import socket
 import sys
 import time
 import uuid
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tasks.errors import UserError
+from tasks.machines.process import this_process
 
 TOKEN = "DPO_LOCK"
 
@@ -123,7 +123,7 @@ def _take(file: TextIO) -> bool:
 
 def _write(file: TextIO, token: str) -> None:
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": _command(), "token": token}
+    holder = {**this_process(), "since": since, "command": _command(), "token": token}
     file.truncate(0)
     file.write(json.dumps(holder) + "\n")
     file.flush()

@@ -8,11 +8,14 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.files import home, write_json
+from tasks import disk
+from tasks.files import home, write_json, write_text
 from tasks.machines.flock import locked
+from tasks.machines.process import is_alive
 from tasks.redact import redact
 from tasks.tracking.journal import ERROR, read_lines, sent, unsent
 from tasks.tracking.record import record, store
@@ -78,8 +81,10 @@ def _rest(workers: "Workers", seconds: float) -> None:
 
 def note(folder: Path, error: Exception) -> None:
     """Where the stage sees it, and the whole of it in the log."""
-    print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
-    (folder / ERROR).write_text(redact((str(error).splitlines() or [type(error).__name__])[0])[:300])
+    said = disk.explain(error) or (str(error).splitlines() or [type(error).__name__])[0][:300]
+    with suppress(OSError):  # the log's disk may be the full one
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+        write_text(folder / ERROR, redact(said))
 
 
 class Workers:
@@ -102,7 +107,7 @@ class Workers:
         last = self.last.get(journal.stem, {"kind": "end"})
         if last["kind"] == "end":
             return False
-        if Path(f"/proc/{last['pid']}").exists():
+        if is_alive(last):
             return True
         end = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
         with journal.open("a") as file:
@@ -143,7 +148,7 @@ def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tup
                 done += 1
             except Exception as error:
                 note(folder, error)
-                failed[folder.name] = (folder / ERROR).read_text()
+                failed[folder.name] = (folder / ERROR).read_text() if (folder / ERROR).exists() else str(error)
     return done, failed
 
 

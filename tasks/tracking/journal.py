@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.files import fingerprint, home, known_sha256, read_json, write_json
+from tasks import disk
+from tasks.files import fingerprint, home, known_sha256, read_json, recall, write_json
+from tasks.machines.flock import locked
+from tasks.machines.process import this_process
 from tasks.paths import BASE, CARD, METRICS, PAIRS, RAW, REFERENCE
 from tasks.redact import redact, redacted
 
@@ -80,11 +83,11 @@ def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
     """A run around a stage: its journal is sent while it works, and ends with how it ended."""
     folder = open_run(params, cluster)
     run = Run(folder, stage)
-    run.write("start", pid=os.getpid())
+    run.write("start", **this_process())
     run.params(flatten(params.model_dump()[stage]))
     for data in datasets(PAIRS) if stage in READERS else ():
         run.dataset(**data)
-    start_forwarder(folder)
+    forwarder = start_forwarder(folder)
     status = "FAILED"
     try:
         yield run
@@ -96,9 +99,13 @@ def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
     finally:
         from tasks.runs import note_end
 
-        run.write("end", status=status)
-        note_end(folder, status)
-        wait_until_sent(run)
+        try:
+            run.write("end", status=status)
+            note_end(folder, status)
+            wait_until_sent(run, forwarder)
+        except OSError:
+            if status == "FINISHED":  # otherwise the stage's own error is the one to tell
+                raise
 
 
 def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folder: Path | None = None) -> Path:
@@ -111,7 +118,7 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     runs = home() / cluster.logging_dir
     folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
-    known = read_json(folder / "settings.json") if (folder / "settings.json").exists() else {}
+    known = recall(folder / "settings.json")
     settings = {"exp_name": cluster.exp_name, "tracking_uri": absolute(cluster.tracking_uri)}
     since = {"began": int(time.time() * 1000), "commit": commit(root), **known}
     write_json(folder / "settings.json", {**since, **settings})
@@ -123,7 +130,7 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
 def begin(folder: Path, tags: Mapping[str, str]) -> None:
     """The flow's first word: what only the flow knows of the run, its recipe say."""
     run = Run(folder, FLOW)
-    run.write("start", pid=os.getpid())
+    run.write("start", **this_process())
     run.tags(tags)
     start_forwarder(folder)
 
@@ -139,8 +146,7 @@ def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) 
         run.summary({**last_values(root), **evaluation(read_json(root / METRICS / "evaluate.json"))})
     run.write("end", status=status)
     run.write("close")
-    start_forwarder(folder)  # the last one may have thought that nobody writes any more
-    wait_until_sent(run)
+    wait_until_sent(run, start_forwarder(folder))  # the last one may have thought that nobody writes any more
 
 
 def commit(root: Path) -> str:
@@ -244,8 +250,7 @@ def _last_step(journal: Path) -> dict[str, int]:
 
 def sent(folder: Path, stage: str) -> int:
     """How many bytes of a journal have been sent."""
-    file = folder / f"{stage}.sent.json"
-    return read_json(file)["offset"] if file.exists() else 0
+    return int(recall(folder / f"{stage}.sent.json").get("offset", 0))  # a line that is sent twice is there once
 
 
 def unsent(folder: Path) -> bool:
@@ -257,29 +262,47 @@ def _known(folder: Path) -> list[tuple[Path, int]]:
     return [(path, sent(folder, path.stem)) for path in folder.glob("*.jsonl")]
 
 
-def start_forwarder(folder: Path) -> None:
+def start_forwarder(folder: Path) -> "subprocess.Popen[bytes]":
     """Start the process that sends this run's journals; where one is at work, the new one ends at once."""
     (folder / ERROR).unlink(missing_ok=True)
-    log = (folder / "forward.log").open("a")
     command = [sys.executable, "-m", "tasks.tracking.forward", str(folder)]
     # A session of its own, without the mark by which a stage's processes are ended: the forwarder still has to say so.
     env = {name: value for name, value in os.environ.items() if name != "DPO_FAMILY"}
-    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
+    with (folder / "forward.log").open("a") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
+        )
 
 
-def wait_until_sent(run: Run) -> None:
+def wait_until_sent(run: Run, forwarder: "subprocess.Popen[bytes]") -> None:
     """So long as a server that answers needs, and no longer: whoever comes next sends what is left."""
     until = time.monotonic() + (LATER_SECONDS if (run.folder / SLOW).exists() else PATIENCE_SECONDS)
     while sent(run.folder, run.stage) < run.journal.stat().st_size:
-        error = run.folder / ERROR
-        if error.exists():
-            _warn(f"MLflow could not be reached; the figures of {run.stage} are kept in {run.folder}", _text(error))
+        error, ended = run.folder / ERROR, _nobody_sends(run.folder, forwarder)
+        if error.exists() or ended:
+            _warn(f"MLflow could not be reached; the figures of {run.stage} are kept in {run.folder}", _why(error))
             return
         if time.monotonic() > until:
             (run.folder / SLOW).touch()
             _warn(f"MLflow is slow; the figures of {run.stage} are still being sent, and kept in {run.folder}", "")
             return
         time.sleep(0.1)
+
+
+def _nobody_sends(folder: Path, forwarder: "subprocess.Popen[bytes]") -> bool:
+    """Whether the forwarder ended (the disk is full, somebody killed it) and no other one has its work."""
+    if forwarder.poll() is None:
+        return False
+    with locked(folder / "forward.lock", wait=False) as mine:
+        return mine
+
+
+def _why(error: Path) -> str:
+    """What the forwarder left as a reason, a full disk as the sentence that says which."""
+    said = _text(error)
+    if said or not disk.is_full():
+        return said or f"The process that sends them ended; see {error.with_name('forward.log')}."
+    return disk.full()
 
 
 def _warn(what: str, why: str) -> None:

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tasks.files import fingerprint, read_json, write_json
+from tasks.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.machines.flock import locked
 from tasks.redact import redact
 from tasks.tracking.experiment import experiment
@@ -154,7 +154,7 @@ def _log_dataset(client: Any, run_id: str, line: Line) -> None:
 
 def _parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path | None) -> None:
     """The pipeline run's own run, made once and named in run.json."""
-    if (folder / "run.json").exists():
+    if "run_id" in recall(folder / "run.json"):
         return
     place = experiment(client, settings["exp_name"], artifacts)
     tags = {"mlflow.source.name": "dpo", "mlflow.source.type": "PROJECT", "pipeline_run": folder.name}
@@ -169,7 +169,7 @@ def _parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path
 
 def _child(client: Any, folder: Path, stage: str) -> str:
     file = folder / f"{stage}.run.json"
-    if not file.exists():
+    if "run_id" not in recall(file):
         parent = read_json(folder / "run.json")
         first = next(iter(read_lines(folder / f"{stage}.jsonl")[0]), {})
         tags = {"mlflow.parentRunId": parent["run_id"], "mlflow.source.name": stage, "stage": stage}
@@ -185,9 +185,9 @@ def _made_once(
 ) -> str:
     """A new run, or the one that a forwarder made which died before it could note it."""
     marks = folder / "mark"
-    before = marks.exists()
+    before = marks.exists() and bool(marks.read_text().strip())
     if not before:
-        marks.write_text(uuid.uuid4().hex)
+        write_text(marks, uuid.uuid4().hex)
     mark = fingerprint([marks.read_text(), what])
     found = client.search_runs([place], f"tags.`{MARK}` = '{mark}'", max_results=1) if before else []
     if found:

@@ -1,0 +1,241 @@
+"""What is disturbed: each stage of the pipeline and each command after it, at demo size, with what it must leave.
+
+`Bench(folder, harness).ready(name)` puts the files that a command starts from under `run`, always at the same path;
+`observe()` is what the command leaves there, and must be the same after a fault and a second try.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.files import hash_files
+from tasks.tracking.journal import unsent
+from tests.conftest import make_dummy_repo
+from tests.faults.harness import PROJECT, Harness, copy, locks
+from tests.workspaces import make_workspace
+
+RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[0-9a-f]{32}")
+# A registry with two versions, the second of them champion, and a third model that is better; `promote` is next.
+REGISTER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests import test_promote as made
+from mlflow import MlflowClient
+client = MlflowClient("sqlite:///.mlflow/mlflow.db")
+client.create_registered_model("of-others")
+other = client.create_run(client.create_experiment("of-others")).info.run_id
+client.create_model_version("of-others", "file:///nowhere", other, tags={"manifest_sha256": "../../.."})
+for number in (1, 2):
+    made.export(f"weights {number}", kind=180 + number)
+    made.run()
+made.export("weights 3", kind=190)
+"""
+# Runs without Prefect, from old to new; the first failed, the second is champion.
+RUNS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests import test_gc
+sys.argv = ["", "broken", "champ", "old", "new"]
+exec(test_gc.MAKE)
+sys.argv = ["", "champ", "old"]
+exec(test_gc.REGISTER)
+"""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    after: str = ""  # the scenario whose result it starts from
+    make: Callable[[Path, Path], None] | None = None  # (bench, root)
+    forked: bool = True  # Ray does not survive a fork
+
+
+def workspace(bench: Path, root: Path) -> None:
+    make_workspace(root, bench / "base", rows=60, cluster={"actor_train.num_workers": 1}, **{"train.epochs": 1})
+    shutil.copytree(bench / "store", root / ".mlflow")
+
+
+def registered(bench: Path, root: Path) -> None:
+    make_workspace(root, bench / "base")
+    shutil.copytree(bench / "store", root / ".mlflow")
+    _python(root, REGISTER, str(PROJECT))
+
+
+def repository(bench: Path, root: Path) -> None:
+    make_dummy_repo(root, bench / "store")
+
+
+def old_runs(bench: Path, root: Path) -> None:
+    repository(bench, root)
+    _python(root, RUNS, str(PROJECT), path=root)
+
+
+def _python(root: Path, code: str, *arguments: str, path: Path = PROJECT) -> None:
+    command = [sys.executable, "-c", code, *arguments]
+    env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(path), "HOME": str(Path.home())}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+SCENARIOS = {
+    one.name: one
+    for one in (
+        Scenario("source", "tasks.source", make=workspace),
+        Scenario("prepare", "tasks.prepare", after="source"),
+        Scenario("reference", "tasks.reference", after="prepare", forked=False),
+        Scenario("train", "tasks.train", after="reference", forked=False),
+        Scenario("evaluate", "tasks.evaluate", after="train"),
+        Scenario("export", "tasks.export", after="evaluate"),
+        Scenario("promote", "tasks.promote", make=registered),
+        Scenario("rollback", "tasks.release.rollback", after="promote"),
+        Scenario("publish", "flows.dpo", make=repository, forked=False),
+        Scenario("gc", "flows.gc", ("--keep", "1", "--yes"), make=old_runs),
+    )
+}
+
+
+class Bench:
+    """Where scenarios are made ready, once each, and put back for every try."""
+
+    def __init__(self, folder: Path, harness: Harness, base: Path, store: Path) -> None:
+        """`base` is a tiny model and `store` an empty MLflow database: both are copied, and neither may change."""
+        self.folder, self.harness, self.root = folder, harness, folder / "run"
+        for name, source in (("base", base), ("store", store)):
+            if not (folder / name).exists():
+                copy(source, folder / name)
+        self.others = hash_files(folder / "base")
+
+    def ready(self, name: str) -> Scenario:
+        scenario, kept = SCENARIOS[name], self.folder / "ready" / name
+        if not kept.exists():
+            if scenario.after:
+                self.ready(scenario.after)
+                self.expected(scenario.after)
+                copy(self.folder / "done" / scenario.after, self.root)
+            else:
+                assert scenario.make is not None
+                shutil.rmtree(self.root, ignore_errors=True)
+                scenario.make(self.folder, self.root)
+            copy(self.root, kept)
+        copy(kept, self.root)
+        return scenario
+
+    def expected(self, name: str) -> dict[str, Any]:
+        """What an undisturbed run leaves, and how many operations it takes (`operations`, `trace`)."""
+        file = self.folder / "expected" / f"{name}.json"
+        if not file.exists():
+            done = self.run(self.ready(name))
+            assert done.code == 0, done.said
+            left = self.harness.leftovers()
+            assert not left, left
+            copy(self.root, self.folder / "done" / name)
+            file.parent.mkdir(exist_ok=True)
+            trace = [line.replace(str(self.root), "") for line in done.trace]
+            content = {"left": self.observe(), "operations": done.operations, "trace": trace}
+            file.write_text(json.dumps(content))
+        return json.loads(file.read_text())
+
+    def run(self, scenario: Scenario, fault: str = "", at: int = 0) -> Any:
+        given = (scenario.module, scenario.arguments)
+        # A repository has its own copy of our code.
+        env = {"PYTHONPATH": f"{self.root}:{PROJECT}"} if (self.root / "flows").exists() else {}
+        return self.harness.run(self.root, *given, fault=fault, at=at, forked=scenario.forked, env=env)
+
+    def try_fault(self, name: str, fault: str, at: int) -> list[str] | None:
+        """What is wrong after the fault and a second try of the same command; None where the fault was not reached."""
+        scenario, expected = self.ready(name), self.expected(name)["left"]
+        self.ready(name)
+        first = self.run(scenario, fault, at)
+        wrong = _said(first.said, "the disturbed run")
+        if first.code == 124:
+            wrong.append("the disturbed run hangs")
+        again = self.run(scenario)
+        wrong += _said(again.said, "the second run")
+        if again.code:
+            wrong.append(f"the second run ends with {again.code}: {again.said.strip()[-300:]}")
+        if any(unsent(path.parent) for path in self.root.glob(".scratch/runs/*/settings.json")):
+            self.harness.run(self.root, "tasks.tracking.forward")  # `make sync`; a next run would send it as well
+        wrong += [f"process left: {process}" for process in self.harness.leftovers(self.root)]
+        wrong += [f"left behind: {path}" for path in locks(self.root)]
+        if hash_files(self.folder / "base") != self.others:
+            wrong.append("the base model of others was changed")
+        found = self.observe()
+        wrong += [
+            f"{part} differs: {_difference(expected[part], found[part])}"
+            for part in expected
+            if json.dumps(expected[part], sort_keys=True) != json.dumps(found[part], sort_keys=True)
+        ]
+        return wrong if first.fired else (wrong or None)
+
+    def observe(self) -> dict[str, Any]:
+        data = hash_files(self.root / "data") if (self.root / "data").exists() else {}
+        found: dict[str, Any] = {"data": {name: sha for name, sha in data.items() if name != "metrics/promote.json"}}
+        found |= _store(self.root / ".mlflow")
+        own = ("params.yaml", "pairs.jsonl", "infra/cluster.yaml")
+        found["inputs"] = {name: _sha(self.root / name) for name in own if (self.root / name).exists()}
+        if (self.root / ".git").exists():
+            found |= _repository(self.root)
+        return found
+
+
+def _said(said: str, what: str) -> list[str]:
+    if "Traceback" not in said:
+        return []
+    return [f"{what} shows a traceback: {said.strip().splitlines()[-1][:200]}"]
+
+
+def _difference(expected: Any, found: Any) -> str:
+    if isinstance(expected, dict):
+        names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        return "; ".join(f"{name}: {expected.get(name)} -> {found.get(name)}" for name in names[:3])
+    return f"{expected} -> {found}"[:400]
+
+
+def _store(folder: Path) -> dict[str, Any]:
+    """The registry and the tracked runs, read without MLflow: it takes seconds."""
+    with sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True) as store:
+        ask = lambda query: [list(row) for row in store.execute(query)]  # noqa: E731
+        tags = ask("SELECT name, version, value FROM model_version_tags WHERE key = 'manifest_sha256'")
+        versions = ask("SELECT name, version FROM model_versions WHERE current_stage != 'Deleted_Internal'")
+        hashes = {(name, version): value for name, version, value in tags if [name, version] in versions}
+        aliases = ask("SELECT name, alias, version FROM registered_model_aliases")
+        runs = ask("SELECT name, status FROM runs WHERE lifecycle_stage = 'active'")
+    files = hash_files(folder / "artifacts") if (folder / "artifacts").exists() else {}
+    weights = {"/".join(name.split("/")[-3:]): sha for name, sha in files.items() if "/model/" in f"/{name}"}
+    return {
+        "versions": sorted([name, value] for (name, _), value in hashes.items()),
+        "aliases": sorted([name, alias, hashes.get((name, version), "?")] for name, alias, version in aliases),
+        "weights": weights,
+        "runs": sorted({f"{RUN_NAME.sub('', str(name))} {status}" for name, status in runs}),
+    }
+
+
+def _repository(root: Path) -> dict[str, Any]:
+    def git(*arguments: str) -> list[str]:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        return (done.stdout if done.returncode == 0 else done.stderr).splitlines()
+
+    trees = set(git("for-each-ref", "--format=%(tree)", "refs/runs"))
+    return {
+        "branches": sorted(git("for-each-ref", "--format=%(refname) %(objectname)", "refs/heads")),
+        "checkout": git("status", "--porcelain"),
+        "trees": sorted(trees),
+        "worktrees": len(git("worktree", "list")),
+        "cache": sorted(hash_files(root / ".dvc" / "cache")) if (root / ".dvc" / "cache").exists() else [],
+        "lock": _sha(root / "dvc.lock") if (root / "dvc.lock").exists() else "",
+        "states": sorted({json.loads(path.read_text())["state"] for path in root.glob(".scratch/runs/*/record.json")}),
+    }
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
