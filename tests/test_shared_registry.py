@@ -37,11 +37,11 @@ from mlflow import MlflowClient
 from flows import runs
 from tasks.params import load_cluster
 from tasks.tracking.registry import registry
-name = sys.argv[1]
+name, experiment = sys.argv[1:]
 client = MlflowClient(load_cluster().tracking_uri)
 if not client.search_registered_models("name = 'dpo-demo'"):
     client.create_registered_model("dpo-demo")
-run = client.create_run("0", tags={"pipeline_run": "same-name"})
+run = client.create_run(experiment, tags={"pipeline_run": "same-name"})
 folder = runs.runs_folder() / "same-name"
 folder.mkdir(parents=True)
 export = Path(".scratch") / "export"
@@ -58,20 +58,21 @@ def test_gc_deletes_versions_of_this_checkout_and_of_nobody_else(tmp_path, mlflo
     site = tmp_path / "site.yaml"
     site.write_text(yaml.safe_dump({"tracking_uri": mlflow_server}))
     env["DPO_CLUSTER"] = str(site)
+    client = MlflowClient(mlflow_server)
+    experiment = client.create_experiment("two checkouts")  # made by the server, so that it keeps the artifacts
     mine = make_dummy_repo(tmp_path / "mine", mlflow_store)
     roots = {"mine": mine, "colleague": shutil.copytree(mine, tmp_path / "colleague")}
     numbers = {}
     for name, root in roots.items():
-        script = [sys.executable, "-c", REGISTER, name]
+        script = [sys.executable, "-c", REGISTER, name, experiment]
         done = subprocess.run(script, cwd=root, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         numbers[name] = done.stdout.strip()
-    client = MlflowClient(mlflow_server)
     client.create_registered_model("their-model")
     foreign = {"manifest_sha256": "f" * 64, "run": "same-name"}
-    theirs = [artifacts(client, name, foreign) for name in ("dpo-demo", "their-model")]
+    theirs = [artifacts(client, experiment, name, foreign) for name in ("dpo-demo", "their-model")]
     evil = {**foreign, "manifest_sha256": "../../../../", "dpo.owner": (roots["mine"] / ".scratch/owner").read_text()}
-    artifacts(client, "dpo-demo", evil)
+    artifacts(client, experiment, "dpo-demo", evil)
     before = {found.version for found in client.search_model_versions("name = 'dpo-demo'")}
 
     done = gc(roots["mine"], env)
@@ -82,13 +83,13 @@ def test_gc_deletes_versions_of_this_checkout_and_of_nobody_else(tmp_path, mlflo
     for version in (*theirs, client.get_model_version("dpo-demo", numbers["colleague"])):
         place = version.source.rpartition("model/")[2]
         assert client.list_artifacts(version.run_id, f"model/{place}"), version
-    gone = client.search_runs(["0"], "tags.pipeline_run = 'same-name'", order_by=["attributes.start_time"])[0]
+    gone = client.search_runs([experiment], "tags.pipeline_run = 'same-name'", order_by=["attributes.start_time"])[0]
     assert client.list_artifacts(gone.info.run_id, "model") == []  # the artifacts, too, and of the server
 
 
-def artifacts(client: MlflowClient, model: str, tags: dict[str, str]) -> Any:
+def artifacts(client: MlflowClient, experiment: str, model: str, tags: dict[str, str]) -> Any:
     """A version that another tool made, with a file under its hash."""
-    made = client.create_run("0")
+    made = client.create_run(experiment)
     client.log_text(made.info.run_id, "weights", f"model/{'f' * 12}/model.safetensors")
     return client.create_model_version(model, f"{made.info.artifact_uri}/model/{'f' * 12}", made.info.run_id, tags)
 
