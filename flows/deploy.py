@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
-from prefect.workers.process import ProcessWorker
 
 from flows import ROOT, services
 from flows.stack import TIMEZONE
@@ -23,13 +23,21 @@ FILE = "infra/prefect.yaml"
 NOTE = services.FOLDER / "deployed"
 Schedules = dict[tuple[str, str], bool]  # by deployment and slug: is it on?
 
+# How a worker starts a run. Prefect's own template lets whoever creates a run choose the command, the folder and the
+# environment, which is a shell. Ours has no variables. `env` is left out: Prefect lays a run's over one that is here.
+TEMPLATE: dict[str, Any] = {
+    "job_configuration": {"command": None, "working_dir": ".", "stream_output": True},
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
 
 def make_pool(client: SyncPrefectClient, name: str) -> None:
+    """The work pool with our template, also where it had another one."""
     try:
-        client.read_work_pool(name)
+        if client.read_work_pool(name).base_job_template != TEMPLATE:
+            client.update_work_pool(name, WorkPoolUpdate(base_job_template=TEMPLATE))
     except ObjectNotFound:
-        template = ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=TEMPLATE))
 
 
 def deploy(client: SyncPrefectClient, access: Mapping[str, str], timezone: str) -> bool:

@@ -1,6 +1,6 @@
 """`make down`: end what `make up` started, the worker first so that its runs can still say how they ended."""
 
-from flows import services
+from flows import passwords, services
 from flows.stack import TITLES
 
 
@@ -9,6 +9,7 @@ def down() -> None:
         for name in ("worker", "mlflow", "prefect"):
             ended = services.end(name)
             print(f"{TITLES[name]} {'is ended' if ended else 'did not run'}", flush=True)
+        passwords.remove_client()
 
 
 if __name__ == "__main__":

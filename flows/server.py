@@ -7,6 +7,7 @@ for ever, and it stays behind after `kill -9`. This is the same server, started 
 
 import atexit
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from flows import ROOT, child, services
+from flows import ROOT, child, passwords, services
 from flows.services import free_port
 from tasks.machines.lock import alone
 
@@ -35,7 +36,9 @@ def embedded() -> bool:
 def start() -> None:
     """Start a server and wait until it answers, unless one is configured or `make up` has one."""
     global _embedded
-    if PREFECT_API_URL.value() or _take_that_of_make_up():
+    if os.environ.get("PREFECT_API_URL") or _take_that_of_make_up():
+        return
+    if PREFECT_API_URL.value() and PREFECT_API_URL.value() != passwords.client_api():  # not of a server that is gone
         return
     _embedded = True
     print("Starting Prefect's embedded server", flush=True)
@@ -51,11 +54,11 @@ def _start() -> None:
     stack = ExitStack()
     atexit.register(stack.close)  # and no earlier: Prefect sends the last logs and states when the interpreter ends
     output = stack.enter_context(log.open("w"))
-    env = {name: value for name, value in os.environ.items() if name != PASSWORD}  # it is ours alone
-    process = stack.enter_context(child.started(command, ROOT, {**env, **SERVER}, output))
+    login = f"run:{secrets.token_urlsafe(24)}"  # another user of this machine reaches the port, too
+    process = stack.enter_context(child.started(command, ROOT, {**os.environ, **SERVER, PASSWORD: login}, output))
     api = f"http://127.0.0.1:{port}/api"
     wait_until_it_answers(process, api, log)
-    stack.enter_context(temporary_settings({PREFECT_API_URL: api}))
+    stack.enter_context(temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}))
 
 
 def _take_that_of_make_up() -> bool:
@@ -65,11 +68,11 @@ def _take_that_of_make_up() -> bool:
         return False
     access = services.prefect_access(server)
     print(f"This run is on {server.address}", flush=True)
-    secret = access.get("PREFECT_API_AUTH_STRING")
     stack = ExitStack()
     atexit.register(stack.close)
+    login = access["PREFECT_API_AUTH_STRING"]
     stack.enter_context(
-        temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: secret})
+        temporary_settings({PREFECT_API_URL: access["PREFECT_API_URL"], PREFECT_API_AUTH_STRING: login})
     )
     return True
 

@@ -124,8 +124,8 @@ def running(name: str) -> Service | None:
 
 def prefect_access(server: Service) -> dict[str, str]:
     """What leads a program of ours to the server of `make up`, its password included."""
-    secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING")
-    return {"PREFECT_API_URL": f"{server.address}/api", **({"PREFECT_API_AUTH_STRING": secret} if secret else {})}
+    secret = server.environment().get("PREFECT_SERVER_API_AUTH_STRING", "")
+    return {"PREFECT_API_URL": f"{server.address}/api", "PREFECT_API_AUTH_STRING": secret}
 
 
 def wait_for(service: Service, title: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
 from flows import ROOT, child
 from flows.trials import Trial
@@ -95,7 +95,8 @@ def _start(trial: Trial, command: list[str], folder: Path, tags: Mapping[str, st
 def environment(tags: Mapping[str, str]) -> dict[str, str]:
     """Of a run of its own, on our server: nothing that says whose run this process is goes along."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DPO_", "PREFECT__"))}
-    api = {"PREFECT_API_URL": PREFECT_API_URL.value() or ""}
+    login = PREFECT_API_AUTH_STRING.value()
+    api = {"PREFECT_API_URL": PREFECT_API_URL.value() or "", **({"PREFECT_API_AUTH_STRING": login} if login else {})}
     cluster = {name: os.environ[name] for name in ("DPO_CLUSTER",) if name in os.environ}
     return {**clean, **api, **cluster, "PYTHONUNBUFFERED": "1", "DPO_TAGS": json.dumps(dict(tags))}
 

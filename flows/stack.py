@@ -1,25 +1,28 @@
 """What `make up` starts: Prefect's server, MLflow's server and a worker, where, and with which settings.
 
-Everything binds to loopback. BIND=address opens the pages to others, and is refused without authentication:
-PREFECT_SERVER_API_AUTH_STRING=user:password. PREFECT_PORT and PORT choose Prefect's and MLflow's port.
+Everything binds to loopback and asks for a login (flows/passwords.py). BIND=address opens the pages to others,
+DPO_ALLOWED_HOSTS adds host names by which they come, PREFECT_SERVER_API_AUTH_STRING=user:password replaces Prefect's
+login. PREFECT_PORT and PORT choose Prefect's and MLflow's port.
 """
 
 import ipaddress
 import os
-import secrets
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from flows import ROOT, services
+import psutil
+
+from flows import ROOT, passwords, services
 from flows.services import Service, free_port
 from tasks.errors import UserError
 from tasks.stage import QUIET
 
 LOOPBACK = "127.0.0.1"
-BIND, SECRET = "BIND", "PREFECT_SERVER_API_AUTH_STRING"
+BIND, SECRET, HOSTS = "BIND", "PREFECT_SERVER_API_AUTH_STRING", "DPO_ALLOWED_HOSTS"
 TIMEZONE = "DPO_TIMEZONE"
 POOL = "dpo"
 TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
@@ -48,11 +51,6 @@ def settings(env: Mapping[str, str]) -> Settings:
     bind, secret = env.get(BIND) or LOOPBACK, env.get(SECRET) or None
     if secret is not None and not all(secret.partition(":")):
         raise UserError("PREFECT_SERVER_API_AUTH_STRING must be user:password. Set it so, or unset it.")
-    if not _is_loopback(bind) and secret is None:
-        raise UserError(
-            f"BIND={bind} would let in everybody who reaches this machine. Set PREFECT_SERVER_API_AUTH_STRING="
-            "user:password as well, or leave BIND out and come through an SSH tunnel."
-        )
     webhook = env.get("DPO_WEBHOOK_URL")
     if webhook and not webhook.startswith(("http://", "https://")):
         raise UserError("DPO_WEBHOOK_URL must begin with http:// or https://. Mend it; empty, it ends notifications.")
@@ -125,42 +123,53 @@ def prefect(asked: Settings) -> Service:
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,  # in memory, a restart would crash the runs that hold one
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}:{number}" for host in hosts(asked)),
+        HOSTS: ",".join(hosts(asked)),
     }
+    home = Path(os.environ.get("PREFECT_HOME") or ROOT / ".prefect")
+    home.mkdir(parents=True, exist_ok=True)
+    home.chmod(0o700)  # the database holds the key with which Prefect encrypts secrets
     command = [sys.executable, "-m", "flows.api", "server", "start", "--host", asked.bind, "--port", str(number)]
     return services.start("prefect", command, env, number, page, f"{page}/api/health")
 
 
 def mlflow(asked: Settings, store: str) -> Service:
-    """Pages over the store that runs write to themselves, so that no run needs this server."""
+    """Pages over the store that runs write to themselves, so that no run needs this server.
+
+    The store's address may hold a password: it goes into the environment, since every user sees arguments.
+    """
     number = port("mlflow", asked)
     page = f"http://{_reached_by(asked.bind)}:{number}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", asked.bind, "--port", str(number), "--workers", "1"]
-    command += ["--backend-store-uri", store, "--artifacts-destination", str(ROOT / ".mlflow" / "artifacts")]
-    if not asked.open:  # otherwise MLFLOW_SERVER_ALLOWED_HOSTS, or private addresses, as it comes
-        command += ["--allowed-hosts", f"localhost:{number},{LOOPBACK}:{number}"]
-    env = common(asked)
-    if asked.secret:
-        command, env = [*command, "--app-name", "basic-auth"], {**env, **_mlflow_users(asked.secret)}
+    command = [sys.executable, "-m", "tasks.tracking.server", "--host", asked.bind, "--port", str(number)]
+    command += ["--workers", "1", "--artifacts-destination", str(ROOT / ".mlflow" / "artifacts")]
+    users = {f"DPO_MLFLOW_{user.upper()}_PASSWORD": word for user, word in passwords.mlflow_passwords().items()}
+    env = {
+        **common(asked),
+        **users,
+        "DPO_MLFLOW_USERS": f"sqlite:///{services.FOLDER / 'mlflow-users.db'}",
+        "MLFLOW_BACKEND_STORE_URI": store,
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{host}:{number}" for host in hosts(asked)),
+    }
     return services.start("mlflow", command, env, number, page, f"{page}/health")
 
 
-def _mlflow_users(secret: str) -> dict[str, str]:
-    """MLflow's own basic authentication, with the one user that Prefect has too."""
-    user, _, password = secret.partition(":")
-    users = services.FOLDER / "mlflow-users.db"
-    users.unlink(missing_ok=True)  # MLflow would keep an old password
-    file = services.FOLDER / "mlflow-users.ini"
-    services.make_folder()
-    file.write_text(
-        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{users}\nadmin_username = {user}\n"
-        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-        "grant_default_workspace_access = false\n"
-    )
-    return {
-        "MLFLOW_AUTH_CONFIG_PATH": str(file),
-        "MLFLOW_AUTH_ADMIN_PASSWORD": password,
-        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(16),
-    }
+def hosts(asked: Settings) -> list[str]:
+    """The names under which a browser may ask for our pages: those of this machine, as far as it is open."""
+    names = [LOOPBACK, "localhost", "[::1]"]
+    if asked.open:
+        own = [one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found]
+        names += [f"[{address}]" if ":" in address else address for address in own if _is_address(address)]
+        names += [socket.gethostname(), socket.getfqdn(), _reached_by(asked.bind)]
+    names += [name.strip() for name in os.environ.get(HOSTS, "").split(",") if name.strip()]
+    return list(dict.fromkeys(names))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:  # of a network card
+        return False
+    return True
 
 
 def worker(asked: Settings, api: str) -> Service:
@@ -171,6 +180,7 @@ def worker(asked: Settings, api: str) -> Service:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,  # every interface, as it comes
         "PREFECT_WORKER_WEBSERVER_PORT": str(number),
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # a run begins that much later at most
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; flows/automations.py takes a silent run for dead
     }
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     address = f"http://{LOOPBACK}:{number}"

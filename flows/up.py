@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from flows import ROOT, services, stack
+from flows import ROOT, passwords, services, stack
 from flows.services import Service
 from flows.stack import POOL, TITLES, Settings
 from tasks.errors import UserError
@@ -26,6 +26,7 @@ def up() -> None:
     stack.settings(os.environ)  # a mistake is told before anybody is waited for
     store = load_cluster(ROOT).tracking_uri
     with services.one_at_a_time():
+        first = not passwords.FILE.exists()
         asked = _settings()
         server = _start_or_say("prefect") or _say(stack.prefect(asked))
         mlflow = None if store.startswith("http") else _mlflow(asked, store)
@@ -35,13 +36,18 @@ def up() -> None:
         worker = _equip(access, asked)
         for service in filter(None, (mlflow, worker)):
             services.wait_for(service, TITLES[service.name])
-    _say_where(server, mlflow.address if mlflow else store, asked)
+        found = passwords.write_client(access["PREFECT_API_URL"], access["PREFECT_API_AUTH_STRING"])
+    _say_where(server, mlflow.address if mlflow else store, asked, found)
+    if first:
+        _say_passwords(asked)
 
 
 def _settings() -> Settings:
     """What is asked for: what runs already is not moved, and a shell that does not know its password may ask too."""
     env, server = dict(os.environ), services.running("prefect")
-    for name, usual in ((stack.BIND, stack.LOOPBACK), (stack.SECRET, "")):
+    if server and not server.environment().get(stack.SECRET):
+        raise UserError("Prefect's server runs without a login. Run `make down`, then `make up` again.")
+    for name, usual in ((stack.BIND, stack.LOOPBACK), (stack.SECRET, passwords.prefect_login())):
         runs = server.environment().get(name) or usual if server else env.get(name) or usual
         if env.get(name) and env[name] != runs:
             raise UserError(f"Prefect's server runs already, with another {name}. Run `make down` first, or unset it.")
@@ -118,19 +124,28 @@ def _equip(access: Mapping[str, str], asked: Settings) -> Service:
     return worker
 
 
-def _say_where(server: Service, mlflow: str, asked: Settings) -> None:
-    export = "export PREFECT_API_URL=" + services.prefect_access(server)["PREFECT_API_URL"]
+def _say_where(server: Service, mlflow: str, asked: Settings, found: bool) -> None:
     print("\nPages")
     print(f"  Prefect  {server.address}  runs, deployments, schedules, automations")
     print(f"  MLflow   {mlflow}  curves, models, compare")
     print(f"  runs     {mlflow}/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey=dpo")
     if asked.open:
-        print(f"  from elsewhere: the same ports of {socket.gethostname()}, with the user and password that you set")
-    print(f"In a shell\n  {PROJECT_SHELL} && {export}")
-    if asked.secret:
-        print("  export PREFECT_API_AUTH_STRING=user:password")
+        print(f"  from elsewhere: the same ports of {socket.gethostname()}")
+    print(f"In a shell, in this folder\n  {PROJECT_SHELL}")
+    if not found:
+        print(f"  {passwords.CLIENT.name} is not ours and stays as it is. Set PREFECT_API_URL={server.address}/api and")
+        print("  PREFECT_API_AUTH_STRING=user:password instead.")
     print("  prefect deployment run dpo/smoke --watch")
     print("`make status` says what runs, `make logs` what they say; `make down` ends them.", flush=True)
+
+
+def _say_passwords(asked: Settings) -> None:
+    """Once: whoever needs them later reads the file."""
+    mlflow = passwords.mlflow_passwords()
+    print(f"\nLogins, shown this once; they stay in {passwords.FILE.relative_to(ROOT)}, which only you can read")
+    print(f"  Prefect  {asked.secret}  (in the browser: this whole text)")
+    print(f"  MLflow   reader:{mlflow['reader']}  to look at runs and models")
+    print(f"           writer:{mlflow['writer']}  to change them", flush=True)
 
 
 def main() -> None:

@@ -24,5 +24,6 @@ if [ -n "${DPO_S3_BUCKET:-}" ]; then # where `dvc push` and `dvc pull` go; keys 
 fi
 
 ray start --address "$RAY_HEAD" --num-cpus 0 --num-gpus 0 --disable-usage-stats
+export PREFECT_FLOWS_HEARTBEAT_FREQUENCY=30 # seconds; flows/automations.py takes a silent run for dead
 python -m flows.equip
 exec prefect worker start --pool dpo

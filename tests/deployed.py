@@ -29,9 +29,8 @@ def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
 
 @contextmanager
 def worker(root: Path, env: Env) -> Iterator[None]:
-    """Deploy what infra/prefect.yaml holds, and work for it in that checkout."""
-    prefect(root, env, "work-pool", "create", "--type", "process", "--overwrite", "dpo")
-    prefect(root, env, "--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml")
+    """Make the pool, deploy infra/prefect.yaml and work for it in that checkout, as infra/worker.sh does."""
+    subprocess.run([sys.executable, "-m", "flows.equip"], cwd=root, env=env, check=True, timeout=300)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
     with (root.parent / "worker.log").open("w") as log, child.started(command, root, env, log):
         yield

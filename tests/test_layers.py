@@ -16,7 +16,7 @@ LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"f
 # One tool has one home.
 HOMES = {
     "prefect": {"flows"},
-    "mlflow": {"tasks/tracking/record.py", "tasks/tracking/registry.py", "tasks/tracking/experiment.py"},
+    "mlflow": {f"tasks/tracking/{name}.py" for name in ("record", "registry", "experiment", "server")},
     "ray": {
         "tasks/machines/cluster.py",
         "tasks/machines/nodes.py",

@@ -1,6 +1,6 @@
 """`make up` in a repository whose stages take no time: one start, killed and brought back, runs on it, `make down`.
 
-With a password, so that every part is shown to work with one. The tests build on each other in this order.
+With the logins that it makes itself. The tests build on each other in this order.
 """
 
 import base64
@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -25,12 +26,13 @@ from typing import Any
 
 import psutil
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from flows import stack
 from flows.parameters import known_and_typed
 from tests.workspaces import wait_for
 
-SECRET = "ada:love-lace-1815"
 SILENCE = 60
 PATIENCE = 400  # seconds, for a busy machine
 DEPLOYED = ("dpo/full", "dpo/smoke", "dpo/nightly", "sweep/grid")
@@ -41,6 +43,7 @@ class Up:
     root: Path
     env: dict[str, str]
     told: list[str] = field(default_factory=list)  # to the webhook
+    said: str = ""  # by the first `make up`
 
     def command(self, name: str, **env: str) -> str:
         command = [sys.executable, "-m", f"flows.{name}"]
@@ -55,22 +58,37 @@ class Up:
     def pids(self) -> dict[str, int]:
         return {name: self.note(name)["pid"] for name in stack.TITLES}
 
-    def get(self, url: str, body: Any = None, secret: str | None = SECRET, method: str | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if secret:
-            headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
+    def login(self, name: str) -> str:
+        """user:password of `prefect/admin`, `mlflow/reader` and the like."""
+        return f"{name.partition('/')[2]}:{json.loads((self.root / '.services/passwords.json').read_text())[name]}"
+
+    def ask(self, url: str, body: Any, login: str | None, method: str | None = None, **headers: str) -> Any:
+        """The open answer."""
+        if login:
+            headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=90) as answer:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
+        return urllib.request.urlopen(request, timeout=90)
+
+    def api(self, path: str, body: Any = None, login: str | None = "prefect/admin", method: str | None = None) -> Any:
+        who = login and self.login(login)
+        with self.ask(f"{self.note('prefect')['address']}/api/{path}", body, who, method) as answer:
             return json.loads(answer.read() or "null")
 
-    def api(self, path: str, body: Any = None, **more: Any) -> Any:
-        return self.get(f"{self.note('prefect')['address']}/api/{path}", body, **more)
-
-    def start(self, deployment: str, dummy: str, **parameters: Any) -> str:
+    def start(self, deployment: str, dummy: str = "", beta: float | None = None, **parameters: Any) -> str:
         found = self.api(f"deployments/name/{deployment}")
-        job = {"parameters": parameters, "job_variables": {**found["job_variables"], "env": {"DUMMY": dummy}}}
-        return str(self.api(f"deployments/{found['id']}/create_flow_run", job)["id"])
+        asked = {**parameters, **self.misbehave(dummy, beta)}
+        return str(self.api(f"deployments/{found['id']}/create_flow_run", {"parameters": asked})["id"])
+
+    def misbehave(self, dummy: str, beta: float | None) -> dict[str, Any]:
+        """Parameters of a run that the dummy stage knows by its beta; DVC has its training from no other run either."""
+        if beta is None:
+            return {}
+        file = self.root / ".scratch" / "dummy.json"
+        file.parent.mkdir(exist_ok=True)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**known, str(beta): dummy}))
+        return {"overrides": {"train.beta": beta}}
 
     def state(self, run: str) -> str:
         return str(self.api(f"flow_runs/{run}")["state_type"])
@@ -92,14 +110,13 @@ def up(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator
     with webhook(told) as url, taken(4200), taken(5000):
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
         env = {name: value for name, value in clean.items() if name not in ("BIND", "PORT")}
-        env |= {"PREFECT_SERVER_API_AUTH_STRING": SECRET, "DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE)}
-        env["DPO_TIMEZONE"] = "Asia/Tokyo"
+        env |= {"DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE), "DPO_TIMEZONE": "Asia/Tokyo"}
         root = make_dummy_repo(tmp_path_factory.mktemp("services") / "repo", mlflow_store)
         found = Up(root, env, told)
         # Reads from a pipe that only we hold open: `down` follows when we are gone, however that came.
         guard = ["/bin/sh", "-c", 'cat >/dev/null; exec "$0" -m flows.down', sys.executable]
         with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
-            found.command("up")
+            found.said = found.command("up")
             yield found
 
 
@@ -145,7 +162,7 @@ def listens(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
-def test_everything_listens_on_loopback_alone_with_a_password_and_our_settings(up: Up) -> None:
+def test_everything_listens_on_loopback_alone_with_our_settings(up: Up) -> None:
     for name, pid in up.pids().items():
         assert listens(pid) == {"127.0.0.1"}, name
         env = psutil.Process(pid).environ()
@@ -158,14 +175,67 @@ def test_everything_listens_on_loopback_alone_with_a_password_and_our_settings(u
     assert (server["analytics_enabled"], server["ui"]["api_url"]) == (False, "/api")
     worker = psutil.Process(up.pids()["worker"]).environ()
     assert worker["PREFECT_API_URL"] == f"{up.note('prefect')['address']}/api"
-    for page in (f"{up.note('prefect')['address']}/api/flows/filter", up.note("mlflow")["address"]):
+    mlflow = psutil.Process(up.pids()["mlflow"])
+    family = [mlflow, *mlflow.children(recursive=True)]
+    assert not [one for one in family if "mlflow.db" in " ".join(one.cmdline())]  # an address may hold a password
+
+
+@pytest.mark.slow
+def test_prefect_wants_a_login_that_is_told_once_and_answers_to_our_own_pages_alone(up: Up) -> None:
+    page, login = up.note("prefect")["address"], up.login("prefect/admin")
+    assert up.said.count(login) == up.said.count(up.login("mlflow/reader")) == 1
+    for name in (".services/passwords.json", "prefect.toml"):
+        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o600
+    for name in (".services", ".prefect"):
+        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o700
+    for body, who in (({}, None), ({}, "admin:guess")):
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            up.get(page, {} if page.endswith("filter") else None, secret=None)
-    search = f"{up.note('mlflow')['address']}/api/2.0/mlflow/experiments/search?max_results=1"
-    assert "experiments" in up.get(search)
-    other = urllib.request.Request(search, headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(other)
+            up.ask(f"{page}/api/flows/filter", body, who)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            up.ask(f"{page}/api/block_documents/filter?include_secrets=true", body, who)
+    blocks = up.api("block_documents/filter", {"include_secrets": False})
+    assert "secret-path" not in json.dumps(blocks)
+    assert "********" in json.dumps([block["data"] for block in blocks if block["name"] == "dpo-webhook"])
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        up.ask(f"{page}/api/flows/filter", {}, login, Host="evil.example")
+    for origin, allowed in ((page, page), ("http://evil.example", None)):
+        with up.ask(f"{page}/api/flows/filter", {}, login, Origin=origin) as answer:
+            assert answer.headers["Access-Control-Allow-Origin"] == allowed
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"{page.replace('http', 'ws')}/api/events/in")
+
+
+@pytest.mark.slow
+def test_mlflow_has_readers_a_writer_and_a_forwarder(up: Up) -> None:
+    api = f"{up.note('mlflow')['address']}/api/2.0/mlflow"
+
+    def status(user: str | None, path: str, body: Any = None, **headers: str) -> int:
+        who = None if user is None else user if ":" in user else up.login(f"mlflow/{user}")
+        try:
+            with up.ask(f"{api}/{path}", body, who, **headers) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    search, experiment, model = "experiments/search?max_results=1", "experiments/create", "registered-models/create"
+    assert status(None, search) == status("reader:guess", search) == status(None, model, {"name": "a"}) == 401
+    assert status("reader", search) == status("reader", "runs/search", {"experiment_ids": ["0"]}) == 200
+    assert status("reader", experiment, {"name": "b"}) == status("reader", model, {"name": "b"}) == 403
+    assert status("forwarder", experiment, {"name": "c"}) == 200
+    assert status("forwarder", "runs/create", {"experiment_id": "1"}) == 200
+    assert status("reader", "runs/create", {"experiment_id": "1"}) == 403
+    assert status("forwarder", model, {"name": "c"}) == 403
+    assert status("writer", model, {"name": "d"}) == 200
+    assert status("writer", "runs/create", {"experiment_id": "1"}) == 200  # in what another user made
+    alias = {"name": "d", "alias": "champion", "version": "1"}
+    assert status("reader", "registered-models/alias", alias) == 403
+    assert status("forwarder", "registered-models/alias", alias) == 403
+    account = {"username": "mallory", "password": "a-long-password"}
+    assert status("writer", "users/create", account) == status("reader", "users/create", account) == 403
+    assert status("admin", "users/create", account) == 200
+    assert status("writer", search, Host="evil.example") == 403
+    with up.ask(up.note("mlflow")["address"], None, up.login("mlflow/reader")) as answer:
+        assert b"<title>MLflow</title>" in answer.read()
 
 
 @pytest.mark.slow
@@ -174,11 +244,7 @@ def test_what_is_deployed_is_what_the_file_says(up: Up) -> None:
     for name, one in found.items():
         assert one["entrypoint"] == ("flows.sweep.sweep" if name == "sweep/grid" else "flows.dpo.dpo")
         assert (one["work_pool_name"], one["enforce_parameter_schema"]) == ("dpo", True)
-        assert one["job_variables"] == {
-            "working_dir": ".",
-            "stream_output": True,
-            "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
-        }
+        assert one["job_variables"] == {}
         assert "dpo" in one["tags"]
         assert one["description"]
         assert str(up.root) not in json.dumps(one)  # no path of the machine that deployed it
@@ -207,6 +273,9 @@ def test_nonsense_is_refused_before_a_run_exists(up: Up) -> None:
             up.api(f"deployments/{full['id']}/create_flow_run", {"parameters": parameters})
         assert refusal.value.code in (409, 422)
         assert named in refusal.value.read().decode()
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        up.api(f"deployments/{full['id']}/create_flow_run", {"job_variables": {"command": "id"}})
+    assert "'command' was unexpected" in refusal.value.read().decode()
     assert up.api("flow_runs/count", {}) == 0
 
 
@@ -216,15 +285,16 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
     automations = up.api("automations/filter", {})
     said = up.command("up")
     assert said.count("runs already, since ") == 3
+    assert up.login("prefect/admin") not in said
     assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in said
     assert f"Prefect  {up.note('prefect')['address']} " in said
     assert (up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]) == before
-    address = f"{up.note('prefect')['address']}/api"
-    said = up.command("equip", PREFECT_API_URL=address, PREFECT_API_AUTH_STRING=SECRET)  # as infra/worker.sh does
+    access = {"PREFECT_API_URL": f"{up.note('prefect')['address']}/api"}
+    said = up.command("equip", **access, PREFECT_API_AUTH_STRING=up.login("prefect/admin"))  # as infra/worker.sh does
     assert said == f"Deployments unchanged: {', '.join(DEPLOYED)}\nAutomations unchanged\n"
     assert up.api("automations/filter", {}) == automations
     assert len(automations) == 4
-    assert "secret-path" not in json.dumps(up.api("block_documents/filter", {})) + said
+    assert "secret-path" not in said
 
 
 @pytest.fixture(scope="module")
@@ -283,10 +353,34 @@ def set_schedule(up: Up, nightly: dict[str, Any], active: bool, **changes: str) 
 
 
 @pytest.mark.slow
-def test_runs_on_the_worker_tell_the_webhook_how_they_ended(up: Up, zombie: str, nightly: dict[str, Any]) -> None:
-    won = up.start("dpo/smoke", "promote:win")
-    lost = up.start("dpo/smoke", "train:user", overrides={"train.beta": 0.6})  # or DVC has its train from the other
+def test_runs_on_the_worker_tell_the_webhook_how_they_ended(
+    up: Up, zombie: str, nightly: dict[str, Any], tmp_path: Path
+) -> None:
+    """One run asks for a command, a folder and an environment of its own, and gets none; one comes from a shell."""
+    mark, smoke = tmp_path / "owned", up.api("deployments/name/dpo/smoke")
+    hostile = {
+        "command": f"touch {mark}",
+        "working_dir": str(tmp_path),
+        "env": {"PATH": str(tmp_path), "DUMMY": "train:user"},
+    }
+    asked = {"flow_id": smoke["flow_id"], "deployment_id": smoke["id"], "work_pool_name": "dpo"}
+    asked |= {"job_variables": hostile, "state": {"type": "SCHEDULED"}, "parameters": up.misbehave("promote:win", 0.5)}
+    won = str(up.api("flow_runs/", asked)["id"])  # unlike create_flow_run, it checks no job variables
+    parameters = up.misbehave("train:user", 0.6)["overrides"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "deployment",
+        "run",
+        "dpo/smoke",
+        "-p",
+        f"overrides={json.dumps(parameters)}",
+    ]
+    said = subprocess.run(command, cwd=up.root, env=up.env, capture_output=True, text=True, check=True).stdout
+    lost = re.search(r"UUID: (\S+)", said)[1]
     wait_for(lambda: {up.state(won), up.state(lost)} == {"COMPLETED", "FAILED"}, PATIENCE)
+    assert not mark.exists()
     wait_for(lambda: up.state(zombie) == "CRASHED", PATIENCE)
     wait_for(lambda: len(up.told) >= 3, 60)
     page = up.note("prefect")["address"]
@@ -318,7 +412,7 @@ def test_a_schedule_starts_runs_by_itself_and_missed_ones_do_not_pile_up(up: Up,
     assert runs("COMPLETED")[0]["auto_scheduled"]
     assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
     wait_for(lambda: not runs("PENDING", "RUNNING"), PATIENCE)
-    missed = [up.start("dpo/nightly", "") for _ in range(3)]
+    missed = [up.start("dpo/nightly") for _ in range(3)]
     wait_for(lambda: {up.state(run) for run in missed} <= {"COMPLETED", "CANCELLED"}, PATIENCE)
     assert sorted(map(up.state, missed)) == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
@@ -346,8 +440,7 @@ def hanging(up: Up, name: str, beta: float) -> tuple[str, list[int]]:
     """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
     pids = up.root / ".scratch" / "pids"
     pids.unlink(missing_ok=True)
-    # A training that DVC does not have from another run.
-    run = up.start("dpo/full", "train:sessions", name=name, overrides={"train.beta": beta})
+    run = up.start("dpo/full", "train:sessions", beta, name=name)
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, PATIENCE)
     return run, list(map(int, pids.read_text().split()))
 
@@ -379,7 +472,8 @@ def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psuti
     assert up.command("down").count(" is ended\n") == 3
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert bystander.is_running()
-    assert not list((up.root / ".services").glob("*.json"))
+    assert [path.name for path in (up.root / ".services").glob("*.json")] == ["passwords.json"]
+    assert not (up.root / "prefect.toml").exists()
     assert "database is locked" not in (up.root / ".services" / "prefect.log").read_text()
     assert up.command("status").count("does not run") == 3
     assert up.command("down").count(" did not run\n") == 3

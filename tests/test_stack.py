@@ -1,19 +1,21 @@
 """What `make up` is asked for in vain is a sentence, before anything starts."""
 
+import os
 import socket
+import stat
+import tomllib
+from pathlib import Path
 
 import psutil
 import pytest
 
-from flows import services, stack
+from flows import passwords, services, stack
 from tasks.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        ({"BIND": "0.0.0.0"}, "BIND=0.0.0.0 would let in everybody"),
-        ({"BIND": "::"}, "Set PREFECT_SERVER_API_AUTH_STRING=user:password as well"),
         ({"BIND": "::", "PREFECT_SERVER_API_AUTH_STRING": "secret"}, "must be user:password"),
         ({"PORT": "many"}, "PORT must be a port"),
         ({"DPO_WEBHOOK_URL": "hooks.example/x"}, "DPO_WEBHOOK_URL must begin with"),
@@ -40,10 +42,38 @@ def test_schedules_follow_the_time_zone_of_the_environment(env: dict[str, str], 
     assert stack.settings(env).timezone == zone
 
 
-def test_pages_open_to_others_only_with_a_password() -> None:
-    assert stack.settings({"BIND": "0.0.0.0", "PREFECT_SERVER_API_AUTH_STRING": "ada:secret"}).open
-    assert not stack.settings({"BIND": "127.0.0.1"}).open
-    assert not stack.settings({}).open
+def test_pages_answer_to_the_names_of_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = ["127.0.0.1", "localhost", "[::1]"]
+    assert stack.hosts(stack.settings({})) == stack.hosts(stack.settings({"BIND": "127.0.0.1"})) == loopback
+    opened = stack.hosts(stack.settings({"BIND": "0.0.0.0"}))
+    assert {*loopback, socket.gethostname()} <= set(opened)
+    assert "evil.example" not in opened
+    monkeypatch.setenv("DPO_ALLOWED_HOSTS", "dpo.example, train.example")
+    assert stack.hosts(stack.settings({})) == [*loopback, "dpo.example", "train.example"]
+
+
+def test_passwords_are_made_once_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "FOLDER", tmp_path / ".services")
+    monkeypatch.setattr(passwords, "FILE", tmp_path / ".services" / "passwords.json")
+    monkeypatch.setattr(passwords, "CLIENT", tmp_path / "prefect.toml")
+    old = os.umask(0)  # the most careless one
+    try:
+        login = passwords.prefect_login()
+        assert passwords.write_client("http://127.0.0.1:4200/api", 'ada:a "quoted" \\ one')
+    finally:
+        os.umask(old)
+    assert passwords.prefect_login() == login
+    made = passwords.load()
+    assert min(map(len, made.values())) >= 32
+    assert len(set(made.values())) == len(made) == 5
+    for path in (passwords.FILE, passwords.CLIENT):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert tomllib.loads(passwords.CLIENT.read_text())["api"]["auth_string"] == 'ada:a "quoted" \\ one'
+    passwords.remove_client()
+    passwords.CLIENT.write_text("[api]\nurl = 'https://theirs.example/api'\n")  # a person's own file stays
+    assert not passwords.write_client("http://127.0.0.1:4200/api", login)
+    passwords.remove_client()
+    assert "theirs" in passwords.CLIENT.read_text()
 
 
 def test_a_port_that_was_asked_for_and_is_taken_is_not_replaced() -> None:
