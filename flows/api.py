@@ -18,6 +18,7 @@ from prefect.server.api import server
 from prefect.server.database.configurations import AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp
 
 LOOPBACK_NAMES = "127.0.0.1,localhost,[::1]"
 
@@ -34,15 +35,22 @@ AioSqliteConfiguration.begin_transaction = _begin_as_writer  # type: ignore[meth
 _create = server.create_app
 
 
-def create_app(*given: Any, **named: Any) -> FastAPI:
+def create_app() -> ASGIApp:
+    return _guarded(_create())
+
+
+def _guarded(made: FastAPI) -> ASGIApp:
+    hosts = [name.strip() for name in (os.environ.get("DPO_ALLOWED_HOSTS") or LOOPBACK_NAMES).split(",")]
+    return TrustedHostMiddleware(made, allowed_hosts=hosts, www_redirect=False)
+
+
+def _create_to_serve(*given: Any, **named: Any) -> ASGIApp:
+    """`server start` asks for the final one; Prefect's services call the same app in memory, under a made-up host."""
     made = _create(*given, **named)
-    if not any(one.cls is TrustedHostMiddleware for one in made.user_middleware):  # Prefect returns one from its cache
-        hosts = [name.strip() for name in (os.environ.get("DPO_ALLOWED_HOSTS") or LOOPBACK_NAMES).split(",")]
-        made.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    return made
+    return _guarded(made) if named.get("final") else made
 
 
-server.create_app = create_app  # `server start` imports it from there
+server.create_app = _create_to_serve
 
 
 if __name__ == "__main__":

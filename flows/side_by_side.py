@@ -97,8 +97,10 @@ def environment(tags: Mapping[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DPO_", "PREFECT__"))}
     login = PREFECT_API_AUTH_STRING.value()
     api = {"PREFECT_API_URL": PREFECT_API_URL.value() or "", **({"PREFECT_API_AUTH_STRING": login} if login else {})}
-    cluster = {name: os.environ[name] for name in ("DPO_CLUSTER",) if name in os.environ}
-    return {**clean, **api, **cluster, "PYTHONUNBUFFERED": "1", "DPO_TAGS": json.dumps(dict(tags))}
+    site = {
+        name: value for name, value in os.environ.items() if name == "DPO_CLUSTER" or name.startswith("DPO_MLFLOW_")
+    }
+    return {**clean, **api, **site, "PYTHONUNBUFFERED": "1", "DPO_TAGS": json.dumps(dict(tags))}
 
 
 def _watch(one: Running, past: re.Pattern[str]) -> bool:

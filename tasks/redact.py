@@ -10,12 +10,17 @@ import sys
 import traceback
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 HIDDEN = "***"
-SHORTEST = 8  # characters of a value that is taken for a secret: `true` and `1` are not
+SHORTEST = 8  # characters of a secret that is hidden inside words, too; a shorter one is hidden as a word of its own
+FEWEST = 3  # below that a value is a switch or a number, and hiding it would hide every figure
+SWITCHES = {"true", "false", "yes", "none", "null", "off", "auto"}
 SURE = 16  # the same where it is a reason to refuse a configuration
 NAMES = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|CONNECTION_STRING|(^|_)KEY|KEY_ID|_AUTH)$", re.IGNORECASE
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CONNECTION_STRING|CONNECTION_URL|WEBHOOK_URL|AUTH_STRING"
+    r"|(^|_)KEY|KEY_ID|_AUTH)$",
+    re.IGNORECASE,
 )
 ADDRESS = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s/?#@'\"]+@")
 # Long enough and mixed enough that no word is meant.
@@ -40,7 +45,8 @@ def protect(variable: str) -> None:
 
 def redact(text: str) -> str:
     for value in _values():
-        text = text.replace(value, HIDDEN)
+        short = len(value) < SHORTEST
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text) if short else text.replace(value, HIDDEN)
     text = ADDRESS.sub(rf"\g<scheme>{HIDDEN}@", text)
     text = SHAPES.sub(HIDDEN, text)
     return NAMED.sub(_behind_its_name, text)
@@ -75,12 +81,22 @@ def _behind_its_name(match: re.Match[str]) -> str:
 
 def _values() -> list[str]:
     """Longest first: one secret may be the beginning of another."""
-    found = {
-        value
-        for name, value in os.environ.items()
-        if len(value) >= SHORTEST and (name in _names or NAMES.search(name)) and not os.path.exists(value)
-    }
-    return sorted(found, key=len, reverse=True)
+    named = [value for name, value in os.environ.items() if name in _names or NAMES.search(name)]
+    found = {part for value in named for part in _parts(value)}
+    return sorted(filter(_worth_hiding, found), key=len, reverse=True)
+
+
+def _parts(value: str) -> list[str]:
+    """The value, and what is secret by itself: the password of `user:password` or of an address, a hook's path."""
+    if "://" not in value:
+        return [value, value.partition(":")[2]]
+    address = urlsplit(value)
+    return [value, address.password or "", value.partition(address.netloc)[2] if len(address.path) >= SHORTEST else ""]
+
+
+def _worth_hiding(value: str) -> bool:
+    is_path = os.sep in value and os.path.exists(value)  # a variable may name the file that holds the secret
+    return len(value) >= FEWEST and value.lower() not in SWITCHES and not is_path
 
 
 if __name__ == "__main__":

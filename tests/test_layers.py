@@ -54,7 +54,7 @@ PLUMBING = {
     ),
     *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "flock", "lock", "process", "rendezvous")),
-    *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "record", "tensorboard")),
+    *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),
 }
 
 

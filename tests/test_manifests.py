@@ -256,4 +256,9 @@ def test_the_image_is_made_from_the_lock_without_secrets_by_nobody_special():
     assert text.rindex("\nUSER 1000:1000") < text.index("\nENTRYPOINT")
     assert not re.search(r"(?i)password|secret|token|_key", text)
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv", ".scratch", "**/.env", "**/secrets.env"} <= set(ignored)
+    state = {
+        name for name in (ROOT / ".gitignore").read_text().split() if name.startswith((".s", ".m", ".p", "prefect"))
+    }
+    kept_out = {name.rstrip("/") for name in state} - {".pytest_cache", ".mypy_cache"}
+    assert {".services", ".prefect", ".mlflow", ".scratch", "prefect.toml"} <= kept_out
+    assert kept_out | {".git", ".venv", "**/.env", "**/secrets.env", ".dvc/config.local"} <= set(ignored)

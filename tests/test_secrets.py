@@ -62,6 +62,28 @@ def test_values_of_secret_variables_are_taken_out_wherever_they_stand(monkeypatc
     assert redact.redacted(content)["j"] == "***"
 
 
+def test_logins_webhooks_and_short_secrets_are_taken_out(monkeypatch):
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "admin:correct-horse")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:correct-horse")
+    monkeypatch.setenv("DPO_WEBHOOK_URL", "https://hooks.example/services/T01/B02/x9y8z7")
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "postgresql+asyncpg://dpo:battery@db:5432/prefect")
+    monkeypatch.setenv("SOME_PASSWORD", "hunter2")
+    monkeypatch.setenv("OTHER_PASSWORD", "tok")
+    monkeypatch.setenv("SWITCH_TOKEN", "1")
+    monkeypatch.setenv("ANOTHER_TOKEN", "True")
+    for text, hidden in (
+        ("login admin:correct-horse refused", "login *** refused"),
+        ("password correct-horse", "password ***"),
+        ("POST https://hooks.example/services/T01/B02/x9y8z7 failed", "POST *** failed"),
+        ("404 for /services/T01/B02/x9y8z7", "404 for ***"),
+        ("FATAL: battery is wrong for dpo", "FATAL: *** is wrong for dpo"),
+        ("(hunter2) and 'tok', tok", "(***) and '***', ***"),
+    ):
+        assert redact.redact(text) == hidden
+    for text in ("1 token of 512 tokens; True", "hunter22 and stokers", "hooks.example"):  # whole words, no switches
+        assert redact.redact(text) == text
+
+
 def test_params_with_a_secret_are_refused_without_repeating_it():
     content = read_yaml(PROJECT / "params.yaml")
     content["source"]["data"] = "s3://key:s3cr3tvalue@bucket/pairs.jsonl"

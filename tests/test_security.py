@@ -162,7 +162,7 @@ def test_the_name_of_an_address_is_one_folder():
 
 def test_every_server_that_we_start_is_told_where_to_listen():
     """`--host` stands behind every command that serves pages, and never names all addresses."""
-    served = re.compile(r"mlflow\W+server\b|prefect\W+server\W+start|server:create_app")
+    served = re.compile(r"mlflow\W+server\W+-|tasks\.tracking\.server\W+-|flows\.api\W+server\W+start|api:create_app")
     files = [PROJECT / "Makefile", *SOURCES, *(PROJECT / "infra").rglob("*.y*ml")]
     found = 0
     for path in files:

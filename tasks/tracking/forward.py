@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks import disk
-from tasks.files import home, write_json, write_text
+from tasks.files import home, read_json, write_json, write_text
 from tasks.machines.flock import locked
 from tasks.machines.process import is_alive
 from tasks.redact import redact
 from tasks.tracking.journal import ERROR, read_lines, sent, unsent
+from tasks.tracking.login import use
 from tasks.tracking.record import record, store
 
 IDLE_SECONDS = 10.0  # more than DVC takes between two stages
@@ -120,6 +121,7 @@ def send_new(folder: Path) -> list[dict[str, Any]]:
     stages = [path.stem for path in sorted(folder.glob("*.jsonl")) if sent(folder, path.stem) < path.stat().st_size]
     if not stages:
         return []
+    use(read_json(folder / "settings.json")["tracking_uri"], "forwarder")
     with store(folder) as client:
         return [line for stage in stages for line in _send(client, folder, stage)]
 

@@ -267,7 +267,9 @@ def start_forwarder(folder: Path) -> "subprocess.Popen[bytes]":
     (folder / ERROR).unlink(missing_ok=True)
     command = [sys.executable, "-m", "tasks.tracking.forward", str(folder)]
     # A session of its own, without the mark by which a stage's processes are ended: the forwarder still has to say so.
-    env = {name: value for name, value in os.environ.items() if name != "DPO_FAMILY"}
+    # It logs in as itself: the registry is none of its business.
+    left_out = ("DPO_FAMILY", "DPO_MLFLOW_WRITER_PASSWORD")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     with (folder / "forward.log").open("a") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env

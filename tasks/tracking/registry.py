@@ -252,8 +252,10 @@ def run_id(folder: Path) -> str:
 def _client(uri: str, run: Path | None) -> Any:
     from mlflow import MlflowClient
 
+    from tasks.tracking.login import use
     from tasks.tracking.record import store
 
+    use(uri, "writer")
     if run:  # a fresh store is made by one process alone, and the forwarder may be about to
         with store(run) as client:
             return client
