@@ -50,7 +50,7 @@ def _create_to_serve(*given: Any, **named: Any) -> ASGIApp:
     return _guarded(made) if named.get("final") else made
 
 
-server.create_app = _create_to_serve
+server.create_app = _create_to_serve  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
