@@ -63,8 +63,12 @@ def _check(params: Source) -> None:
 
 def _refuse_code(folder: Path, model: str) -> None:
     """Code that comes with a model is never run."""
-    from training.remote_code import needs_its_own_code
+    from training.remote_code import needs_its_own_code, refuse_kernels
 
+    try:
+        refuse_kernels(folder)
+    except ValueError as error:
+        raise UserError(f"source.model: {error}.") from None
     if what := needs_its_own_code(folder):
         raise UserError(
             f"source.model: {model} works with Python code of its own alone ({what}, `auto_map` in its configuration), "

@@ -269,7 +269,7 @@ def test_bad_rows_name_the_first_and_what_to_do(workspace):
         ("source__data", "nothing.jsonl", "source.data: there is no file nothing.jsonl. Give a file"),
         ("source__data", "params.yaml", "must end in one of .jsonl, .ndjson, .json, .csv"),
         ("source__data", "infra", "there is no file of rows in the folder infra"),
-        ("source__data", "s4://bucket/a.jsonl", "source.data: s4://bucket/a.jsonl could not be read"),
+        ("source__data", "s4://bucket/a.jsonl", "source.data: s4://bucket/a.jsonl must use one protocol of"),
         ("source__model", "/nowhere", r"source.model: there is no model in /nowhere.*\(no config.json\)"),
     ],
 )

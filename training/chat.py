@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from training.limits import bounded
+
+RENDER_SECONDS, RENDER_BYTES = 60.0, 1 << 30  # for one conversation, which takes a fraction of a second
 SYSTEM, USER = "0system0text0", "0user0text0"
 
 
@@ -37,4 +40,13 @@ def pieces(tokenizer: Any) -> Pieces | None:
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return render(tokenizer, messages, add_generation_prompt=True)
+
+
+def render(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+    """Jinja's sandbox bounds neither loops nor memory. ValueError where a template exceeds both bounds."""
+    try:
+        with bounded(RENDER_SECONDS, RENDER_BYTES):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TimeoutError, MemoryError) as error:
+        raise ValueError(f"the model's chat template needs too much time or memory ({error})") from None

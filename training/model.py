@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from training.dtypes import DTYPES
+from training.remote_code import refuse_kernels
 
 logging.disable_progress_bar()  # of loading and saving weights; ours show the work
 
@@ -26,6 +27,7 @@ def load_model(
     folder: Path, dtype: str, device: torch.device | None = None, quantization: str | None = None
 ) -> PreTrainedModel:
     """Weights as safetensors, no code from the folder, dropout off; `nf4` keeps them in 4 bits (slow on a CPU)."""
+    refuse_kernels(folder)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
     if quantization:
         options |= {"quantization_config": _four_bits(dtype), "device_map": {"": device or "cpu"}}

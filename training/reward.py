@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from training.chat import render
 from training.dtypes import DTYPES
+from training.remote_code import refuse_kernels
 
 
 @torch.no_grad()
@@ -20,6 +22,7 @@ def scores(
     batch_size: int = 16,
 ) -> list[float]:
     """Of (prompt, answer) texts: the logit of a one-label model, or the log-probability of `label`."""
+    refuse_kernels(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True, trust_remote_code=False
@@ -49,7 +52,7 @@ def _text(tokenizer, prompt: str, answer: str) -> str:
     if not tokenizer.chat_template:
         return f"{prompt}\n\n{answer}"
     exchange = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return str(tokenizer.apply_chat_template(exchange, tokenize=False))
+    return render(tokenizer, exchange)
 
 
 def _place(config, label: str | None) -> int | None:
@@ -58,5 +61,8 @@ def _place(config, label: str | None) -> int | None:
     if config.num_labels == 1 and label is None:
         return None
     if label not in names:
-        raise ValueError(f"the model has the labels {', '.join(names)}, and the label that counts is {label}")
+        raise ValueError(
+            f"the model has the labels {', '.join(names)}, and the label that counts is {label}. "
+            "Set evaluate.reward_model.label"
+        )
     return names.index(label)

@@ -53,7 +53,7 @@ def text(value: Any, column: str) -> str:
 def number(value: Any, column: str) -> float:
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise BadRow("bad_number", f"{column} is {value!r}") from None
     if not math.isfinite(found):
         raise BadRow("bad_number", f"{column} is {value!r}")

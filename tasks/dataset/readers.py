@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,14 +23,24 @@ import pyarrow.parquet
 
 from tasks.dataset.violations import BadRow
 from tasks.errors import UserError
+from training.limits import bounded
 
 Row = dict[str, Any]
 CHUNK_BYTES = 1 << 20
 CHUNK_ROWS = 1000
 BUFFER = 1 << 20
+ROW_BYTES = 16 << 20  # of one row; longer ones are no text that a person or a model wrote
+NESTED = 100  # levels of lists and objects in a row
+COLUMNS = 1000  # of a table
+# A file may expand to so many times its size, or to so many bytes if that is more. Text compresses 3 to 20 times.
+EXPANSION = 250
+EXPANDED_BYTES = 256 << 20
+BATCH_BYTES = 64 << 20  # of one batch of a table, as its metadata have it
+READ_BYTES = 1 << 30  # of memory for one batch, besides a multiple of the file's size
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 COMPRESSED = (".gz", ".zst", ".zstd")
-csv.field_size_limit(1 << 30)
+BETWEEN = re.compile(r"\s*,?\s*")  # the elements of a list
+csv.field_size_limit(ROW_BYTES)
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,9 @@ def read_chunks(path: Path, name: str) -> Iterator[Chunk]:
     reader = _READERS[suffix_of(path)]
     try:
         yield from reader(path, name)
-    except (EOFError, OSError, zlib.error, pa.ArrowInvalid) as error:
+    except MemoryError:
+        raise UserError(_bomb(name)) from None
+    except (EOFError, OSError, zlib.error, pa.ArrowException) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"{name} is damaged or was cut off ({reason}). Fetch or write it again.") from None
     except UnicodeDecodeError as error:
@@ -65,9 +78,9 @@ def rows_in(chunk: Chunk) -> Iterator[tuple[int, Row | BadRow]]:
             if line and not line.isspace():
                 yield number, _parse(line)
     else:
-        rows = chunk.content if isinstance(chunk.content, list) else chunk.content.to_pylist()
+        rows = chunk.content if isinstance(chunk.content, list) else _values(chunk.content)
         for number, row in enumerate(rows, start=chunk.start):
-            yield number, row if isinstance(row, dict) else BadRow("not_an_object", type(row).__name__, row)
+            yield number, row if isinstance(row, dict | BadRow) else BadRow("not_an_object", type(row).__name__, row)
 
 
 def count_rows(chunk: Chunk) -> int:
@@ -83,43 +96,115 @@ def _parse(line: bytes) -> Row | BadRow:
         return BadRow("invalid_utf8", f"byte {error.start} of the line", line.decode(errors="replace"))
     except (ValueError, RecursionError) as error:
         return BadRow("invalid_json", str(error), line.decode())
+    if line.count(b"[") + line.count(b"{") > NESTED and _nested(row):
+        return BadRow("invalid_json", f"nested deeper than {NESTED} levels", line.decode())
     return row if isinstance(row, dict) else BadRow("not_an_object", type(row).__name__, row)
 
 
-def _open(path: Path) -> IO[bytes]:
+def _nested(row: Any) -> bool:
+    """Whether a row is nested too deeply to be written again: how deep that is would depend on the caller."""
+    level = [row]
+    for _ in range(NESTED):
+        if not level:
+            return False
+        below = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [value for values in below for value in values]
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def _values(batch: pa.RecordBatch) -> list[Row | BadRow]:
+    """Rows of a batch; where one holds what Python cannot, each by itself."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException):
+        return [_value(batch.slice(place, 1)) for place in range(len(batch))]
+
+
+def _value(row: pa.RecordBatch) -> Row | BadRow:
+    """A column that is not text (a date, a decimal) may hold values that Python's types do not."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow("invalid_utf8", f"byte {error.start} of a column")
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        return BadRow("unreadable_value", str(error).splitlines()[0])
+
+
+def _bomb(name: str) -> str:
+    return (
+        f"{name} expands to more than {EXPANSION} times its size and to more than {EXPANDED_BYTES >> 20} MiB, or needs "
+        f"more than {READ_BYTES >> 20} MiB for a few rows: a decompression bomb. If the rows are real, write them "
+        "again in smaller pieces and without compression."
+    )
+
+
+def _too_long(name: str, row: int) -> UserError:
+    return UserError(f"{name}: row {row} is longer than {ROW_BYTES >> 20} MiB. Delete or split it.")
+
+
+class _Measured(io.RawIOBase):
+    """What a compressed file gives, up to a bound."""
+
+    def __init__(self, source: Any, path: Path, name: str) -> None:
+        self.source, self.name = source, name
+        self.left = _most(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.source.read(len(buffer))
+        self.left -= len(content)
+        if self.left < 0:
+            raise UserError(_bomb(self.name))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self.source.close()
+        super().close()
+
+
+def _open(path: Path, name: str) -> IO[bytes]:
     """Decompressed by what the file begins with, whatever it is called."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic[:2] == b"\x1f\x8b":
-        return io.BufferedReader(gzip.open(path, "rb"), BUFFER)
+        return io.BufferedReader(_Measured(gzip.open(path, "rb"), path, name), BUFFER)
     if magic == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"), BUFFER)
+        return io.BufferedReader(_Measured(pa.input_stream(str(path), compression="zstd"), path, name), BUFFER)
     return path.open("rb", buffering=BUFFER)
 
 
 def _jsonl(path: Path, name: str) -> Iterator[Chunk]:
     number = 1
-    with _open(path) as file:
-        while lines := file.readlines(CHUNK_BYTES):
+    with _open(path, name) as file:
+        while lines := file.read(CHUNK_BYTES):
+            if not lines.endswith(b"\n"):
+                lines += file.readline(ROW_BYTES + 1)
+                if len(lines) - lines.rfind(b"\n") > ROW_BYTES + 1:
+                    raise _too_long(name, number + lines.count(b"\n"))
             if number == 1:
-                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-            if not lines[-1].endswith(b"\n") and isinstance(bad := _parse(lines[-1]), BadRow):
+                lines = lines.removeprefix(codecs.BOM_UTF8)
+            last, ends = lines.rpartition(b"\n")[2], lines.count(b"\n")
+            if last and isinstance(bad := _parse(last), BadRow):
                 raise UserError(
-                    f"{name} was cut off: its last line, {number + len(lines) - 1}, does not end and is no whole row "
+                    f"{name} was cut off: its last line, {number + ends}, does not end and is no whole row "
                     f"({bad.detail}). Fetch or write it again, or delete the line."
                 )
-            yield Chunk(number, b"".join(lines))
-            number += len(lines)
+            if not lines.isspace():
+                yield Chunk(number, lines)
+            number += ends
 
 
 def _json(path: Path, name: str) -> Iterator[Chunk]:
     """A list of rows, taken apart without holding it whole; or, as many files are, lines after all."""
-    with _open(path) as file:
-        first, second = file.readline(), file.readline()
+    with _open(path, name) as file:
+        first, second = file.readline(ROW_BYTES), file.readline(ROW_BYTES)
     if second and isinstance(_parse(first), dict):
         yield from _jsonl(path, name)
         return
-    with _open(path) as file:
+    with _open(path, name) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig")
         start = text.read(BUFFER).lstrip()
         if start[:1] == "[":
@@ -130,32 +215,39 @@ def _json(path: Path, name: str) -> Iterator[Chunk]:
 
 
 def _elements(buffer: str, text: IO[str], name: str) -> Iterator[Any]:
-    decode, number = json.JSONDecoder().raw_decode, 1
+    decode, number, place = json.JSONDecoder().raw_decode, 1, 0
     while True:
-        buffer = buffer.lstrip().removeprefix(",").lstrip()
-        if buffer[:1] == "]":
+        place = BETWEEN.match(buffer, place).end()  # type: ignore[union-attr]
+        if buffer[place : place + 1] == "]":
             return
         try:
-            row, end = decode(buffer)
+            row, end = decode(buffer, place)
             if end == len(buffer):  # a number might go on
                 raise json.JSONDecodeError("more to come", buffer, end)
-        except json.JSONDecodeError as error:
-            more = text.read(max(BUFFER, len(buffer)))
+        except RecursionError:
+            raise UserError(f"{name}: row {number} is nested deeper than {NESTED} levels. Delete it.") from None
+        except ValueError as error:  # JSON's own, or an integer of too many digits
+            buffer, place = buffer[place:], 0
+            more = text.read(max(BUFFER, len(buffer))) if len(buffer) <= ROW_BYTES else ""
             if not more:
-                raise UserError(f"{name}, row {number}: not valid JSON ({error}), or the file was cut off.") from None
+                raise UserError(
+                    f"{name}, row {number}: not valid JSON ({error}), the file was cut off, or the row is longer than "
+                    f"{ROW_BYTES >> 20} MiB."
+                ) from None
             buffer += more
             continue
-        yield row
-        buffer, number = buffer[end:], number + 1
+        # As text it is parsed once more, and by the process that needs it: a row can be too deep to be sent to one.
+        yield row if isinstance(row, dict) and not _nested(row) else _parse(buffer[place:end].encode())
+        place, number = end, number + 1
 
 
 def _csv(path: Path, name: str) -> Iterator[Chunk]:
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
-    with _open(path) as file:
-        reader = csv.DictReader(
-            io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
-        )
+    with _open(path, name) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        reader = csv.DictReader(_lines(text, name), delimiter=delimiter, strict=True)
         try:
+            _few_columns(len(reader.fieldnames or ()), name)
             yield from _in_chunks(reader)
         except csv.Error as error:
             raise UserError(
@@ -163,9 +255,34 @@ def _csv(path: Path, name: str) -> Iterator[Chunk]:
             ) from None
 
 
+def _lines(text: IO[str], name: str) -> Iterator[str]:
+    number = 1
+    while line := text.readline(ROW_BYTES + 1):
+        if len(line) > ROW_BYTES:
+            raise _too_long(name, number)
+        yield line
+        number += 1
+
+
+def _few_columns(number: int, name: str) -> None:
+    if number > COLUMNS:
+        raise UserError(f"{name} has {number} columns, and {COLUMNS} are the most. Keep those that prepare reads.")
+
+
 def _parquet(path: Path, name: str) -> Iterator[Chunk]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        yield from _batches(file.iter_batches(batch_size=CHUNK_ROWS))
+    with bounded(memory=_room(path)):
+        file = pyarrow.parquet.ParquetFile(path)
+    with file:
+        data = file.metadata
+        groups = [data.row_group(number) for number in range(data.num_row_groups)]
+        columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+        _few_columns(data.num_columns, name)
+        # Eight bytes a value, as a repeated one takes when it is read.
+        if 8 * sum(column.num_values for column in columns) > _most(path):
+            raise UserError(_bomb(name))
+        row = sum(column.total_uncompressed_size for column in columns) // max(data.num_rows, 1)
+        size = max(1, min(CHUNK_ROWS, BATCH_BYTES // max(row, 1)))
+        yield from _batches(file.iter_batches(batch_size=size), path, name)
 
 
 def _arrow(path: Path, name: str) -> Iterator[Chunk]:
@@ -176,16 +293,49 @@ def _arrow(path: Path, name: str) -> Iterator[Chunk]:
             batches: Iterable[pa.RecordBatch] = (reader.get_batch(n) for n in range(reader.num_record_batches))
         else:
             file.seek(0)
-            batches = pa.ipc.open_stream(file)
-        yield from _batches(batches)
+            reader = batches = pa.ipc.open_stream(file)
+        _few_columns(len(reader.schema), name)
+        yield from _batches(batches, path, name, trusted=False)
 
 
-def _batches(batches: Iterable[pa.RecordBatch]) -> Iterator[Chunk]:
-    number = 1
-    for batch in batches:
+def _most(path: Path) -> int:
+    """Bytes that a file may expand to."""
+    return max(EXPANDED_BYTES, EXPANSION * path.stat().st_size)
+
+
+def _room(path: Path) -> int:
+    """Bytes of memory for reading one batch: a reader may hold a whole column of a row group."""
+    return READ_BYTES + 2 * path.stat().st_size
+
+
+def _batches(batches: Iterable[pa.RecordBatch], path: Path, name: str, trusted: bool = True) -> Iterator[Chunk]:
+    number, left = 1, _most(path)
+    batches = iter(batches)
+    while True:
+        with bounded(memory=_room(path)):
+            if (batch := next(batches, None)) is None:
+                return
+            if not trusted:  # a memory map whose offsets lead elsewhere would end the process
+                batch.validate(full=True)
+        left -= batch.nbytes
+        if left < 0:
+            raise UserError(_bomb(name))
         for start in range(0, len(batch), CHUNK_ROWS):
-            yield Chunk(number + start, batch.slice(start, CHUNK_ROWS))
-        number += len(batch)
+            for piece in _pieces(batch.slice(start, CHUNK_ROWS), number, name):
+                yield Chunk(number, piece)
+                number += len(piece)
+
+
+def _pieces(batch: pa.RecordBatch, number: int, name: str) -> Iterator[pa.RecordBatch]:
+    """Halves of halves, until each is small enough for a worker."""
+    if batch.nbytes <= ROW_BYTES:
+        yield batch
+        return
+    if len(batch) == 1:
+        raise _too_long(name, number)
+    half = len(batch) // 2
+    yield from _pieces(batch.slice(0, half), number, name)
+    yield from _pieces(batch.slice(half), number + half, name)
 
 
 def _in_chunks(rows: Iterable[Any]) -> Iterator[Chunk]:

@@ -13,6 +13,7 @@ from tasks.dataset.conversations import Conversation
 from tasks.dataset.messages import Message
 from tasks.dataset.violations import BadRow
 from tasks.errors import UserError
+from training.limits import bounded
 
 # For a model without a chat template.
 PLAIN = (
@@ -27,6 +28,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
+RENDER_SECONDS = 60.0  # for the conversations of a chunk, which take a fraction of one
+RENDER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ def _render_all(template: Template, chats: list[list[Message]], generation: bool
         return []
     try:
         return _apply(template, chats, None, generation)
+    except UserError:
+        raise
     except Exception:  # a template raises what it likes
         return [_render_or_refuse(template, chat, generation) for chat in chats]
 
@@ -236,11 +241,21 @@ def _render_or_refuse(template: Template, chat: list[Message], generation: bool)
 def _render(template: Template, chat: list[Message], tools: list[Any] | None, generation: bool = False) -> str:
     try:
         return _apply(template, chat, tools, generation)
+    except UserError:
+        raise
     except Exception as error:
         raise BadRow("template_refused", (str(error) or type(error).__name__).splitlines()[0]) from None
 
 
 def _apply(template: Template, chats: Iterable[Any], tools: list[Any] | None, generation: bool) -> Any:
-    return template.tokenizer.apply_chat_template(
-        chats, tools=tools, add_generation_prompt=generation, tokenize=False, **template.kwargs
-    )
+    """Jinja's sandbox bounds neither loops nor memory."""
+    try:
+        with bounded(RENDER_SECONDS, RENDER_BYTES):
+            return template.tokenizer.apply_chat_template(
+                chats, tools=tools, add_generation_prompt=generation, tokenize=False, **template.kwargs
+            )
+    except TimeoutError:
+        raise UserError(
+            f"prepare.template: {template.name} was not done with a few conversations after {RENDER_SECONDS:g} s: it "
+            "may loop for ever. Set prepare.template to plain, chatml or a text of your own, or take another model."
+        ) from None

@@ -9,6 +9,7 @@ from typing import Any
 BAD = {
     "invalid_json": "the line is not valid JSON",
     "invalid_utf8": "the text is not valid UTF-8",
+    "unreadable_value": "a value is outside the range of its type",
     "not_an_object": "the row is not an object with named columns",
     "missing_field": "a field is missing",
     "not_text": "a field is neither text nor messages",
@@ -46,3 +47,6 @@ class BadRow(ValueError):
         super().__init__(f"{VIOLATIONS[name]}{f' ({detail})' if detail else ''}")
         self.name, self.detail = name, detail
         self.content = content  # of a line that never became a row
+
+    def __reduce__(self) -> tuple[type["BadRow"], tuple[str, str, Any]]:
+        return BadRow, (self.name, self.detail, self.content)  # for a worker of its own process

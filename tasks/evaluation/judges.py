@@ -72,4 +72,4 @@ def _rewards(params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -
     try:
         return scores(folder, label, list(zip(prompts, answers, strict=True)), params.dtype, best_device())
     except ValueError as error:
-        raise UserError(f"evaluate.reward_model: {address}: {error}. Set evaluate.reward_model.label.") from error
+        raise UserError(f"evaluate.reward_model: {address}: {error}.") from error
