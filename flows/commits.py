@@ -4,6 +4,7 @@ Nothing here touches the checkout's branch, its index or its files.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ from subprocess import DEVNULL, run
 
 from flows import ROOT
 from tasks.errors import UserError
+from tasks.machines.crashes import clear_git_lock
 from tasks.place import RECIPE
 
 BRANCHES = "refs/heads/runs"
 HIDDEN = "refs/runs"  # of runs in the checkout itself: they are kept, and `git branch` does not show them
+LOCKED = re.compile(r"Unable to create '(?P<path>[^']+\.lock)': File exists")
 CODE = ("flows", "tasks", "training")
 
 
@@ -23,7 +26,10 @@ def git(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> st
     known = run(["git", "config", "user.email"], cwd=root, capture_output=True).returncode == 0
     who = [] if known else ["-c", "user.name=dpo", "-c", "user.email=dpo@localhost"]
     given = None if env is None else {**os.environ, **env}
-    done = run(["git", *who, *arguments], cwd=root, env=given, stdin=DEVNULL, capture_output=True, text=True)
+    command = ["git", *who, *arguments]
+    done = run(command, cwd=root, env=given, stdin=DEVNULL, capture_output=True, text=True)
+    if (left := LOCKED.search(done.stderr)) and clear_git_lock(Path(left["path"]), ROOT):  # of a git that was killed
+        done = run(command, cwd=root, env=given, stdin=DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"`git {' '.join(arguments)}` failed in {root}: {done.stderr.strip()}")
     return done.stdout.strip()

@@ -25,6 +25,7 @@ from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.runs import Record
 from flows.stage import StageFailed, stage
 from flows.workspace import Workspace
+from tasks import disk
 from tasks.errors import UserError
 
 
@@ -185,6 +186,10 @@ def main() -> None:
         sys.exit(f"error: {error}" + (f"\nThen {found}" if (found := _own_run()) else ""))
     except StageFailed as error:
         sys.exit(f"error: {error}\nIts output is above. {_again()}")
+    except OSError as error:
+        if (sentence := disk.explain(error)) is None:
+            raise
+        sys.exit(f"error: {sentence}\nThen {_again()}")
     except KeyboardInterrupt:
         print(f"Stopped. {_again()}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -46,9 +46,11 @@ def look(newest: int) -> Found:
     kept = choose(every, versions, cluster, newest)
     staying = [run for run in every if run.name in kept]
     waiting = [run for run in every if run.name not in kept and unsent(run.folder)]
-    going = [run for run in every if run.name not in kept and run not in waiting]
+    unclear = [run for run in every if run.name not in kept and run.damaged]
+    going = [run for run in every if run.name not in kept and run not in [*waiting, *unclear]]
     notes = [f"{run.name} stays: its figures are not in MLflow yet. `make sync` sends them" for run in waiting]
-    staying += waiting
+    notes += [f"{run.name} stays: its record is damaged. `make doctor FIX=1` sets it aside" for run in unclear]
+    staying += [*waiting, *(run for run in unclear if run not in waiting)]
     items: list[Item] = []
     for known in (known for known in versions if not is_needed(known, staying)):
         try:

@@ -14,7 +14,7 @@ import yaml
 
 from flows import ROOT, commits
 from tasks.configuration import read_yaml
-from tasks.files import fingerprint
+from tasks.files import fingerprint, write_text
 from tasks.paths import WATCH
 from tasks.tracking.journal import flatten
 
@@ -65,7 +65,11 @@ def watched(content: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def read_lock(text: str | None) -> dict[str, Entry]:
-    return (yaml.safe_load(text) or {}).get("stages", {}) if text else {}
+    """Empty where there is none, or half of one that a killed DVC left."""
+    try:
+        return dict(yaml.safe_load(text or "")["stages"])
+    except (yaml.YAMLError, TypeError, KeyError, ValueError):
+        return {}
 
 
 def lock_of(root: Path) -> dict[str, Entry]:
@@ -125,7 +129,7 @@ def seed(root: Path) -> list[str]:
     new = [name for name in lock if lock[name] != before.get(name)]
     if new:
         content = {"schema": "2.0", "stages": lock}
-        (root / "dvc.lock").write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        write_text(root / "dvc.lock", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return new
 
 

@@ -35,6 +35,11 @@ class Run:
     def finished(self) -> bool:
         return self.commit is not None
 
+    @property
+    def damaged(self) -> bool:
+        """Whether its record cannot be read: nobody knows then what it still needs."""
+        return self.record is None and (self.folder / "record.json").exists()
+
 
 @dataclass(frozen=True)
 class Known:

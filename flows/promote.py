@@ -54,7 +54,7 @@ def promote(place: Workspace) -> dict[str, Any]:
 
 def run(module: str, place: Workspace, *arguments: str) -> None:
     """A command of tasks/, watched as a stage is."""
-    watch = Watch(NAME)
+    watch = Watch(NAME, place.root)
     code = child.run([sys.executable, "-m", module, *arguments], place.root, place.environment(), watch)
     if watch.held and code == USER_ERROR:
         raise UserError("\n".join(watch.held).removeprefix("error: "))

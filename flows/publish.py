@@ -17,6 +17,7 @@ from flows import ROOT
 from flows.links import mlflow_link
 from flows.runs import RESULTS
 from flows.workspace import Workspace
+from tasks.files import recall, write_json
 from tasks.redact import redact
 from tasks.reports.markup import plain
 
@@ -32,7 +33,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     journal.Run(place.logs, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
-    link = mlflow_link(_read_json(place.logs / "run.json"))
+    link = mlflow_link(recall(place.logs / "run.json"))
     where = f"{link}/artifacts/{page.name}" if link else page.as_uri()
     create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
 
@@ -63,7 +64,7 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
         yield states
         status = "FINISHED"
     finally:
-        (folder / "stages.json").write_text(json.dumps(states, indent=2) + "\n")
+        write_json(folder / "stages.json", states)
         by_stage = {state["stage"]: state["state"] for state in states}
         journal.finish(folder, root=place.root, states=by_stage, status=status)
 
@@ -71,7 +72,7 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
 def result(place: Workspace) -> str:
     from tasks.reports.verdict import decision_of, verdict
 
-    measured = _read_json(place.root / "data" / "metrics" / "evaluate.json")
+    measured = recall(place.root / "data" / "metrics" / "evaluate.json")
     metrics, said = flatten(measured), escape(verdict(measured, decision_of(place.root))[1], longest=2000)
     parts = ["# Result", said, _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -116,7 +117,7 @@ def _samples(root: Path) -> str:
 def _where(place: Workspace) -> str:
     lines = [f"- the model: {_model(place)}", "- every run and curve: `make up` opens MLflow's pages"]
     lines.append(f"- the run report: `{place.logs / 'report.html'}`")
-    if link := mlflow_link(_read_json(place.logs / "run.json")):
+    if link := mlflow_link(recall(place.logs / "run.json")):
         lines.append(f"- this run in MLflow: [{link}]({link})")
     if place.own:
         lines.append(f"- its code, params.yaml and dvc.lock: branch `runs/{place.key}`")
@@ -142,7 +143,3 @@ def _cell(value: Any) -> str:
 def escape(text: str, longest: int = LONGEST) -> str:
     """Text as a table cell that shows it and does nothing else. Prefect's page shows entities as they are written."""
     return plain(text if len(text) <= longest else text[:longest] + " ...")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

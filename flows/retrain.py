@@ -6,7 +6,7 @@ are those of the last run that finished with the same recipe and overrides. See 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from flows import ROOT, inputs, runs, workspace
 from flows.promote import decision
 from flows.workspace import Files, Workspace
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, read_json, sha256, write_json
+from tasks.files import fingerprint, hash_files, read_json, recall, sha256, write_json
 from tasks.paths import WATCH
 
 Record = dict[str, Any]
 ASKED = "asked.json"  # in the run's folder
+SKEW = timedelta(minutes=5)  # by which the clocks of two machines may differ
 CARD = Path("data") / "card" / "report.json"
 
 
@@ -62,7 +63,7 @@ def asked(recipe: str | None, overrides: dict[str, Any] | None, resume: str | No
 
 
 def _read(path: Path) -> Record | None:
-    return read_json(path) if path.exists() else None
+    return recall(path) or None
 
 
 def record_of(recipe: str | None, overrides: Mapping[str, Any] | None, root: Path = ROOT) -> Path:
@@ -98,7 +99,14 @@ def nothing_new(*, last: Record | None, now: Record, due: datetime) -> str | Non
     if last is None:
         get_run_logger().info("retrain: the first run of its kind; what it leaves is what the next looks at")
         return None
-    if due < datetime.fromisoformat(last["began"]):
+    began, clock = datetime.fromisoformat(last["began"]), datetime.now().astimezone()
+    if began > clock + SKEW:  # the clock was ahead then, or is behind now: only the content can tell
+        get_run_logger().warning(
+            "retrain: %s began at %s according to its record, and now it is %s: a clock is or was wrong. The times are "
+            "not compared, the content is.",
+            *(last["run"], _moment(last), _local(clock)),
+        )
+    elif due < began:
         # Of several that a stopped worker missed the first has done the work of all.
         return f"nothing new since {_moment(last)}: {last['run']} began then, after this run was due ({_local(due)})"
     found = news(last=last, now=now)

@@ -4,7 +4,6 @@ A run's folder, <logging_dir>/<name>, holds its record, journals, logs and repor
 small results: all that pages and tables show.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -14,12 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from flows import ROOT
 from tasks.errors import UserError
-from tasks.files import read_json, write_json
+from tasks.files import read_json, recall, write_json
 from tasks.machines.lock import holder
+from tasks.machines.process import is_alive, this_process
 
 WORKTREES = ROOT / ".scratch" / "worktrees"
 RESULTS = "results"
@@ -45,6 +43,7 @@ class Record:
     since: str = ""
     until: str = ""
     pid: int = 0
+    process: dict[str, Any] = field(default_factory=dict)  # its start time and boot id: an id is used again
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: more than one where it was resumed
     commit: str = ""  # that the worktree is made from
     files: dict[str, Any] = field(default_factory=dict)  # what the worktree's configuration files hold instead
@@ -64,8 +63,8 @@ class Record:
         if self.state != RUNNING:
             return self.state
         found = holder(Path(self.root))
-        starting = self.own and not self.made and psutil.pid_exists(self.pid)
-        return RUNNING if starting or (found and found["pid"] == self.pid) else CRASHED
+        starting = self.own and not self.made and is_alive({"pid": self.pid, **self.process})
+        return RUNNING if starting or (found and found.get("pid") == self.pid) else CRASHED
 
     def write(self, **changes: Any) -> "Record":
         new = replace(self, **changes)
@@ -90,7 +89,18 @@ def now() -> str:
 
 def find(name: str) -> Record | None:
     path = runs_folder() / name / "record.json"
-    return Record(**read_json(path)) if path.exists() else None
+    found = _read(path)
+    if found is None and path.exists():
+        raise UserError(f"The record of the run {name} is damaged ({path}). `make doctor FIX=1` sets it aside.")
+    return found
+
+
+def _read(path: Path) -> Record | None:
+    """None where there is no record, or one that cannot be read."""
+    try:
+        return Record(**recall(path))
+    except TypeError:
+        return None
 
 
 def known(name: str) -> Record:
@@ -102,14 +112,26 @@ def known(name: str) -> Record:
 
 def records() -> list[Record]:
     """Newest first."""
-    found = [Record(**read_json(path)) for path in runs_folder().glob("*/record.json")]
+    found = [record for path in runs_folder().glob("*/record.json") if (record := _read(path))]
     return sorted(found, key=lambda record: record.since, reverse=True)
+
+
+def damaged() -> list[Path]:
+    """Records that cannot be read: one of them is no reason to show none."""
+    return [path for path in sorted(runs_folder().glob("*/record.json")) if _read(path) is None]
 
 
 def begin(record: Record, flow_run: str) -> Record:
     """At work from now on, for the first time or again."""
     flow_runs = [*record.flow_runs, *([flow_run] if flow_run not in record.flow_runs else [])]
-    return record.write(state=RUNNING, since=record.since or now(), until="", pid=os.getpid(), flow_runs=flow_runs)
+    return record.write(
+        state=RUNNING,
+        since=record.since or now(),
+        until="",
+        pid=os.getpid(),
+        process=this_process(),
+        flow_runs=flow_runs,
+    )
 
 
 def keep_results(record: Record) -> None:
@@ -142,8 +164,10 @@ def check_resumable(name: str) -> Record:
 
 
 def stages(record: Record) -> list[dict[str, Any]]:
-    path = record.folder / "stages.json"
-    return json.loads(path.read_text()) if path.exists() else []
+    try:
+        return list(read_json(record.folder / "stages.json"))
+    except (FileNotFoundError, ValueError):
+        return []
 
 
 def _row(record: Record) -> tuple[str, ...]:
@@ -152,8 +176,8 @@ def _row(record: Record) -> tuple[str, ...]:
     done = stages(record)
     ran = [state["stage"] for state in done if state["state"] == "ran" and state["stage"] != "promote"]
     other = sum(state["state"] != "ran" for state in done)
-    path = record.folder / "run.json"
-    link = mlflow_link(read_json(path)) if path.exists() else None
+    known = recall(record.folder / "run.json")
+    link = mlflow_link(known) if known else None
     what = f"{', '.join(ran) or 'none'} ran, {other} cached" if done else ""
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
     return record.name, record.now, since, what, link or ""
@@ -167,6 +191,8 @@ def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> str:
 
 def main() -> None:
     found = records()
+    for path in damaged():
+        print(f"warning: {path} is empty or damaged, and its run is not shown. `make doctor FIX=1` sets it aside.")
     if not found:
         print("There is no run yet: `make demo`, `make run`, or `prefect deployment run dpo/full`.")
         return

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -17,6 +18,7 @@ from prefect.client.schemas.objects import State, TaskRun
 
 from flows import ROOT, child, inputs
 from flows.workspace import Workspace
+from tasks import disk
 from tasks.errors import UserError
 from tasks.machines.lock import alone
 from tasks.redact import redact
@@ -65,7 +67,7 @@ def stage(name: str, workspace: Workspace, unchanged: bool) -> dict[str, Any]:
 
 
 def _reproduce(name: str, workspace: Workspace) -> str:
-    watch = Watch(name)
+    watch = Watch(name, workspace.root)
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", name]
     with _once(name, workspace):
         code = child.run(command, workspace.root, workspace.environment(), watch)
@@ -91,8 +93,8 @@ def _once(name: str, workspace: Workspace) -> AbstractContextManager[None]:
 class Watch:
     """What a stage's output tells: its progress, DVC's decision, and the sentence of a user's mistake."""
 
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
+    def __init__(self, stage: str, root: Path) -> None:
+        self.stage, self.root = stage, root
         self.state = "cached"
         self.lines: list[str] = []
         self.held: list[str] = []  # from `error: ` on: a user's mistake is said once, at the end
@@ -126,6 +128,8 @@ class Watch:
         exited = [match["code"] for line in self.lines if (match := EXITED.match(line))]
         if self.held and exited and int(exited[-1]) == USER_ERROR:
             return UserError("\n".join(self.held).removeprefix("error: "))
+        if any(disk.FULL.search(line) for line in self.lines):  # DVC's own word for it; another try finds it full, too
+            return UserError(f"{self.stage}: {disk.full(self.root)}")
         for line in self.held:
             self.log.info("%s", line)
         own = [line for line in self.lines if not CHATTER.search(line) and not PROGRESS.match(line)]

@@ -8,6 +8,7 @@ one that failed, was stopped or crashed keeps it, and `make resume RUN=name` goe
 import configparser
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from flows import ROOT, commits, inputs, runs
 from flows.commits import git
 from flows.runs import Record
 from tasks.errors import UserError
+from tasks.files import write_text
+from tasks.machines import crashes
 from tasks.machines.lock import TOKEN, alone, held
 from tasks.stage import QUIET
 
@@ -127,10 +130,12 @@ def _check_name(name: str) -> None:
 def opened(record: Record, flow_run: str) -> Iterator[Workspace]:
     """The locked workspace of a run, made where it is not whole. However the run ends, its record says so."""
     root = Path(record.root)
-    if record.own and not (record.made and root.exists()):
+    if record.own and not (record.made and _is_worktree(root)):
         record = _make_worktree(record)
     with held(root) as token:
         record = runs.begin(record, flow_run)
+        for sentence in crashes.mend(root):
+            print(f"{record.name}: {sentence}", flush=True)
         if not record.own:
             _take_over(Workspace(root, record.name, token))
         state = runs.STOPPED  # by Ctrl-C, by Prefect, by whoever ends this process in order
@@ -165,9 +170,10 @@ def _make_worktree(record: Record) -> Record:
         if root.exists():
             remove_worktree(root)
         git(ROOT, "worktree", "prune")
-        git(ROOT, "worktree", "add", "--detach", str(root), record.commit)
+        git(ROOT, "worktree", "add", "--force", "--force", "--detach", str(root), record.commit)
     for path, content in record.files.items():
-        (root / path).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    crashes.mend(root)  # the checkout's dvc.lock came along, damaged or not
     inputs.seed(root)
     share_cache(Workspace(root, record.name), "reflink,hardlink,copy")
     return record.write(made=True)
@@ -180,8 +186,26 @@ def _take_over(checkout: Workspace) -> None:
             checkout.dvc("checkout", "--allow-missing", "--quiet", *new)
 
 
+def _is_worktree(root: Path) -> bool:
+    """Whether git still knows the folder: its own notes of it may be gone, or half-written."""
+    command = ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"]
+    done = run(command, cwd=root, capture_output=True, text=True) if root.exists() else None
+    return done is not None and done.returncode == 0 and Path(done.stdout.splitlines()[0]) == root.resolve()
+
+
 def remove_worktree(root: Path) -> None:
-    git(ROOT, "worktree", "remove", "--force", "--force", str(root))
+    """The folder and git's notes of it; git itself refuses where one of them is gone or half-made."""
+    try:
+        git(ROOT, "worktree", "remove", "--force", "--force", str(root))
+    except UserError:
+        if not any(root.is_relative_to(place) for place in (runs.WORKTREES, ROOT / ".scratch")):
+            raise
+        shutil.rmtree(root, ignore_errors=True)
+        notes = Path(git(ROOT, "rev-parse", "--path-format=absolute", "--git-common-dir")) / "worktrees"
+        for note in notes.glob("*/"):
+            gitdir = note / "gitdir"
+            if not gitdir.exists() or gitdir.read_text().strip() in ("", str(root / ".git")):
+                shutil.rmtree(note)
 
 
 def bookkeeping() -> Any:

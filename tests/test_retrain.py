@@ -180,6 +180,15 @@ def test_a_late_run_whose_work_is_done_ends_though_the_data_are_new(record: dict
     assert retrain.nothing_new(last=None, now=now, due=NOW) is None
 
 
+def test_a_clock_that_was_ahead_does_not_silence_retraining(record: dict[str, Any], tmp_path: Path) -> None:
+    write_data(tmp_path / "pairs.jsonl", ROWS[:6])
+    now, ahead = retrain.made_of({}, tmp_path), {**record, "began": "2036-03-01T04:00:00+00:00"}
+    due = datetime.now().astimezone()
+    assert retrain.nothing_new(last=ahead, now=now, due=due) is None  # the data are new, whatever the clock said
+    write_data(tmp_path / "pairs.jsonl", ROWS[:5])
+    assert retrain.nothing_new(last=ahead, now=retrain.made_of({}, tmp_path), due=due) is not None
+
+
 def test_records_are_kept_by_recipe_and_overrides(tmp_path: Path) -> None:
     asked = [(None, None), ("demo", None), (None, {"train.beta": 0.2})]
     assert len({retrain.record_of(*one, tmp_path) for one in asked}) == 3

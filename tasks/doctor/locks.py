@@ -1,15 +1,17 @@
-"""Locks that a killed process left behind: DVC's, git's, torch's extension builds, ours."""
+"""What a killed process left behind: locks of DVC, git, torch's extension builds and ours, and damaged files."""
 
 import fcntl
 import json
 import os
-import time
-from collections.abc import Iterator
+import shutil
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from tasks.doctor.findings import Findings
+from tasks.files import recall
+from tasks.machines import crashes
 
 OLD = 600.0  # seconds after which a lock without a living owner is no longer somebody's
 BUILDERS = {"ninja", "nvcc", "cicc", "ptxas", "cc1plus", "c++", "g++"}
@@ -19,8 +21,10 @@ def locks(found: Findings, root: Path) -> None:
     before, fix = found.bad, found.fix
     for workspace in (root, *sorted((root / ".scratch" / "worktrees").glob("*/"))):
         _ours(found, workspace)
-        _dvc(found, workspace / ".dvc" / "tmp")
+        _dvc(found, workspace)
     _git(found, root / ".git")
+    _worktrees(found, root)
+    _records(found, root)
     _torch(found, _extensions())
     if found.bad == before and not fix:
         found.good("no lock was left behind")
@@ -40,50 +44,68 @@ def _ours(found: Findings, workspace: Path) -> None:
         found.stale(note, lambda: path.write_text(""))
 
 
-def _dvc(found: Findings, folder: Path) -> None:
-    if (folder / "lock").exists() and _taken(folder / "lock"):
-        found.note(f"DVC is at work in {folder.parents[1]}: wait until it ends")
+def _dvc(found: Findings, workspace: Path) -> None:
+    lock = workspace / ".dvc" / "tmp" / "lock"
+    if lock.exists() and _taken(lock):
+        found.note(f"DVC is at work in {workspace}: wait until it ends")
         return
-    path = folder / "rwlock"
-    if not path.exists():
-        return
-    try:
-        pids = set(_pids(json.loads(path.read_text())))
-    except (ValueError, AttributeError, TypeError, KeyError):
+    path, gone = crashes.rwlock(workspace), crashes.gone_from_rwlock(workspace)
+    if 0 in gone:
         found.stale(f"{path} is damaged, and DVC refuses every command because of it", path.unlink)
-        return
-    alive = sorted(pid for pid in pids if psutil.pid_exists(pid))
-    if alive:
-        found.note(f"DVC holds files in {folder.parents[1]}: process {', '.join(map(str, alive))}")
-    elif pids:
-        dead = ", ".join(map(str, sorted(pids)))
-        found.stale(f"{path} names processes that are gone ({dead})", path.unlink)
-
-
-def _pids(content: dict) -> Iterator[int]:
-    for one in content.get("write", {}).values():
-        yield int(one["pid"])
-    for several in content.get("read", {}).values():
-        yield from (int(one["pid"]) for one in several)
+    elif gone:
+        dead = ", ".join(map(str, sorted(gone)))
+        found.stale(f"{path} names processes that are gone ({dead})", lambda: crashes.clear_rwlock(workspace))
+    if alive := crashes.holders(workspace):
+        found.note(f"DVC holds files in {workspace}: process {', '.join(map(str, alive))}")
+    if crashes.has_damaged_lock(workspace):
+        note = f"{workspace / 'dvc.lock'} is damaged (DVC was killed while it wrote the file)"
+        found.stale(note, lambda: crashes.set_lock_aside(workspace))
 
 
 def _git(found: Findings, folder: Path) -> None:
     """Git leaves index.lock behind when it is killed, and then refuses to commit."""
-    working = _running({"git"})
-    for path in sorted([*folder.glob("*.lock"), *folder.glob("worktrees/*/*.lock")]):
-        if path.name != "locked" and _age(path) > OLD and not working:
-            found.stale(f"{path} was left behind {_age(path) / 60:.0f} minutes ago by a git that is gone", path.unlink)
+    for path in crashes.git_locks(folder):
+        minutes = crashes.age(path) / 60
+        found.stale(f"{path} was left behind {minutes:.0f} minutes ago by a git that is gone", path.unlink)
+
+
+def _worktrees(found: Findings, root: Path) -> None:
+    """A folder that is no worktree to git any more, and a worktree whose folder is gone."""
+    if not (root / ".git").is_dir():
+        return
+    known = {Path(_link(path)).parent for path in root.glob(".git/worktrees/*/gitdir")}
+    for folder in sorted((root / ".scratch" / "worktrees").glob("*/")):
+        if folder.resolve() not in known:
+            note = f"{folder} is no worktree to git any more; `make resume RUN={folder.name}` makes it again"
+            found.stale(note, partial(shutil.rmtree, folder))
+    for path in root.glob(".git/worktrees/*/gitdir"):
+        if not Path(_link(path)).exists():
+            note = f"git has a worktree {path.parent.name} whose folder is gone"
+            found.stale(note, partial(shutil.rmtree, path.parent))
+
+
+def _link(path: Path) -> str:
+    return path.read_text().strip() or "/nowhere/.git"
+
+
+def _records(found: Findings, root: Path) -> None:
+    """Records that are no JSON: a run with one is left out of `make runs` and kept by `make gc`."""
+    for path in sorted(root.glob(".scratch/runs/*/record.json")):
+        if not recall(path):
+            aside = path.with_name("record.json.damaged")
+            found.stale(f"{path} is empty or damaged", partial(path.replace, aside))
 
 
 def _torch(found: Findings, folder: Path) -> None:
     """torch waits for ever for a build whose process was killed."""
     building = _running(BUILDERS)
     for path in sorted(folder.glob("**/lock")):
-        if building or _age(path) < OLD:
+        if building or crashes.age(path) < OLD:
             found.note(f"an extension of torch's is being built: {path.parent}")
         else:
             found.stale(
-                f"{path}: a killed build left it {_age(path) / 60:.0f} minutes ago, and every run waits", path.unlink
+                f"{path}: a killed build left it {crashes.age(path) / 60:.0f} minutes ago, and every run waits",
+                path.unlink,
             )
 
 
@@ -103,13 +125,6 @@ def _taken(path: Path) -> bool:
 
 def _running(names: set[str]) -> bool:
     return any(process.info["name"] in names for process in psutil.process_iter(["name"]))
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _parsed(text: str) -> dict[str, str]:

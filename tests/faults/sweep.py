@@ -1,0 +1,127 @@
+"""`python -m tests.faults.sweep [SCENARIO ...]` (or `make test-faults`): every fault at every durable operation.
+
+Takes hours for all; `--minutes 40` ends earlier, `--stride 20` takes every 20th operation. Operations are tried in an
+order that visits each kind of operation on each file before it repeats one, so that a short sweep has seen all kinds.
+What was tried is kept in `--folder`, and the same command goes on from there; code that changed starts anew. Ends with
+the table as Markdown and JSON, and exit code 1 where anything did not survive.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.faults.harness import FAULTS, PROJECT, harness
+from tests.faults.scenarios import SCENARIOS, Bench
+
+NUMBERS = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w+")
+
+
+def points(trace: list[str]) -> list[int]:
+    """Operation numbers, those of a kind that was not visited yet first."""
+    seen: dict[str, int] = defaultdict(int)
+    order = []
+    for line in trace:
+        number, _, what, path = line.split(" ", 3)
+        kind = f"{what} {NUMBERS.sub('', path)}"
+        order.append((seen[kind], int(number)))
+        seen[kind] += 1
+    return [number for _, number in sorted(order)]
+
+
+def kinds(trace: list[str]) -> dict[str, int]:
+    counted: dict[str, int] = defaultdict(int)
+    for line in trace:
+        counted[line.split(" ", 3)[2]] += 1
+    return dict(counted)
+
+
+def sweep(bench: Bench, names: list[str], results: Path, minutes: float, stride: int) -> dict[str, Any]:
+    """Takes turns between scenarios, so that a limit on time leaves none out."""
+    known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    until = time.monotonic() + 60 * minutes
+    todo: dict[str, list[tuple[str, int]]] = {}
+    for name in names:
+        expected = bench.expected(name)
+        entry = known.setdefault(name, {"tried": {}, "skipped": 0})
+        entry |= {"operations": expected["operations"], "kinds": kinds(expected["trace"])}
+        chosen = points(expected["trace"])[::stride]
+        every = [(fault, at) for at in chosen for fault in FAULTS]
+        todo[name] = [(fault, at) for fault, at in every if f"{fault} {at}" not in entry["tried"]]
+    spent = dict.fromkeys(names, 0.0)
+    while any(todo.values()) and time.monotonic() < until:
+        name = min((name for name in names if todo[name]), key=lambda name: spent[name])
+        fault, at = todo[name].pop(0)
+        began = time.monotonic()
+        wrong = bench.try_fault(name, fault, at)
+        spent[name] += time.monotonic() - began
+        if wrong is None:
+            known[name]["skipped"] += 1  # the number of operations varies a little
+        else:
+            known[name]["tried"][f"{fault} {at}"] = wrong
+        results.write_text(json.dumps(known, indent=1))
+        tried, survived = len(known[name]["tried"]), sum(not one for one in known[name]["tried"].values())
+        print(f"{name}: {fault} at {at}: {wrong or 'survived'} ({survived} of {tried})", flush=True)
+    return known
+
+
+def table(known: dict[str, Any]) -> str:
+    lines = ["| command | operations | " + " | ".join(f"{fault}: tried, survived" for fault in FAULTS) + " |"]
+    lines.append("|---" * (2 + len(FAULTS)) + "|")
+    total = {fault: [0, 0] for fault in FAULTS}
+    for name, entry in known.items():
+        cells = []
+        for fault in FAULTS:
+            outcomes = [wrong for point, wrong in entry["tried"].items() if point.split()[0] == fault]
+            survived = sum(not wrong for wrong in outcomes)
+            total[fault][0] += len(outcomes)
+            total[fault][1] += survived
+            cells.append(f"{len(outcomes)}, {survived}")
+        lines.append(f"| `{name}` | {entry['operations']} | {' | '.join(cells)} |")
+    operations = sum(entry["operations"] for entry in known.values())
+    lines.append(f"| all | {operations} | {' | '.join(f'{tried}, {good}' for tried, good in total.values())} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.sweep", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("scenarios", nargs="*", default=[], help=f"of {', '.join(SCENARIOS)}; all without one")
+    parser.add_argument("--minutes", type=float, default=24 * 60)
+    parser.add_argument("--stride", type=int, default=1, help="every so many operations")
+    parser.add_argument("--folder", type=Path, default=PROJECT / ".scratch" / "faults")
+    asked = parser.parse_args()
+    folder = asked.folder.resolve()
+    with harness(folder) as made:
+        bench = Bench(folder, made, *_seeds(folder / "seeds"))
+        names = [name for name in SCENARIOS if name in asked.scenarios or not asked.scenarios]
+        known = sweep(bench, names, folder / "results.json", asked.minutes, asked.stride)
+    (folder / "table.md").write_text(table(known) + "\n")
+    print(table(known))
+    failed = [(name, point) for name, entry in known.items() for point, wrong in entry["tried"].items() if wrong]
+    for name, point in failed:
+        print(f"{name}, {point}: {'; '.join(known[name]['tried'][point])}")
+    print(f"{folder / 'table.md'}, {folder / 'results.json'}")
+    sys.exit(1 if failed else 0)
+
+
+def _seeds(folder: Path) -> tuple[Path, Path]:
+    """A base model, barely trained, and an empty MLflow database."""
+    if not (folder / "made").exists():
+        from mlflow import MlflowClient
+
+        from tasks.dataset import demo
+        from training import tiny
+
+        tiny.make(folder / "base", demo.conversations(0)[:300], seed=0, steps=20)
+        (folder / "store").mkdir(exist_ok=True)
+        MlflowClient(f"sqlite:///{folder / 'store'}/mlflow.db").search_experiments()
+        (folder / "made").touch()
+    return folder / "base", folder / "store"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""States that a kill leaves and that the same command mends: DVC's, git's and our own half-written files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.machines import crashes
+from tasks.machines.process import is_alive, this_process
+from tests.test_runs import command
+
+pytestmark = pytest.mark.slow
+# A run without Prefect; the first call fails behind its stages, the next goes on with it.
+RUN = """
+import sys
+from flows import runs, workspace
+from tasks.errors import UserError
+name, fails = sys.argv[1], sys.argv[2] == "fails"
+record = runs.find(name) or workspace.prepared(name, {}, own=True, flow_run=name, label=name)
+try:
+    with workspace.opened(record, name) as place:
+        place.dvc("repro", "prepare")
+        if fails:
+            raise UserError("stopped")
+except UserError:
+    if not fails:
+        raise
+else:
+    workspace.closed(place)
+"""
+
+
+def run(repo: Path, name: str, how: str = "finishes") -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
+    done = subprocess.run([sys.executable, "-c", RUN, name, how], cwd=repo, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def git(repo: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=repo, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_run_mends_what_killed_tools_left_and_a_damaged_record_blocks_nobody(dummy_repo: Path) -> None:
+    run(dummy_repo, "one", "fails")
+    worktree = dummy_repo / ".scratch/worktrees/one"
+    whole = (worktree / "dvc.lock").read_text()
+    (worktree / "dvc.lock").write_text(whole[: len(whole) // 2])
+    past = time.time() - 3600
+    lock = {"write": {str(worktree / "data/source"): {"pid": os.getpid(), "cmd": "dvc repro"}}, "read": {}}
+    crashes.rwlock(worktree).write_text(json.dumps(lock))  # a process id that we got later
+    index = dummy_repo / ".git/worktrees/one/index.lock"
+    index.touch()
+    for path in (crashes.rwlock(worktree), index):
+        os.utime(path, (past, past))
+    run(dummy_repo, "one")
+    assert yaml.safe_load(git(dummy_repo, "show", "runs/one:dvc.lock")) == yaml.safe_load(whole)
+    assert not index.exists()
+
+    run(dummy_repo, "two", "fails")
+    shutil.rmtree(dummy_repo / ".git/worktrees/two")  # git thinks that it is missing
+    run(dummy_repo, "two")
+    assert yaml.safe_load(git(dummy_repo, "show", "runs/two:dvc.lock")) == yaml.safe_load(whole)
+
+    (dummy_repo / ".scratch/runs/one/record.json").write_text("")
+    (dummy_repo / ".scratch/hashes.json").write_text('{"/a": [1,')
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
+    shown = command(dummy_repo, env, "flows.runs")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "one/record.json is empty or damaged" in shown.stdout
+    assert "two  " in shown.stdout
+    unused = command(dummy_repo, env, "flows.gc", "--keep", "0")
+    assert unused.returncode == 0, unused.stderr
+    assert "one stays: its record is damaged" in unused.stdout
+
+
+def test_another_process_with_the_same_id_is_not_the_one_that_was_noted() -> None:
+    noted = this_process()
+    assert is_alive(noted)
+    assert not is_alive({**noted, "began": noted["began"] - 100})
+    assert not is_alive({**noted, "boot": "another"})
+    assert not is_alive({"pid": 2**22 + 1})
+
+
+def test_half_a_dvc_lock_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
+    stage = (
+        "  source:\n    cmd: python\n    deps:\n    - path: a\n      md5: b\n    outs:\n    - path: c\n      md5: d\n"
+    )
+    text = f"schema: '2.0'\nstages:\n{stage}"
+    for size in (0, 5, 15, 22, 30, 37):
+        (tmp_path / "dvc.lock").write_text(text[:size])
+        assert crashes.has_damaged_lock(tmp_path), text[:size]
+    (tmp_path / "dvc.lock").write_text(text)
+    assert not crashes.has_damaged_lock(tmp_path)
