@@ -74,6 +74,9 @@ test: $(READY) ## all tests, in two processes, fast ones first
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
+test-faults: $(READY) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40 --stride 20"
+	@nice -n 10 python -m tests.faults.sweep $(ONLY) $(ARGS)
+
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
 	@python -m tasks.doctor.examine $(RECIPE) $(if $(FIX),--fix)
 
@@ -122,5 +125,5 @@ $(READY): requirements.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast doctor sync lint bench up down \
+.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast test-faults doctor sync lint bench up down \
   status logs lock plan runs resume open gc

@@ -50,6 +50,8 @@ def explain(error: BaseException, folder: Path | None = None) -> str | None:
         place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else folder
         if number in (errno.ENOSPC, errno.EDQUOT) or FULL.search(said):
             return full(place)
+        if "PytorchStreamWriter failed" in said and is_full(place):  # torch does not say why
+            return full(place)
         if number in (errno.EIO, errno.EROFS) or BROKEN.search(said):
             return broken(place, os.strerror(number) if number else said.splitlines()[0])
     return None
@@ -66,9 +68,9 @@ def full(place: Path | None = None) -> str:
     return f"{what} file system {mount} is full ({free}). {ADVICE}"
 
 
-def is_full() -> bool:
-    """Whether a file system that we use has no room left to speak of."""
-    return shutil.disk_usage(_fullest()).free < LEAST
+def is_full(place: Path | None = None) -> bool:
+    """Whether the file system of `place`, or the fullest that we use, has no room left to speak of."""
+    return shutil.disk_usage(mount_of(place) if place else _fullest()).free < LEAST
 
 
 def broken(place: Path | None, why: str) -> str:

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import continuation, stage
+from tasks import continuation, disk, stage
 from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json
+from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json, write_text
 from tasks.machines.lock import at_address, note_address
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, load_cluster, load_params
@@ -36,6 +36,7 @@ from training.objective import Objective
 from training.packing import Pair
 from training.settings import Mismatch, Settings
 
+RESERVE, RESERVED = ".reserve", 4096  # a file of so many bytes, for what is to be said when the disk is full
 NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib")
 
 
@@ -178,6 +179,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
     group = cluster.actor_train
     warn_of_slow_dtype("train", settings.dtype, group.gpus_per_worker)
     (folder / "refused").unlink(missing_ok=True)
+    (folder / RESERVE).write_bytes(b" " * RESERVED)
     # One CPU more than the workers need: Ray Train's controller takes one.
     with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1) as private:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -209,12 +211,18 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
                 failure_config=FailureConfig(max_failures=group.max_failures),
             ),
         )
-        with nodes_told(cluster.ray, bar):
-            trainer.fit()
+        try:
+            with nodes_told(cluster.ray, bar):
+                trainer.fit()
+        except Exception as error:
+            if (folder / "refused").exists():
+                raise UserError((folder / "refused").read_text().strip()) from error
+            raise
     shutil.rmtree(folder / "ray", ignore_errors=True)
+    (folder / RESERVE).unlink(missing_ok=True)
     look_again(folder)
     if (folder / "refused").exists():
-        raise UserError((folder / "refused").read_text())
+        raise UserError((folder / "refused").read_text().strip())
 
 
 def _worker(config: dict[str, Any]) -> None:
@@ -231,9 +239,9 @@ def _worker(config: dict[str, Any]) -> None:
         with journal.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    if _begun_before(settings):
-        write({"kind": "note", "text": "the workers start again, from the last checkpoint"})
     try:
+        if _begun_before(settings):
+            write({"kind": "note", "text": "the workers start again, from the last checkpoint"})
         loop.train(
             settings,
             _read(settings, "train", root),
@@ -250,6 +258,10 @@ def _worker(config: dict[str, Any]) -> None:
         _refuse(settings, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`make up`).")
     except ValueError as error:
         _refuse(settings, f"{error}.")
+    except Exception as error:
+        if sentence := disk.explain(error, Path(settings.folder)):
+            _refuse(settings, sentence)
+        raise
 
 
 def _read(settings: Settings, split: str, root: Path) -> list[Pair]:
@@ -293,7 +305,13 @@ def _die_with_driver(host: str, pid: int, settings: Settings) -> None:
 
 def _refuse(settings: Settings, sentence: str) -> None:
     """What a restart cannot mend is told to the driver, and ends the group in order."""
-    (Path(settings.folder) / "refused").write_text(sentence)
+    folder = Path(settings.folder)
+    try:
+        write_text(folder / "refused", sentence)
+    except OSError:  # a full disk: these bytes were written before it was
+        with (folder / RESERVE).open("r+b") as file:
+            file.write(sentence.encode()[:RESERVED].ljust(RESERVED))
+        (folder / RESERVE).replace(folder / "refused")
 
 
 @contextmanager

@@ -19,7 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-LARGE = ("mlflow", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store", "pandas")
+LARGE: tuple[str, ...] = (
+    "mlflow",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+    "pandas",
+)
 LARGE += ("pyarrow.parquet", "torch", "transformers", "peft", "pydantic", "psutil", "matplotlib.pyplot", "yaml")
 FORWARDER = "tasks.tracking.forward"
 NAME = "forwarder"  # of its forked process: the command line is ours
@@ -43,7 +48,8 @@ class Forked:
     """What the starter of a forwarder asks about it."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
+        self.pid = pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:

@@ -1,0 +1,94 @@
+"""A sample of the fault sweep (`make test-faults` tries every operation), and a disk that is really full."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import FAULTS, Harness, harness
+from tests.faults.scenarios import Bench
+from tests.faults.sweep import points
+from tests.workspaces import make_workspace, refusal, run, write_cluster
+
+pytestmark = pytest.mark.slow
+# So many operations of each command, the first of each kind and file, evenly spread; a fault for each in turn.
+SAMPLE = {"source": 9, "prepare": 6, "promote": 6, "rollback": 3}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with harness(tmp_path_factory.mktemp("faults")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def bench(made: Harness, tiny_base: Path, mlflow_store: Path) -> Bench:
+    return Bench(made.folder, made, tiny_base, mlflow_store)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_same_command_completes_what_a_fault_stopped(bench: Bench, name: str) -> None:
+    order = points(bench.expected(name)["trace"])
+    first = sorted(order[: len(order) // 4])
+    for number in range(SAMPLE[name]):
+        at = first[(2 * number + 1) * len(first) // (2 * SAMPLE[name])]
+        fault = list(FAULTS)[number % len(FAULTS)]
+        assert not bench.try_fault(name, fault, at), f"{name}, {fault} at operation {at}"
+
+
+@pytest.mark.parametrize("fault", ["enospc", "eio"])
+def test_a_disk_that_fails_in_the_middle_of_a_stage_is_a_sentence(bench: Bench, fault: str) -> None:
+    trace = bench.expected("source")["trace"]
+    at = next(int(line.split()[0]) for line in trace if " write " in line and "/pairs/pairs.jsonl" in line)
+    done = bench.run(bench.ready("source"), fault, at)
+    (sentence,) = [line for line in done.said.splitlines() if line.startswith("error: ")]
+    assert done.code == 2  # which no flow tries again
+    assert "pairs.jsonl" in sentence
+    assert ("is full (" if fault == "enospc" else "Input/output error") in sentence
+    assert "run the same command again" in sentence
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[bool]:
+    """A file system of that size where this user may mount one; whether that is so."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_before_a_stage_and_the_same_command_completes_afterwards(
+    tmp_path: Path, tiny_base: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", "24m") as mounted:
+        root = make_workspace(tmp_path / "disk" / "workspace", tiny_base, rows=30)
+        shutil.copytree(mlflow_store, root / ".mlflow")
+        filler = root.parent / "filler"
+        for stage in ("source", "prepare"):
+            if mounted:
+                free = shutil.disk_usage(root).free
+                filler.write_bytes(bytes(free - 2**20))
+                sentence = refusal(root, stage)
+                assert f"{stage} needs about " in sentence
+                assert f"on the file system {root.parent}, and 1" in sentence
+                assert "run the same command again" in sentence
+                filler.unlink()
+            run(root, stage)
+            assert (root / "data" / ("raw" if stage == "source" else "pairs")).exists()
+
+
+def test_a_full_disk_is_told_before_training(tmp_path: Path, referenced: Path) -> None:
+    root = tmp_path / "workspace"
+    shutil.copytree(referenced, root)
+    with small_disk(tmp_path / "disk", "1m") as mounted:
+        if mounted:
+            write_cluster(root, {"output_dir": str(tmp_path / "disk")})
+            sentence = refusal(root, "train")
+            assert f"on the file system {tmp_path / 'disk'}, and 1.0 MiB are free" in sentence
