@@ -5,6 +5,7 @@ command after a kill resumes from the last one. `train.resume_from_checkpoint` n
 """
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from tasks import continuation, disk, stage
 from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json, write_text
+from tasks.machines import preemption
 from tasks.machines.lock import at_address, note_address
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, load_cluster, load_params
@@ -32,10 +34,12 @@ from tasks.reports import plots
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
 from training import batches, checkpoint
+from training.guards import Preempted
 from training.objective import Objective
 from training.packing import Pair
 from training.settings import Mismatch, Settings
 
+PREEMPTED = "preempted"  # a file in the training's folder: its workers were asked to end, and have saved a checkpoint
 RESERVE, RESERVED = ".reserve", 4096  # a file of so many bytes, for what is to be said when the disk is full
 NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib")
 
@@ -185,42 +189,46 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchTrainer
 
-        from tasks.machines.rendezvous import FileRendezvous
+        from tasks.machines.rendezvous import Rendezvous
 
-        # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
-        with room_for(cluster.ray, group, group.num_workers):
-            model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
-        trainer = TorchTrainer(
-            _worker,
-            train_loop_config={
-                "settings": replace(settings, model=str(model)),
-                "root": str(root),
-                "world": group.num_workers,
-                "driver": (socket.gethostname(), os.getpid()),
-            },
-            torch_config=FileRendezvous(folder=str(private)) if private else None,
-            scaling_config=ScalingConfig(
-                num_workers=group.num_workers,
-                use_gpu=group.gpus_per_worker > 0,
-                resources_per_worker=bundle(group),
-                placement_strategy=group.placement,
-            ),
-            run_config=RunConfig(
-                name=settings.attempt,
-                storage_path=str(folder / "ray"),
-                failure_config=FailureConfig(max_failures=group.max_failures),
-            ),
-        )
-        try:
-            with nodes_told(cluster.ray, bar):
-                trainer.fit()
-        except Exception as error:
-            if (folder / "refused").exists():
-                raise UserError((folder / "refused").read_text().strip()) from error
-            raise
+        for start in itertools.count():  # once more after each preemption, which is no failure
+            (folder / PREEMPTED).unlink(missing_ok=True)
+            # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
+            with room_for(cluster.ray, group, group.num_workers):
+                model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
+            trainer = TorchTrainer(
+                _worker,
+                train_loop_config={
+                    "settings": replace(settings, model=str(model)),
+                    "root": str(root),
+                    "world": group.num_workers,
+                    "driver": (socket.gethostname(), os.getpid()),
+                },
+                torch_config=Rendezvous(folder=str(private) if private else None),
+                scaling_config=ScalingConfig(
+                    num_workers=group.num_workers,
+                    use_gpu=group.gpus_per_worker > 0,
+                    resources_per_worker=bundle(group),
+                    placement_strategy=group.placement,
+                ),
+                run_config=RunConfig(
+                    name=f"{settings.attempt}-{start}",
+                    storage_path=str(folder / "ray"),
+                    failure_config=FailureConfig(max_failures=group.max_failures),
+                ),
+            )
+            try:
+                with nodes_told(cluster.ray, bar):
+                    trainer.fit()
+            except Exception as error:
+                if (folder / "refused").exists():
+                    raise UserError((folder / "refused").read_text().strip()) from error
+                raise
+            look_again(folder)
+            if not (folder / PREEMPTED).exists():
+                break
     shutil.rmtree(folder / "ray", ignore_errors=True)
     (folder / RESERVE).unlink(missing_ok=True)
-    look_again(folder)
     if (folder / "refused").exists():
         raise UserError((folder / "refused").read_text().strip())
 
@@ -242,13 +250,17 @@ def _worker(config: dict[str, Any]) -> None:
     try:
         if _begun_before(settings):
             write({"kind": "note", "text": "the workers start again, from the last checkpoint"})
-        loop.train(
-            settings,
-            _read(settings, "train", root),
-            _by_source(settings, root),
-            log=lambda step, values: write({"kind": "metrics", "step": step, "values": values}),
-            say=lambda sentence: write({"kind": "note", "text": sentence}),
-        )
+        with preemption.training() as asked:
+            loop.train(
+                settings,
+                _read(settings, "train", root),
+                _by_source(settings, root),
+                log=lambda step, values: write({"kind": "metrics", "step": step, "values": values}),
+                say=lambda sentence: write({"kind": "note", "text": sentence}),
+                asked_to_end=asked.is_set,
+            )
+    except Preempted:
+        (Path(settings.folder) / PREEMPTED).touch()
     except memory.OutOfMemory:
         _refuse(settings, f"{memory.out_of_memory(settings, config['world'])}.")
         raise  # the other ranks wait for this one: the group must end

@@ -53,7 +53,8 @@ PLUMBING = {
         for name in ("access", "configuration", "disk", "errors", "params", "paths", "place", "progress", "redact")
     ),
     *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
-    *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process", "rendezvous")),
+    *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
+    *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),
 }
 

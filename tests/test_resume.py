@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,33 @@ def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(referenced, trai
     shown = tensorboard(journal.parent / "tensorboard")["loss"]
     assert [step for step, _ in shown] == [step for step, _ in losses]
     assert [value for _, value in shown] == pytest.approx([value for _, value in losses])
+
+
+def test_a_worker_that_gets_sigterm_saves_a_checkpoint_and_the_run_goes_on_from_it(referenced, trained, tmp_path):
+    """No failure is counted: the run may not start again after one."""
+    workspace = Path(shutil.copytree(referenced, tmp_path / "preempted"))
+    write_cluster(workspace, {"actor_train.max_failures": 0, "actor_train.save_steps": 1000})
+    driver = start(workspace, "train")
+    group = workers(driver)
+    journal = wait_for_step(driver, workspace)
+    group[1].terminate()
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0, said
+    (step,) = map(int, re.findall(r"a worker was asked to end: the checkpoint of step (\d+) is saved", said))
+    assert said.count("the workers start again, from the last checkpoint") == 1
+    steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {})]
+    assert steps == list(range(1, len(steps) + 1))  # nothing was computed twice
+    assert 0 < step < len(steps)
+    weights = "data/policy/adapter_model.safetensors"
+    assert (workspace / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def wait_for_step(process: subprocess.Popen[str], workspace: Path) -> Path:
+    """Until a step is logged; the journal that rank 0 writes."""
+    while not (found := [p for p in workspace.glob(".scratch/train/*/metrics.jsonl") if '"loss"' in p.read_text()]):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    return found[0]
 
 
 def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained, tmp_path):

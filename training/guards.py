@@ -1,7 +1,7 @@
 """What watches a run: steps that had to be skipped, and alarms when a course is known to end badly."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,31 @@ from torch import Tensor
 FALLS = 5  # logs in a row over which the chosen log-probability fell
 SATURATED = 20.0  # a reward margin whose sigmoid leaves no gradient: 2e-9
 LOWER_IS_BETTER = ("loss", "kl")
+
+
+class Preempted(Exception):
+    """A rank was asked to end: all ranks have saved a checkpoint."""
+
+
+class Notice:
+    """Whether any rank was asked to end; known one step later, so that no step waits for the device."""
+
+    def __init__(self, asked: Callable[[], bool], device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.asked, self.flag = asked, torch.zeros(1, device=device)
+        self.seen, self.copied = torch.zeros(1, pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None
+
+    def look(self) -> bool:
+        """The same on all ranks. A collective."""
+        if self.copied:
+            self.copied.synchronize()
+        found = bool(self.seen.item())
+        self.flag.fill_(float(self.asked()))
+        dist.all_reduce(self.flag, op=dist.ReduceOp.MAX)
+        self.seen.copy_(self.flag, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        return found
 
 
 @dataclass

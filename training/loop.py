@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import batches, checkpoint, engine, global_batch, memory
 from training.dtypes import gpu_has_bfloat16
 from training.feed import Feed, Step
-from training.guards import Alarms, Best, Skips, not_finite
+from training.guards import Alarms, Best, Notice, Preempted, Skips, not_finite
 from training.logps import AT_ONCE, Scorer, row_logps
 from training.metrics import Window, row_metrics, row_pairs
 from training.model import compile_layers
@@ -67,9 +67,17 @@ class Course:
 
 
 def train(
-    settings: Settings, pairs: Sequence[Pair], held_out: Mapping[str, Sequence[Pair]], log: Log, say: Callable = print
+    settings: Settings,
+    pairs: Sequence[Pair],
+    held_out: Mapping[str, Sequence[Pair]],
+    log: Log,
+    say: Callable = print,
+    asked_to_end: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train and write `policy` into the settings' folder. `log` and `say` are called on rank 0 alone."""
+    """Train and write `policy` into the settings' folder. `log` and `say` are called on rank 0 alone.
+
+    Where `asked_to_end` is true on any rank, all save a checkpoint and raise Preempted.
+    """
     rank, world = engine.start_distributed()
     log, say = (log, say) if rank == 0 else (_silent, _silent)
     note = settings.objective.check_pairs(pairs)
@@ -119,7 +127,7 @@ def train(
         looked = look(first)
         saved = save(first) if first in course.best.steps else saved
     over = found is not None and _over(settings, course, first, say)
-    speed = Speed(policy.module, device, world, course.window.sums())
+    speed, notice = Speed(policy.module, device, world, course.window.sums()), Notice(asked_to_end, device)
     for step in feed.steps(first, first if over else steps, rank, world, device):
         done = step.number + 1
         logs = done % settings.logging_steps == 0 or done == steps
@@ -149,6 +157,11 @@ def train(
         if done < steps and (done % settings.save_steps == 0 or done in course.best.steps):
             with speed.paused():
                 saved = save(done)
+        if notice.look() and done < steps:
+            if saved != done:
+                save(done)
+            say(f"a worker was asked to end: the checkpoint of step {done} is saved")
+            raise Preempted
     if looked != done:
         look(done)
     if saved != done:  # the last step too: a finished training can be continued

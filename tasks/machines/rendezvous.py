@@ -1,6 +1,7 @@
-"""How the ranks of an embedded cluster find each other: through a file, and not through a port.
+"""How the workers of a training start: they listen for SIGTERM, and find each other.
 
-torch's TCPStore listens on every interface and takes writes from anybody. Import this after `ray_cluster` has begun.
+On an embedded cluster they do so through a file: torch's TCPStore listens on every interface and takes writes from
+anybody. Import this after `ray_cluster` has begun.
 """
 
 import uuid
@@ -14,21 +15,27 @@ from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 
+from tasks.machines import preemption
+
 
 @dataclass
-class FileRendezvous(TorchConfig):
-    """Ray Train's torch backend with torch's file store, in a folder that only this user can enter."""
+class Rendezvous(TorchConfig):
+    """Ray Train's torch backend; with torch's file store where a folder is given, which only this user can enter."""
 
-    folder: str = ""
+    folder: str | None = None
 
     @property
     def backend_cls(self) -> type[_TorchBackend]:
-        return _FileBackend
+        return _Backend
 
 
-class _FileBackend(_TorchBackend):
+class _Backend(_TorchBackend):
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        assert isinstance(backend_config, FileRendezvous)
+        assert isinstance(backend_config, Rendezvous)
+        worker_group.execute(preemption.listen)
+        if backend_config.folder is None:
+            super().on_start(worker_group, backend_config)
+            return
         store = Path(backend_config.folder) / f"ranks-{uuid.uuid4().hex}"  # another one after each restart
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
         worker_group.execute(_set_torch_distributed_env_vars)
