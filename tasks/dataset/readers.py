@@ -282,18 +282,20 @@ def _parquet(path: Path, name: str) -> Iterator[Chunk]:
             raise UserError(_bomb(name))
         row = sum(column.total_uncompressed_size for column in columns) // max(data.num_rows, 1)
         size = max(1, min(CHUNK_ROWS, BATCH_BYTES // max(row, 1)))
-        yield from _batches(file.iter_batches(batch_size=size), path, name)
+        # No threads: under a memory limit one that cannot start would end the process.
+        yield from _batches(file.iter_batches(batch_size=size, use_threads=False), path, name)
 
 
 def _arrow(path: Path, name: str) -> Iterator[Chunk]:
     """Arrow's file format, or its stream format, which `datasets` writes."""
+    options = pa.ipc.IpcReadOptions(use_threads=False)
     with pa.memory_map(str(path)) as file:
         if file.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(file)
+            reader = pa.ipc.open_file(file, options=options)
             batches: Iterable[pa.RecordBatch] = (reader.get_batch(n) for n in range(reader.num_record_batches))
         else:
             file.seek(0)
-            reader = batches = pa.ipc.open_stream(file)
+            reader = batches = pa.ipc.open_stream(file, options=options)
         _few_columns(len(reader.schema), name)
         yield from _batches(batches, path, name, trusted=False)
 
