@@ -34,14 +34,14 @@ client.create_registered_model("of-others")
 other = client.create_run(client.create_experiment("of-others")).info.run_id
 client.create_model_version("of-others", "file:///nowhere", other, tags={"manifest_sha256": "../../.."})
 for number in (1, 2):
-    made.export(f"weights {number}", kind=180 + number)
+    made.export(f"weights {number}", kind=194 + number)
     made.run()
-made.export("weights 3", kind=190)
+made.export("weights 3", kind=199)
 """
 # Runs without Prefect, from old to new; the first failed, the second is champion.
 RUNS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.append(sys.argv[1])  # behind the repository: its own copy of our code is what works
 from tests import test_gc
 sys.argv = ["", "broken", "champ", "old", "new"]
 exec(test_gc.MAKE)
