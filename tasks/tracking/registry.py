@@ -7,6 +7,7 @@ A version carries the tag OWNER, the id of the checkout that made it. `make gc` 
 """
 
 import json
+import logging
 import os
 import re
 import uuid
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from tasks import disk
 from tasks.errors import UserError
 from tasks.files import home, read_json
 from tasks.machines.flock import locked
@@ -207,6 +209,8 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
         found.settle()
         yield found
     except (MlflowException, OSError) as error:
+        if sentence := disk.explain(error):
+            raise UserError(sentence) from error
         raise UserError(
             f"The registry at {redact(cluster.tracking_uri)} could not be used: {redact(str(error).splitlines()[0])} "
             "Start it or mend tracking_uri in infra/cluster.yaml, then run this again."
@@ -255,6 +259,7 @@ def _client(uri: str, run: Path | None) -> Any:
     from tasks.tracking.login import use
     from tasks.tracking.record import store
 
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its tracebacks: ours is the sentence
     use(uri, "writer")
     if run:  # a fresh store is made by one process alone, and the forwarder may be about to
         with store(run) as client:
