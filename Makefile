@@ -104,11 +104,14 @@ logs: ## what the services of `make up` said last; SERVICE=worker one of them, F
 	@ls .services/$(or $(SERVICE),*).log >/dev/null 2>&1 || { echo "error: there is no such log; \`make up\` starts one"; exit 1; }
 	@tail -n 40 $(if $(FOLLOW),-F) .services/$(or $(SERVICE),*).log
 
-lock: $(READY) ## resolve pyproject.toml anew and pin what came out
+lock: $(READY) ## resolve pyproject.toml anew and pin what came out, with hashes; ARGS="--index URL --wheels FOLDER"
 	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
-	@python -m pip freeze --exclude dpo-pipeline | sed 's/+cpu$$//' > requirements.lock
+	@python infra/lock.py lock $(ARGS)
 
-$(READY): requirements.lock
+sbom: $(READY) ## the locked packages as a CycloneDX bill of materials: sbom.cdx.json
+	@python infra/lock.py sbom > sbom.cdx.json
+
+$(READY): requirements.lock infra/cuda.lock
 	@command -v git >/dev/null || { echo "error: git is not installed; the pipeline versions its runs with it"; exit 1; }
 	@for python in $${PYTHON:-python3} python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -118,7 +121,9 @@ $(READY): requirements.lock
 	  exit 1; fi; \
 	echo "Making the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
 	"$$found" -m venv .venv
-	@python -m pip install --disable-pip-version-check --no-input -r requirements.lock 2>&1 | tee .venv/install.log | \
+	@install="python -m pip install --disable-pip-version-check --no-input --no-deps --require-hashes"; \
+	{ $$install -r requirements.lock && \
+	  if python infra/needs_cuda.py; then $$install -r infra/cuda.lock; fi && python -m pip check; } 2>&1 | tee .venv/install.log | \
 	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
 	  if (n % 20 == 0 && n < total) { printf "  %d of about %d packages\n", n, total; fflush() } } \
 	  /^Installing/ { print "  installing" ; fflush() } /^ERROR/ { print }' || { \
@@ -126,4 +131,4 @@ $(READY): requirements.lock
 	@touch $(READY)
 
 .PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast test-faults doctor sync lint bench up down \
-  status logs lock plan runs resume open gc
+  status logs lock sbom plan runs resume open gc

@@ -41,6 +41,7 @@ CLUSTER = fields(
         upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
         version={"enum": ["v1", "v2"]},
         resources=ANY,
+        securityContext=ANY,
         image=TEXT,
     ),
     headServiceAnnotations=TEXTS,
@@ -79,5 +80,6 @@ def pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The pod templates inside, as pods that Kubernetes' schema can check."""
     spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]] if "headGroupSpec" in spec else []
-    for template in [group["template"] for group in groups]:
+    more = [spec["submitterPodTemplate"]] if "submitterPodTemplate" in spec else []
+    for template in [group["template"] for group in groups] + more:
         yield {"apiVersion": "v1", "kind": "Pod", "metadata": template.get("metadata", {}), "spec": template["spec"]}

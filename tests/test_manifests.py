@@ -22,12 +22,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from infra.lock import OURS, _applies, environments, installed, read, sbom
 from tasks.params import load_cluster, read_yaml
 from tests import kuberay
 
 ROOT = Path(__file__).resolve().parents[1]
 INFRA, K8S = ROOT / "infra", ROOT / "infra" / "k8s"
-LOCK = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().split() if "==" in line)
+LOCK = {name: version for name, version, _ in read(ROOT / "requirements.lock")}
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 IMAGE = f"dpo-pipeline:{VERSION}"
 KUSTOMIZATION = yaml.safe_load((K8S / "kustomization.yaml").read_text())
@@ -109,10 +110,123 @@ def test_kustomization_names_every_file_and_every_reference_exists():
                 assert value in claims
             case "image":
                 assert value in (IMAGE, "postgres:17-alpine")
+                assert value.partition(":")[0] in {image["name"] for image in KUSTOMIZATION["images"]}
     (cluster,) = everything("RayCluster")
     assert cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "dpo"}
     assert used | {"auth_token"} == secrets
-    assert KUSTOMIZATION["images"] == [{"name": "dpo-pipeline", "newTag": VERSION}]
+    assert KUSTOMIZATION["images"][0] == {"name": "dpo-pipeline", "newTag": VERSION}
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every pod that our manifests ask for."""
+    for file, document in MANIFESTS:
+        if document["apiVersion"].startswith("ray.io/"):
+            yield from ((f"{file}-{number}", pod["spec"]) for number, pod in enumerate(kuberay.pods(document)))
+        elif "template" in document.get("spec", {}):
+            yield file, document["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(("where", "pod"), pods(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_pod_can_do_no_more_than_it_must(where, pod):
+    ask = pod["securityContext"]
+    assert ask["runAsNonRoot"]
+    assert ask["runAsUser"] > 0
+    assert ask["seccompProfile"] == {"type": "RuntimeDefault"}
+    # The autoscaler beside Ray's head asks Kubernetes for pods.
+    assert pod.get("automountServiceAccountToken") is (None if where == "raycluster.yaml-0" else False)
+    for container in pod["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}  # the rest is read-only
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in pod.get("volumes", [])} | {"data"}
+        if not where.startswith("ray"):  # KubeRay makes those of its own
+            assert {"readinessProbe", "livenessProbe"} <= set(container)
+            for probe in (value for key, value in container.items() if key.endswith("Probe") and "httpGet" in value):
+                assert (
+                    probe["httpGet"]["httpHeaders"][0]["name"] == "Host"
+                )  # the servers answer to their own names alone
+
+
+def test_nobody_reaches_anybody_but_who_must():
+    policies = {document["metadata"]["name"]: document["spec"] for document in everything("NetworkPolicy")}
+    assert policies["deny-all"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    apps = {document["spec"]["selector"]["matchLabels"]["app"] for document in everything("Deployment")} | {"postgres"}
+    budgets = [document["spec"] for document in everything("PodDisruptionBudget")]
+    kept = [budget["selector"]["matchLabels"] for budget in budgets]
+    for app in apps:
+        assert policies[app]["podSelector"] == {"matchLabels": {"app": app}}
+        assert {"app": app} in kept
+    ports = {document["metadata"]["name"]: document["spec"]["ports"][0]["port"] for document in everything("Service")}
+    for app, port in ports.items():  # who comes in, comes by the service's port, and is let out there
+        (rule,) = policies[app]["ingress"]
+        assert rule["ports"] == [{"protocol": "TCP", "port": port}]
+        for peer in rule["from"]:
+            name = peer["podSelector"]["matchLabels"].get("app", "ray")
+            towards = [
+                to["podSelector"]["matchLabels"]
+                for out in policies[name]["egress"]
+                for to in out["to"]
+                if "podSelector" in to
+            ]
+            assert {"app": app} in towards, f"{name} may not reach {app}"
+    everywhere = [
+        (name, peer)
+        for name, spec in policies.items()
+        for rule in spec.get("ingress", [])
+        for peer in rule.get("from", [{}])
+        if not peer or "ipBlock" in peer
+    ]
+    assert not everywhere
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        (f'image: dpo@sha256:{"a" * 64}\n  - image: "pg:17@sha256:{"b" * 64}"\n', 0, "every image is named"),
+        (f"image: dpo:0.1.0\nimage: pg@sha256:{'b' * 64}\n", 1, "  dpo:0.1.0\n"),
+        ("nothing: here\n", 2, "no image was found"),
+    ],
+)
+def test_an_image_without_a_digest_is_named(text, status, said):
+    done = subprocess.run([INFRA / "check-images.sh"], input=text, capture_output=True, text=True)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert done.returncode == 0 or "@sha256" not in done.stderr
+
+
+def test_the_locks_have_a_hash_for_every_file_and_all_that_they_need():
+    """Also what the packages need on other machines and Pythons; pip installs nothing beside the lock."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    entries = [entry for name in ("requirements.lock", "infra/cuda.lock") for entry in read(ROOT / name)]
+    assert len(entries) > 250
+    assert all(hashes for _, _, hashes in entries)
+    names = {name for name, _, _ in entries}
+    for version, requirements in installed().values():
+        for asked in map(Requirement, requirements):
+            if any(_applies(asked, where) for where in environments()):
+                assert canonicalize_name(asked.name) in names | OURS, f"{asked} ({version})"
+    assert {name for name, _, _ in read(ROOT / "infra/cuda.lock")} >= {"triton", "cuda-toolkit", "nvidia-nccl-cu13"}
+    for file in ("Makefile", "infra/Dockerfile"):
+        text = (ROOT / file).read_text()
+        assert "--no-deps --require-hashes" in text
+        assert not re.search(r"pip install(?!.*(--require-hashes|--group))", text), file
+
+
+def test_the_bill_of_materials_lists_what_is_locked():
+    bill = json.loads(sbom())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    parts = {part["purl"] for part in bill["components"]}
+    assert f"pkg:pypi/torch@{LOCK['torch']}" in parts
+    assert len(parts) == len(bill["components"]) > 250
+    assert "lock.py sbom > sbom.cdx.json" in (INFRA / "Dockerfile").read_text()
 
 
 def test_ray_in_kubernetes_is_what_the_code_asks_for():
@@ -144,7 +258,7 @@ SERVICES = COMPOSE["services"]
 
 def commands() -> list[tuple[str, list[str]]]:
     """Every command of ours in Compose and Kubernetes."""
-    found = [(name, service["command"]) for name, service in SERVICES.items() if service.get("image") == IMAGE]
+    found = [(name, service["command"]) for name, service in SERVICES.items() if service["image"].startswith(IMAGE)]
     for file, document in MANIFESTS:
         for _, value in walk(document):
             if isinstance(value, dict) and value.get("image") == IMAGE and "args" in value:
@@ -158,6 +272,8 @@ def test_a_command_exists_with_its_options(where, command):
         assert (ROOT / command[0]).stat().st_mode & 0o111
         return
     assert (BIN / command[0]).exists()
+    if command[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(command[2])
     options = {word for word in command if word.startswith("--")}
     assert options <= known_options(command), where
 
@@ -167,11 +283,11 @@ def known_options(command: list[str]) -> set[str]:
         from ray.scripts.scripts import start
 
         return {option for parameter in start.params for option in parameter.opts}
-    if command[0] == "mlflow":
+    if "tasks.tracking.server" in command:
         from mlflow.cli import server
 
         return {option for parameter in server.params for option in parameter.opts}
-    if command[0] == "prefect":  # started with them by tests/test_postgres_s3.py
+    if "flows.api" in command:  # started with them by tests/test_postgres_s3.py
         return {"--host", "--port"}
     return set()
 
@@ -211,6 +327,7 @@ def test_docker_itself_reads_the_compose_file(tmp_path):
 def test_compose_has_no_secret_of_its_own_and_no_open_port():
     text = (INFRA / "compose.yaml").read_text()
     needed = set(re.findall(r"\$\{(\w+):\?[^}]*Copy infra/env.example to infra/.env", text))
+    assert all(service["image"].endswith("_DIGEST:-}") for service in SERVICES.values())  # the operator's to fill in
     example = {
         line.partition("=")[0]: line.partition("=")[2] for line in (INFRA / "env.example").read_text().split("\n")
     }
@@ -224,9 +341,18 @@ def test_compose_has_no_secret_of_its_own_and_no_open_port():
 
 
 def test_compose_services_find_each_other():
-    long_running = set(SERVICES) - {"bucket", "ray-worker", "worker"}
-    assert all("healthcheck" in SERVICES[name] for name in long_running)
+    assert all("healthcheck" in SERVICES[name] for name in set(SERVICES) - {"bucket"})
+    for name, service in SERVICES.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["deploy"]["resources"]["limits"]["pids"], name
+        assert name == "s3" or int(service["user"].partition(":")[0]) > 0, name
+        writable = [place.partition(":")[0] for place in service["tmpfs"]]
+        assert "/tmp" in writable + service.get("volumes", []), name
     for host, port in re.findall(r"(?://|@)([a-z][a-z0-9-]*):(\d+)", (INFRA / "compose.yaml").read_text()):
+        if host == "localhost":
+            continue
         assert host in SERVICES
         words = [*SERVICES[host].get("command", []), *{"postgres": ["5432"], "s3": ["7070"]}.get(host, [])]
         assert port in words
@@ -252,7 +378,6 @@ def test_the_image_is_made_from_the_lock_without_secrets_by_nobody_special():
     assert base
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert (int(base[1]), int(base[2])) >= tuple(map(int, requires.removeprefix(">=").split(".")))
-    assert "pip install --requirement requirements.lock" in text
     assert text.rindex("\nUSER 1000:1000") < text.index("\nENTRYPOINT")
     assert not re.search(r"(?i)password|secret|token|_key", text)
     ignored = (ROOT / ".dockerignore").read_text().split()

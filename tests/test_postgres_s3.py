@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT),
 ]
+MLFLOW_USERS = ("ADMIN", "WRITER", "FORWARDER", "READER")
 Env = dict[str, str]
 
 
@@ -57,6 +60,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         ports["prefect:4200"] = free_port()
         secrets = {"POSTGRES_PASSWORD": database.password, "PREFECT_PASSWORD": "word"}
         secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing"}
+        secrets |= {f"MLFLOW_{user}_PASSWORD": f"a-password-of-{user}" for user in MLFLOW_USERS}
         here = Translation(ports, secrets, folder)
         s3 = bucket(here)
         for name in ("mlflow", "prefect"):
@@ -91,7 +95,9 @@ class Translation:
     def started(self, service: str) -> Any:
         command = [self.words(word) for word in SERVICES[service]["command"]]
         log = (self.folder / f"{service}.log").open("w")
-        return child.started(command, self.folder, self.environment(service), log)
+        # Prefect copies its pages where it may write.
+        env = {**self.environment(service), "PREFECT_UI_STATIC_DIRECTORY": str(self.folder / "pages")}
+        return child.started(command, PROJECT, env, log)
 
 
 def bucket(here: Translation) -> Any:
@@ -164,6 +170,11 @@ def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing
     runs = len(STAGES) + len(["promote", "parent"])
     assert database.one("mlflow", "SELECT count(*) FROM runs WHERE status = 'FINISHED'") == runs
     assert database.one("mlflow", "SELECT max(version) FROM model_versions") == 1
+    assert database.one("mlflow", "SELECT string_agg(username, ' ' ORDER BY username) FROM users") == (
+        "admin forwarder reader writer"
+    )
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{stack.mlflow}/api/2.0/mlflow/experiments/search?max_results=1")
     assert any(key.startswith("mlflow/") and key.endswith("model.safetensors") for key in objects(stack.s3))
 
     dvc(checkout, stack.env, "push")

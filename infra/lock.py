@@ -1,0 +1,234 @@
+"""requirements.lock and infra/cuda.lock with the sha256 of every file that they may install, and a bill of materials.
+
+    python infra/lock.py lock [--index URL] [--wheels FOLDER]   (`make lock`) pins what is installed here
+    python infra/lock.py sbom                                   writes CycloneDX JSON of both to standard output
+
+pip installs the locks with `--no-deps --require-hashes`: what is not in them is not installed, and what was replaced
+on the way is refused. torch has two builds of one version. The one of PyPI needs CUDA's packages, gigabytes, which are
+in infra/cuda.lock for those who have it; the CPU build (`--wheels`, or PyTorch's CPU index as `--index`) needs none.
+"""
+
+import argparse
+import hashlib
+import html
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK, CUDA = ROOT / "requirements.lock", ROOT / "infra" / "cuda.lock"
+OURS = {"dpo-pipeline", "pip"}
+FILE = re.compile(r'href="([^"]+?)#sha256=([0-9a-f]{64})')
+PYTHONS = ("3.11.0", "3.11.14", "3.12.0", "3.13.0")
+PLACES = (("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Darwin", "darwin", "arm64"))
+Pins = dict[str, tuple[str, str]]  # by name: version, and for whom (a marker, or nothing)
+
+
+def environments() -> Iterator[dict[str, Any]]:
+    for full in PYTHONS:
+        for system, platform, machine in PLACES:
+            python = {"python_full_version": full, "python_version": full.rpartition(".")[0]}
+            place = {"platform_system": system, "sys_platform": platform, "platform_machine": machine}
+            yield {**default_environment(), **python, **place}
+
+
+class Index:
+    """The files of a package, by version, with their hashes; the first index that has a version answers for it."""
+
+    def __init__(self, addresses: list[str], wheels: list[Path]) -> None:
+        self.addresses, self.wheels = addresses, wheels
+        self.known: dict[str, dict[Version, dict[str, tuple[str, str]]]] = {}
+        self.metadata: dict[tuple[str, str], list[str] | None] = {}
+
+    def files(self, name: str) -> dict[Version, dict[str, tuple[str, str]]]:
+        """By version and file name: sha256 and address."""
+        if name not in self.known:
+            found: dict[Version, dict[str, tuple[str, str]]] = {}
+            for address in self.addresses:
+                mine: dict[Version, dict[str, tuple[str, str]]] = {}
+                for url, digest in _links(f"{address.rstrip('/')}/{name}/"):
+                    file = unquote(url.rpartition("/")[2])
+                    if version := _version(file):
+                        mine.setdefault(version, {})[file] = (digest, url)
+                found = {**mine, **found}
+            self.known[name] = found
+        return self.known[name]
+
+    def hashes(self, name: str, version: str) -> list[str]:
+        """Of that version, and of local builds of it (torch's +cpu)."""
+        wanted = Version(version)
+        found = {v: files for v, files in self.files(name).items() if Version(v.public) == wanted}
+        digests = {digest for files in found.values() for digest, _ in files.values()}
+        for folder in self.wheels:
+            for path in folder.glob("*.whl"):
+                kind, built, *_ = parse_wheel_filename(path.name)
+                if kind == name and Version(built.public) == wanted:
+                    digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
+        if not digests:
+            sys.exit(f"error: no index has {name}=={version}. Name one that does: --index URL.")
+        return sorted(digests)
+
+    def requires(self, name: str, version: str) -> list[str] | None:
+        """From the metadata beside a wheel; None where there is none to be had."""
+        if (name, version) not in self.metadata:
+            files = self.files(name)[Version(version)]
+            wheel = next((url for file, (_, url) in sorted(files.items()) if re.search("linux|any.whl$", file)), None)
+            self.metadata[name, version] = None
+            with suppress(urllib.error.URLError):
+                if wheel:
+                    self.metadata[name, version] = re.findall(
+                        r"^Requires-Dist: (.+)$", _read(f"{wheel}.metadata"), re.M
+                    )
+        return self.metadata[name, version]
+
+
+def _links(page: str) -> Iterator[tuple[str, str]]:
+    try:
+        text = _read(page)
+    except (urllib.error.HTTPError, urllib.error.URLError, IsADirectoryError):
+        return
+    for url, digest in FILE.findall(text):
+        yield urljoin(page, html.unescape(url)), digest
+
+
+def _read(address: str) -> str:
+    local = address + "index.html" if address.startswith("file:") and address.endswith("/") else address
+    with urllib.request.urlopen(local, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def _version(file: str) -> Version | None:
+    try:
+        return parse_wheel_filename(file)[1] if file.endswith(".whl") else parse_sdist_filename(file)[1]
+    except (ValueError, InvalidVersion):
+        return None
+
+
+def installed() -> dict[str, tuple[str, list[str]]]:
+    """By name: version and requirements, of what is installed here."""
+    every = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
+    return {
+        name: (Version(one.version).public, list(one.requires or [])) for name, one in every.items() if name not in OURS
+    }
+
+
+def elsewhere(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
+    """What the same packages need on other machines and Pythons, the newest that fits."""
+    missing: dict[str, list[Requirement]] = {}
+    for _, requirements in here.values():
+        for asked in map(Requirement, requirements):
+            if canonicalize_name(asked.name) not in here and any(_applies(asked, where) for where in environments()):
+                missing.setdefault(canonicalize_name(asked.name), []).append(asked)
+    return {
+        name: (newest(index, name, asked), " or ".join(sorted({str(one.marker) for one in asked})))
+        for name, asked in missing.items()
+    }
+
+
+def _applies(asked: Requirement, where: dict[str, Any], extras: Iterable[str] = ()) -> bool:
+    return asked.marker is None or any(asked.marker.evaluate({**where, "extra": extra}) for extra in ("", *extras))
+
+
+def newest(index: Index, name: str, asked: Iterable[Requirement]) -> str:
+    fits = [v for v in index.files(name) if all(one.specifier.contains(v) for one in asked) and not v.local]
+    if not fits:
+        sys.exit(
+            f"error: no version of {name} suits {', '.join(map(str, asked))}. Name an index with one: --index URL."
+        )
+    return str(max(fits))
+
+
+def newest_known(index: Index, name: str, asked: list[Requirement]) -> str:
+    """The newest whose own requirements can be read: an index may list more than it gives."""
+    best = newest(index, name, asked)
+    while index.requires(name, best) is None:
+        best = newest(index, name, [*asked, Requirement(f"{name}<{best}")])
+    return best
+
+
+def cuda(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
+    """What PyPI's torch needs on Linux beyond what is installed here: versions that suit each other, in rounds."""
+    linux = next(environments())
+    pins: dict[str, str] = {}
+    extras: dict[str, set[str]] = {}
+    while True:
+        asked: dict[str, list[Requirement]] = {}
+        for name, version in [("torch", here["torch"][0]), *pins.items()]:
+            for one in map(Requirement, index.requires(name, version) or []):
+                if _applies(one, linux, extras.get(name, ())) and canonicalize_name(one.name) not in here:
+                    asked.setdefault(canonicalize_name(one.name), []).append(one)
+        before, pins = pins, {name: newest_known(index, name, asks) for name, asks in asked.items()}
+        extras = {name: {extra for one in asks for extra in one.extras} for name, asks in asked.items()}
+        if pins == before:
+            return {name: (version, "") for name, version in pins.items()}
+
+
+def write(path: Path, pins: Pins, index: Index, head: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(index.files, pins))
+    lines = [head]
+    for name, (version, marker) in sorted(pins.items()):
+        start = f"{name}=={version}" + (f" ; {marker}" if marker else "")
+        lines.append(" \\\n    ".join([start, *(f"--hash=sha256:{digest}" for digest in index.hashes(name, version))]))
+    path.write_text("\n".join(lines) + "\n")
+    print(f"{path.relative_to(ROOT)}: {len(pins)} packages")
+
+
+def lock(addresses: list[str], wheels: list[Path]) -> None:
+    index, here = Index(addresses, wheels), installed()
+    pins: Pins = {name: (version, "") for name, (version, _) in here.items()}
+    head = "# Made by `make lock`. pip installs it with --no-deps --require-hashes: all that is needed is here."
+    write(LOCK, {**pins, **elsewhere(here, index)}, index, head)
+    head = (
+        "# Made by `make lock`: what torch of PyPI needs on Linux beyond requirements.lock. The CPU build needs none."
+    )
+    write(CUDA, cuda(here, index), index, head)
+
+
+def read(path: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Name, version and hashes of each package in a lock."""
+    for entry in re.split(r"\n(?=\S)", path.read_text()):
+        if match := re.match(r"([A-Za-z0-9._-]+)==(\S+)", entry):
+            yield match[1], match[2], re.findall(r"sha256:([0-9a-f]{64})", entry)
+
+
+def sbom() -> str:
+    """CycloneDX, without a time or a number of its own: the same locks give the same file."""
+    parts = [
+        {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}", "scope": scope}
+        for path, scope in ((LOCK, "required"), (CUDA, "optional"))
+        for name, version, _ in read(path)
+    ]
+    subject = {"type": "application", "name": "dpo-pipeline"}
+    content = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "metadata": {"component": subject}}
+    return json.dumps({**content, "components": parts}, indent=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["lock", "sbom"])
+    parser.add_argument("--index", action="append", default=[], help="besides PyPI; several are asked in order")
+    parser.add_argument("--wheels", action="append", type=Path, default=[], help="a folder of wheels")
+    given = parser.parse_args()
+    if given.what == "sbom":
+        print(sbom())
+    else:
+        lock(["https://pypi.org/simple", *given.index], given.wheels)
+
+
+if __name__ == "__main__":
+    main()
