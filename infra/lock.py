@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK, CUDA = ROOT / "requirements.lock", ROOT / "infra" / "cuda.lock"
 OURS = {"dpo-pipeline", "pip"}
 FILE = re.compile(r'href="([^"]+?)#sha256=([0-9a-f]{64})')
+TRIES = 6  # wheels of one version whose metadata is asked for
 PYTHONS = ("3.11.0", "3.11.14", "3.12.0", "3.13.0")
 PLACES = (("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Darwin", "darwin", "arm64"))
 Pins = dict[str, tuple[str, str]]  # by name: version, and for whom (a marker, or nothing)
@@ -83,16 +84,17 @@ class Index:
         return sorted(digests)
 
     def requires(self, name: str, version: str) -> list[str] | None:
-        """From the metadata beside a wheel; None where there is none to be had."""
+        """From the metadata beside one of its first wheels; None where there is none to be had."""
         if (name, version) not in self.metadata:
-            files = self.files(name)[Version(version)]
-            wheel = next((url for file, (_, url) in sorted(files.items()) if re.search("linux|any.whl$", file)), None)
             self.metadata[name, version] = None
-            with suppress(urllib.error.URLError):
-                if wheel:
+            files = self.files(name)[Version(version)]
+            wheels = [url for file, (_, url) in sorted(files.items()) if re.search("linux|any.whl$", file)]
+            for wheel in wheels[:TRIES]:
+                with suppress(urllib.error.URLError):
                     self.metadata[name, version] = re.findall(
                         r"^Requires-Dist: (.+)$", _read(f"{wheel}.metadata"), re.M
                     )
+                    break
         return self.metadata[name, version]
 
 
@@ -163,6 +165,8 @@ def newest_known(index: Index, name: str, asked: list[Requirement]) -> str:
 def cuda(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
     """What PyPI's torch needs on Linux beyond what is installed here: versions that suit each other, in rounds."""
     linux = next(environments())
+    if index.requires("torch", here["torch"][0]) is None:
+        sys.exit(f"error: no index has the metadata of torch=={here['torch'][0]}. Name one that does: --index URL.")
     pins: dict[str, str] = {}
     extras: dict[str, set[str]] = {}
     while True:
