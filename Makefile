@@ -38,6 +38,9 @@ open: $(READY) ## a run's files back, in a worktree of its commit: RUN=name TO=f
 gc: $(READY) ## what old runs hold and nobody needs: KEEP=10 newest stay; YES=1 deletes what is shown
 	@python -m flows.gc --keep $(or $(KEEP),10) $(if $(YES),--yes)
 
+check-cache: $(READY) ## is every object of DVC's cache what its name says? FIX=1 removes damaged ones
+	@python -m flows.cache $(if $(FIX),--fix)
+
 retrain: $(READY) ## what dpo/nightly does: nothing where nothing is new; RECIPE= and SET= as above
 	@python -m flows.dpo --only-if-new $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
 
@@ -58,6 +61,9 @@ compare: $(READY) ## this workspace's policy against RUN=champion, base, a versi
 
 verify: $(READY) ## is data/model, to the last byte, what was exported?
 	@python -m tasks.release.verify
+
+sign: $(READY) ## sign with your key what was made without it: WHAT=data/model, a checkpoint's folder or a version's number
+	@python -m tasks.release.sign $(if $(WHAT),"$(WHAT)")
 
 push: $(READY) ## copy data/model to an fsspec address: TO=s3://bucket/models
 	@python -m tasks.release.push "$(TO)"
@@ -130,5 +136,5 @@ $(READY): requirements.lock infra/cuda.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run retrain sweep promote approve rollback compare verify push reproduce report test test-fast test-faults doctor sync lint bench up down \
-  status logs lock sbom plan runs resume open gc
+.PHONY: help demo run retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-faults doctor sync lint bench up down \
+  status logs lock sbom plan runs resume open gc check-cache

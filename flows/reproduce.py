@@ -24,6 +24,7 @@ GIVEN = ("watch", "source")  # fetched as it was: what lies behind its address m
 MACHINE = {
     "manifest.json",
     "manifest.sha256",
+    "manifest.sig",
     "README.md",
 }  # name the commit and the machine, besides what the other files are
 EVALUATION = Path("data/metrics/evaluate.json")

@@ -40,7 +40,7 @@ def address(origin: Origin) -> str:
     return fingerprint({**origin, "train": train, "run": None})
 
 
-def resolve(name: str, runs: Path) -> Path:
+def resolve(name: str, runs: Path, key: bytes) -> Path:
     """The checkpoint that `resume_from_checkpoint` names: itself, or the newest of a training's folder or of a run."""
     note = runs / name / TRAINING
     folder = Path(note.read_text()) if "/" not in name and note.exists() else local_path(name).resolve()
@@ -51,10 +51,13 @@ def resolve(name: str, runs: Path) -> Path:
             f"checkpoint or of a training, or a run that trained ({', '.join(trained[-10:]) or 'there is none'})."
         )
     if (folder / "manifest.json").exists():
-        if damage := checkpoint.find_damage(folder):
-            raise UserError(f"params.yaml: {KEY}: the checkpoint {folder} is damaged: {damage}. Name another one.")
+        if damage := checkpoint.find_damage(folder, key):
+            raise UserError(
+                f"params.yaml: {KEY}: the checkpoint {folder} cannot be used: {damage}. Name another one. Loading a "
+                f"checkpoint runs code that it names: `make sign WHAT={folder}` accepts it, if you trust its maker."
+            )
         return folder
-    newest = next(checkpoint.whole_checkpoints(folder), None)
+    newest = next(checkpoint.whole_checkpoints(folder, key), None)
     if newest is None:
         raise UserError(f"params.yaml: {KEY}: there is no whole checkpoint in {folder}. Name another one.")
     return newest

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import stage
-from tasks.dataset.pairs import read_rows
+from tasks.dataset.pairs import check, read_rows
 from tasks.errors import UserError
 from tasks.files import hash_files, publish, read_json, write_json
 from tasks.models import base_folder
@@ -51,6 +51,7 @@ def export(run: Run) -> None:
 def _write_model(params: Params, base: Path, out: Path) -> dict[str, Any]:
     from training import merging
 
+    check(PAIRS / "eval.parquet", "prepare")
     prompts = [row["prompt_ids"] for row in read_rows(PAIRS / "eval.parquet")[:CHECKED_PROMPTS]]
     adapter, dtype, shard = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:

@@ -11,7 +11,7 @@ HUB = "hub:"
 
 
 def base_folder(address: str) -> Path:
-    """The folder of the base model at `source.model`; its sizes must be those of the manifest."""
+    """The folder of the base model at `source.model`; its sizes and content hashes must be those of the manifest."""
     manifest = read_json(BASE / "manifest.json")
     folder = _locate(address, manifest)
     for name, size in manifest["sizes"].items():
@@ -19,6 +19,12 @@ def base_folder(address: str) -> Path:
             raise UserError(
                 f"{folder / name} is not the file that the source stage saw ({size} bytes). "
                 "Restore it, or run `dvc repro` to take the model as it is now."
+            )
+        if known_sha256(folder / name) != manifest["files"][name]:
+            raise UserError(
+                f"{folder / name} is not the file that the source stage saw: its content hash differs. Restore it, or run "
+                "`dvc repro` to take the model as it is now. If nobody edited it, DVC's cache or the disk is damaged: "
+                "`make check-cache FIX=1` removes damaged objects of the cache."
             )
     return folder
 

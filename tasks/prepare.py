@@ -26,7 +26,7 @@ from tasks.dataset.shards import write_splits
 from tasks.dataset.templates import Template, choose_template
 from tasks.dataset.violations import BAD, VIOLATIONS, BadRow
 from tasks.errors import UserError
-from tasks.files import publish, read_json, sha256
+from tasks.files import hash_files, publish, read_json, sha256, write_json
 from tasks.machines.workers import cores, in_order
 from tasks.models import base_folder
 from tasks.params import Params, Prepare, load_cluster, load_params
@@ -165,6 +165,7 @@ def _write(shards: Path, pairs: Path, outcomes: list[Outcome], columns: verdicts
     paths = [shards / f"{outcome.number:06d}.arrow" for outcome in outcomes]
     write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held"], ends))
     shutil.rmtree(shards)
+    write_json(pairs / "manifest.json", {"files": hash_files(pairs)})
 
 
 def _tell(run: Run, report: dict[str, Any]) -> None:

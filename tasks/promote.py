@@ -20,6 +20,7 @@ from tasks.paths import METRICS, MODEL, PAIRS
 from tasks.release import outbox
 from tasks.release.gate import by_slash, gate, regressions
 from tasks.release.push import push
+from tasks.release.stored import require_stored
 from tasks.release.verify import require_whole
 from tasks.tracking.journal import Run
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
@@ -118,6 +119,7 @@ def _version(found: Registry, run: Run) -> Version:
     digest = sha256(MODEL / "manifest.json")
     known = found.with_manifest(digest)
     if known is not None:
+        require_stored(found, known)  # what becomes champion is what lies there
         return known
     evaluation = [METRICS / name for name in EVALUATION] + [path for path in [PAIRS / FILE] if path.exists()]
     return found.add(

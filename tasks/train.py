@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import continuation, disk, stage
+from tasks import continuation, disk, signing, stage
 from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json, write_text
@@ -57,7 +57,7 @@ def train(run: Run) -> None:
             "Set both in params.yaml, or keep_best to 0."
         )
     asked, runs = params.train.resume_from_checkpoint, run.folder.parent
-    start = None if asked in ("auto", "never") else continuation.resolve(asked, runs)
+    start = None if asked in ("auto", "never") else continuation.resolve(asked, runs, signing.checkpoint_key())
     origin = _origin(params, run.folder.name, start)
     trainings = home() / cluster.output_dir / "train"
     folder = trainings / continuation.address(origin)
@@ -79,11 +79,12 @@ def _train(
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
     discarded = _discard(folder) if params.train.resume_from_checkpoint == "never" else None
     checkpoint.claim(folder, settings.attempt)
-    if note := discarded or _begin(folder, origin, start):
+    key = signing.checkpoint_key()
+    if note := discarded or _begin(folder, origin, start, key):
         print(f"train: {note}", flush=True)
     events = Events(run.folder / "tensorboard" if cluster.tensorboard else None)
     with Bar("train", steps, "steps") as bar, _watched(folder / "metrics.jsonl", run, bar, events):
-        _fit(settings, cluster, folder, bar)
+        _fit(settings, cluster, folder, bar, key)
     shutil.rmtree(folder / checkpoint.START, ignore_errors=True)
     _publish(run, folder)
 
@@ -110,9 +111,9 @@ def _discard(folder: Path) -> str:
     return f"starting from step 0; deleted this training's {names}" if names else "starting from step 0"
 
 
-def _begin(folder: Path, origin: dict[str, Any], start: Path | None) -> str | None:
+def _begin(folder: Path, origin: dict[str, Any], start: Path | None, key: bytes) -> str | None:
     """Put the checkpoint to start from in place, and say which it is."""
-    if last := next(checkpoint.whole_checkpoints(folder), None):
+    if last := next(checkpoint.whole_checkpoints(folder, key), None):
         return continuation.resumed(last, origin)
     if start:
         checkpoint.adopt(start, folder)
@@ -168,7 +169,7 @@ def _how(params: Params, cluster: Cluster) -> str:
     return f"{mode}, {group.num_workers} workers, ZeRO-{group.zero_stage}, {params.train.dtype}"
 
 
-def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
+def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar, key: bytes) -> None:
     """Start the worker group and wait; a dead worker or a lost node restarts the group from the last checkpoint."""
     from tasks.machines.cluster import (
         bundle,
@@ -191,13 +192,16 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
 
         from tasks.machines.rendezvous import Rendezvous
 
+        def work(config: dict[str, Any]) -> None:
+            _worker(config, key)  # not in the configuration, which Ray shows on its pages
+
         for start in itertools.count():  # once more after each preemption, which is no failure
             (folder / PREEMPTED).unlink(missing_ok=True)
             # The room is given back at once: Ray Train places the group itself, and would not say that it waits.
             with room_for(cluster.ray, group, group.num_workers):
                 model, root = on_nodes(cluster, Path(settings.model)), on_nodes(cluster, Path.cwd(), (PAIRS, REFERENCE))
             trainer = TorchTrainer(
-                _worker,
+                work,
                 train_loop_config={
                     "settings": replace(settings, model=str(model)),
                     "root": str(root),
@@ -233,7 +237,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar) -> None:
         raise UserError((folder / "refused").read_text().strip())
 
 
-def _worker(config: dict[str, Any]) -> None:
+def _worker(config: dict[str, Any], key: bytes) -> None:
     """In each worker: read the artefacts, train, and leave metrics in a file that the driver watches."""
     from training import loop, memory
 
@@ -258,6 +262,7 @@ def _worker(config: dict[str, Any]) -> None:
                 log=lambda step, values: write({"kind": "metrics", "step": step, "values": values}),
                 say=lambda sentence: write({"kind": "note", "text": sentence}),
                 asked_to_end=asked.is_set,
+                key=key,
             )
     except Preempted:
         (Path(settings.folder) / PREEMPTED).touch()

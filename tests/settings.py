@@ -5,6 +5,7 @@ from typing import Any
 from training.objective import Objective
 from training.settings import Settings
 
+KEY = bytes(32)  # of checkpoints
 PLAIN: dict[str, Any] = {
     "model_name": "test",
     "attempt": "test",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.settings import KEY
 from training import checkpoint
 
 
@@ -14,11 +15,11 @@ def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, bes
     (aside / "state" / "rank0.pt").write_bytes(bytes(range(100)) * step)
     if state:
         (aside / "state.json").write_text(json.dumps(state))
-    checkpoint._publish(aside, folder, attempt, step, keep, best)
+    checkpoint._publish(aside, folder, attempt, step, keep, best, KEY)
 
 
 def names(folder) -> list[str]:
-    return [path.name for path in checkpoint.whole_checkpoints(folder)]
+    return [path.name for path in checkpoint.whole_checkpoints(folder, KEY)]
 
 
 def test_the_newest_whole_checkpoint_comes_first_and_old_ones_go(tmp_path):
@@ -47,7 +48,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys, how):
         case "manifest":
             (newest / "manifest.json").write_text('{"files": ')
     assert names(tmp_path) == ["step-00000010"]
-    assert "step-00000020 is damaged" in capsys.readouterr().err
+    assert "step-00000020 is not used" in capsys.readouterr().err
 
 
 def test_half_a_checkpoint_is_not_seen_and_is_cleared_by_the_next(tmp_path):

@@ -13,6 +13,7 @@ from tasks.errors import UserError
 from tasks.files import hash_files
 from tasks.params import load_params
 from tests import test_engine
+from tests.settings import KEY
 from tests.test_checkpoint import make_checkpoint
 from tests.test_engine import LORA, run_ranks, settings
 from tests.workspaces import make_workspace
@@ -132,7 +133,7 @@ def test_the_best_checkpoints_stay_beside_the_newest(runs, name):
     assert {path.name for path in folder.glob("step-*")} == {f"step-{step:08d}" for step in (*best, 8)}
     for step in best:
         path = folder / f"step-{step:08d}"
-        assert continuation.resolve(str(path), folder) == path
+        assert continuation.resolve(str(path), folder, KEY) == path
     ranking = ", ".join(f"step {step} ({seen[step]:.4g})" for step in best)
     assert {"said": f"checkpoints kept by eval/loss: {ranking}"} in runs["logs"][name]
 
@@ -212,20 +213,20 @@ def test_a_checkpoint_is_named_by_its_folder_its_trainings_or_its_run(tmp_path, 
     first, last = (save(training, step, origin) for step in (20, 62))
     (runs / "first").mkdir(parents=True)
     (runs / "first" / continuation.TRAINING).write_text(str(training))
-    assert continuation.resolve(str(first), runs) == first
-    assert continuation.resolve(str(training), runs) == last
-    assert continuation.resolve("first", runs) == last
+    assert continuation.resolve(str(first), runs, KEY) == first
+    assert continuation.resolve(str(training), runs, KEY) == last
+    assert continuation.resolve("first", runs, KEY) == last
     with pytest.raises(
         UserError, match=r"train.resume_from_checkpoint is 'second', and .*a run that trained \(first\)"
     ):
-        continuation.resolve("second", runs)
+        continuation.resolve("second", runs, KEY)
     (last / "state" / "rank0.pt").write_bytes(b"")
-    assert continuation.resolve("first", runs) == first
-    with pytest.raises(UserError, match=r"is damaged: state/rank0.pt has changed"):
-        continuation.resolve(str(last), runs)
+    assert continuation.resolve("first", runs, KEY) == first
+    with pytest.raises(UserError, match=r"cannot be used: state/rank0.pt has changed"):
+        continuation.resolve(str(last), runs, KEY)
     shutil.rmtree(first)
     with pytest.raises(UserError, match="there is no whole checkpoint in"):
-        continuation.resolve("first", runs)
+        continuation.resolve("first", runs, KEY)
 
 
 def test_what_differs_from_the_other_training_is_said(tmp_path, origin):
@@ -287,12 +288,12 @@ def test_a_training_begins_with_its_own_checkpoint_then_the_named_one_then_from_
     path = save(tmp_path / "first", 20, origin)
     folder, now = tmp_path / "second", changed(origin, train__beta=0.5, start="c")
     assert train._discard(folder) == "starting from step 0"
-    assert str(train._begin(folder, now, None)).startswith(f"starting from step 0. {path} has the same pairs")
-    assert train._begin(folder, now, path) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
-    assert checkpoint.find_damage(folder / checkpoint.START / path.name) is None
+    assert str(train._begin(folder, now, None, KEY)).startswith(f"starting from step 0. {path} has the same pairs")
+    assert train._begin(folder, now, path, KEY) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
+    assert checkpoint.find_damage(folder / checkpoint.START / path.name, KEY) is None
     save(folder, 40, now)
     for start in (None, path):
-        assert train._begin(folder, now, start) == "resuming from the checkpoint of step 40"
+        assert train._begin(folder, now, start, KEY) == "resuming from the checkpoint of step 40"
     assert train._discard(folder) == "starting from step 0; deleted this training's step-00000040"
     assert not folder.exists()
 
@@ -307,10 +308,10 @@ def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, orig
     path = save(tmp_path / "first", 62, origin)
     size = path / "state" / "rank0.pt"
     checkpoint.adopt(path, tmp_path / "second")
-    (adopted,) = checkpoint.whole_checkpoints(tmp_path / "second" / checkpoint.START)
+    (adopted,) = checkpoint.whole_checkpoints(tmp_path / "second" / checkpoint.START, KEY)
     assert size.stat().st_nlink == 2  # stored once
     digest = continuation.content_hash(path)
     shutil.rmtree(tmp_path / "first")
-    assert checkpoint.find_damage(adopted) is None
+    assert checkpoint.find_damage(adopted, KEY) is None
     assert continuation.content_hash(adopted) == digest
     assert json.loads((adopted / "state.json").read_text())["origin"] == origin

@@ -43,6 +43,7 @@ HOMES = {
     "fsspec": {"tasks/release/push.py", "tasks/dataset/fetch.py"},
     "rich": {"tasks/progress.py", "tasks/reports/terminal.py", "tasks/dataset/preview.py", "tasks/reports/sweeps.py"},
     "tensorboardX": {"tasks/tracking/tensorboard.py"},
+    "cryptography": {"tasks/signing.py"},
     "dvc": set(),  # the command alone
 }
 
@@ -52,7 +53,7 @@ PLUMBING = {
         f"tasks/{name}.py"
         for name in ("access", "configuration", "disk", "errors", "params", "paths", "place", "progress", "redact")
     ),
-    *(f"tasks/{name}.py" for name in ("runs", "stage", "reports/plots")),
+    *(f"tasks/{name}.py" for name in ("runs", "signing", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
     *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),

@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
+from tasks import signing
 from tasks.errors import UserError
 from tasks.evaluation.compare import compare, main, read_side, side_named
-from tasks.files import hash_files, read_json, write_json
+from tasks.files import hash_files, read_json, sha256, write_json
 from tasks.params import Cluster, load_cluster, load_params, overlay, read_yaml
 from tasks.paths import METRICS, MODEL
 from tasks.promote import promote
+from tasks.redact import redact
 from tasks.release import outbox, verify
 from tasks.release.approve import approve
 from tasks.release.gate import gate
 from tasks.release.rollback import rollback
+from tasks.release.sign import sign
 from tasks.tracking import lease
 from tasks.tracking.journal import Run, open_run
 from tasks.tracking.registry import Registry, registry
@@ -300,9 +303,75 @@ def test_a_damaged_version_is_not_gone_back_to(workspace):
         version = found.version("1")
         assert version is not None
         (found.fetch(version, "model") / "model.safetensors").write_text("eno")
-    with pytest.raises(UserError, match=r"Version 1 .* is damaged .*model.safetensors has changed"):
+    with pytest.raises(UserError, match=r"Version 1 .* is not what was registered: model.safetensors has changed"):
         rollback()
     assert aliases()["champion"] == "2"
+
+
+@pytest.mark.parametrize("how", ["unsigned", "old signature", "another key", "another version"])
+def test_a_version_that_was_replaced_consistently_is_not_gone_back_to(workspace, monkeypatch, how):
+    """Weights, manifest, sum and tag agree with each other, and only the key is missing."""
+    for weights in ("one", "two"):
+        export(weights)
+        run()
+    with registry(load_cluster(), NAME) as found:
+        first, second = found.versions()
+        folder = found.fetch(first, "model")
+        if how == "another version":
+            shutil.rmtree(folder)
+            shutil.copytree(found.fetch(second, "model"), folder)
+        else:
+            (folder / "model.safetensors").write_text("evil")
+            signature = folder / verify.SIGNATURE
+            old = signature.read_text()
+            signature.unlink()
+            manifest = read_json(folder / "manifest.json")
+            for name in (verify.SUM, verify.MANIFEST):
+                (folder / name).unlink()
+            write_json(folder / "manifest.json", {**manifest, "files": hash_files(folder)})
+            monkeypatch.setenv("DPO_SIGNING_KEY", "e" * 64)
+            verify.seal(folder)
+            monkeypatch.delenv("DPO_SIGNING_KEY")
+            if how == "unsigned":
+                signature.unlink()
+            if how == "old signature":
+                signature.write_text(old)
+            digest = sha256(folder / "manifest.json")
+            found.client.set_model_version_tag(NAME, "1", "manifest_sha256", digest)
+            folder.rename(folder.with_name(digest[:12]))
+    said = {
+        "unsigned": "manifest.sig is missing",
+        "old signature": r"it is not what key [0-9a-f]{16} signed",
+        "another key": r"signed by key [0-9a-f]{16}, and this project's key is",
+        "another version": "not the one whose hash the tag manifest_sha256 holds",
+    }
+    with pytest.raises(UserError, match=said[how]):
+        rollback()
+    assert aliases()["champion"] == "2"
+    if how == "unsigned":
+        assert sign("1").startswith(f"{NAME} version 1: signed by key")
+        assert "is version 1" in rollback()
+
+
+def test_an_export_without_a_signature_is_not_promoted_until_it_is_signed(workspace, monkeypatch):
+    export("one")
+    key = workspace / ".services" / "signing.key"
+    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    (MODEL / verify.SIGNATURE).unlink()
+    with pytest.raises(UserError, match=r"manifest.sig is missing: .*`make sign WHAT=data/model` signs it"):
+        run()
+    with pytest.raises(UserError, match=r"manifest.sig is missing"):
+        verify.require_whole(MODEL)
+    sign("")
+    assert run()["promoted"]
+    monkeypatch.setenv("DPO_SIGNING_KEY", "a" * 64)  # of another team
+    assert "and this project's key is" in verify.problems(MODEL)[0]
+    monkeypatch.delenv("DPO_SIGNING_KEY")
+    public = signing.public_key()
+    monkeypatch.setenv("DPO_SIGNING_KEY", "a" * 64)
+    monkeypatch.setenv("DPO_TRUSTED_KEYS", public)
+    assert verify.problems(MODEL) == []
+    assert redact("the key is " + "a" * 64) == "the key is ***"
 
 
 def test_verify_finds_a_flipped_byte_a_missing_and_a_strange_file(workspace):

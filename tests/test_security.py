@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tasks import continuation
 from tasks.dataset import fetch
 from tasks.dataset.fetch import origins
 from tasks.errors import UserError
 from tasks.params import Params, load_params, read_recipe, read_yaml
+from tasks.release.sign import accept
 from tasks.source import _check as check
+from tests.settings import KEY
 from tests.workspaces import PROJECT
 from training import checkpoint
 from training.remote_code import needs_its_own_code
@@ -44,7 +47,13 @@ def whole_checkpoint(folder: Path, step: int) -> Path:
     (path / "state").mkdir(parents=True)
     (path / "state" / "weights.pt").write_bytes(b"ours")
     digest = checkpoint.sha256(path / "state" / "weights.pt")
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": {"state/weights.pt": digest}}))
+    return signed(path, {"step": step, "files": {"state/weights.pt": digest}}, KEY)
+
+
+def signed(path: Path, manifest: dict[str, Any], key: bytes) -> Path:
+    content = json.dumps(manifest)
+    (path / "manifest.json").write_text(content)
+    (path / "manifest.mac").write_text(checkpoint.mac_of(content.encode(), key))
     return path
 
 
@@ -56,7 +65,7 @@ def test_a_checkpoint_that_our_manifest_does_not_name_is_never_read(tmp_path, ca
         (whole_checkpoint(tmp_path / "train", step) / name).write_bytes(evil)
     (tmp_path / "train" / "step-00000004").mkdir()  # no manifest at all
     (tmp_path / "train" / "step-00000004" / "weights.pt").write_bytes(evil)
-    assert list(checkpoint.whole_checkpoints(tmp_path / "train")) == [ours]
+    assert list(checkpoint.whole_checkpoints(tmp_path / "train", KEY)) == [ours]
     said = capsys.readouterr().err
     assert "state/weights.pt has changed" in said
     assert "state/zero_pp_rank_7_optim_states.pt is not of this checkpoint" in said
@@ -64,6 +73,28 @@ def test_a_checkpoint_that_our_manifest_does_not_name_is_never_read(tmp_path, ca
     assert not mark.exists()
     pickle.loads(evil)  # the trap is real
     assert mark.exists()
+
+
+def test_a_forged_checkpoint_is_refused_before_it_is_read(tmp_path, capsys):
+    """Whoever can write the folder forges the manifest, too, and signs it with a key of their own, or not at all."""
+    mark, folder = tmp_path / "owned", tmp_path / "train"
+    ours = whole_checkpoint(folder, 1)
+    forged = [whole_checkpoint(folder, step) for step in (2, 3, 4)]
+    for path in forged:
+        (path / "state" / "weights.pt").write_bytes(pickle.dumps(Planted(mark)))
+        digest = checkpoint.sha256(path / "state" / "weights.pt")
+        signed(path, {"step": 2, "files": {"state/weights.pt": digest}}, bytes(31) + b"x")
+    (forged[1] / "manifest.mac").unlink()
+    shutil.copy(ours / "manifest.mac", forged[2])
+    assert list(checkpoint.whole_checkpoints(folder, KEY)) == [ours]
+    assert capsys.readouterr().err.count("not made with the signing key") == 3
+    for path in forged:
+        with pytest.raises(UserError, match=r"resume_from_checkpoint: the checkpoint .* cannot be used: .*signing key"):
+            continuation.resolve(str(path), tmp_path, KEY)
+    assert not mark.exists()
+    for path in forged:
+        accept(path, KEY)  # `make sign`, by whoever knows where it came from
+        assert continuation.resolve(str(path), tmp_path, KEY) == path
 
 
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.settings import make_settings
+from tests.settings import KEY, make_settings
 from training import checkpoint, engine, loop
 from training.objective import Objective
 
@@ -47,6 +47,7 @@ def run(given: dict) -> list[dict]:
             held_out,
             log=lambda step, values: log.append({"step": step, **values}),
             say=lambda sentence: log.append({"said": sentence}),
+            key=KEY,
         )
     except (ValueError, FloatingPointError) as error:
         log.append({"refused": str(error)})

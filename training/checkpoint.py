@@ -1,6 +1,11 @@
-"""Checkpoints that are whole or not there: written aside, hashed, synced, renamed; verified before they are used."""
+"""Checkpoints that are whole or not there: written aside, hashed, synced, renamed; verified before they are used.
+
+DeepSpeed unpickles a checkpoint, which runs whatever code its files name. So a key authenticates the manifest of hashes
+(HMAC-SHA256): whoever can write the folder but does not hold the key can make no checkpoint that is read.
+"""
 
 import hashlib
+import hmac
 import json
 import os
 import shutil
@@ -16,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TAG = "state"
+MANIFEST, MAC = "manifest.json", "manifest.mac"
 START = "start"  # below a training's folder: the checkpoint of another training that this one continues
 
 
@@ -40,6 +46,7 @@ def save(
     state: dict[str, Any],
     keep: int,
     best: Collection[int],
+    key: bytes,
     tensors: Mapping[str, dict[str, Tensor]] | None = None,
 ) -> None:
     """Write a checkpoint with `state`, which is plain JSON; keep the newest ones and those of the steps in `best`.
@@ -54,7 +61,7 @@ def save(
         (aside / "state.json").write_text(json.dumps(client))
         for name, content in (tensors or {}).items():
             save_file(content, aside / name)
-        _publish(aside, folder, attempt, step, keep, best)
+        _publish(aside, folder, attempt, step, keep, best, key)
     dist.barrier()
 
 
@@ -89,15 +96,15 @@ class Found:
     origin: Path  # the checkpoint itself
 
 
-def find(folder: Path, zero_stage: int) -> Found | None:
+def find(folder: Path, zero_stage: int, key: bytes) -> Found | None:
     """The newest whole checkpoint, the same on all ranks; converted where another group made it. A collective.
 
     ValueError on all ranks where DeepSpeed has no conversion.
     """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        own = next(whole_checkpoints(folder), None)
-        newest = own or next(whole_checkpoints(folder / START), None)
+        own = next(whole_checkpoints(folder, key), None)
+        newest = own or next(whole_checkpoints(folder / START, key), None)
         if newest:
             state = read_state(newest)
             universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
@@ -143,40 +150,54 @@ def _universal(path: Path) -> Path:
     return target
 
 
-def whole_checkpoints(folder: Path) -> Any:
+def whole_checkpoints(folder: Path, key: bytes) -> Any:
     """Verified checkpoints, newest first; a damaged one is named and passed over."""
     for path in sorted(folder.glob("step-*"), reverse=True):
-        damage = find_damage(path)
+        damage = find_damage(path, key)
         if damage is None:
             yield path
         else:
-            print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it", file=sys.stderr)
+            print(f"warning: checkpoint {path} is not used ({damage}); using the one before it", file=sys.stderr)
 
 
-def find_damage(path: Path) -> str | None:
+def find_damage(path: Path, key: bytes) -> str | None:
+    """Why a checkpoint must not be loaded; None where the holder of the key made it and nothing has changed."""
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
+        content = (path / MANIFEST).read_bytes()
+        files = json.loads(content)["files"]
     except (OSError, ValueError, KeyError):
         return "its manifest is missing or unreadable"
+    try:
+        mac = (path / MAC).read_text().strip()
+    except (OSError, ValueError):
+        return f"it has no {MAC}: it was not made with the signing key"
+    if not hmac.compare_digest(mac.encode(), mac_of(content, key).encode()):
+        return f"its {MAC} was not made with the signing key"
     for name, digest in files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         if sha256(path / name) != digest:
             return f"{name} has changed"
     there = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    if strange := sorted(there - files.keys() - {"manifest.json"}):  # DeepSpeed unpickles what it finds
+    if strange := sorted(there - files.keys() - {MANIFEST, MAC}):  # DeepSpeed unpickles what it finds
         return f"{strange[0]} is not of this checkpoint"
     return None
 
 
-def _publish(aside: Path, folder: Path, attempt: str, step: int, keep: int, best: Collection[int]) -> None:
+def mac_of(manifest: bytes, key: bytes) -> str:
+    return hmac.new(key, manifest, hashlib.sha256).hexdigest()
+
+
+def _publish(aside: Path, folder: Path, attempt: str, step: int, keep: int, best: Collection[int], key: bytes) -> None:
     if (folder / "attempt").read_text() != attempt:
         raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     for path in files:
         _sync(path)
     manifest = {"step": step, "files": {str(path.relative_to(aside)): sha256(path) for path in files}}
-    write_atomically(aside / "manifest.json", json.dumps(manifest, indent=1))
+    content = json.dumps(manifest, indent=1)
+    write_atomically(aside / MANIFEST, content)
+    write_atomically(aside / MAC, mac_of(content.encode(), key) + "\n")
     target = folder / f"step-{step:08d}"
     shutil.rmtree(target, ignore_errors=True)
     os.rename(aside, target)

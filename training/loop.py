@@ -73,10 +73,13 @@ def train(
     log: Log,
     say: Callable = print,
     asked_to_end: Callable[[], bool] = lambda: False,
+    *,
+    key: bytes,
 ) -> None:
     """Train and write `policy` into the settings' folder. `log` and `say` are called on rank 0 alone.
 
-    Where `asked_to_end` is true on any rank, all save a checkpoint and raise Preempted.
+    Where `asked_to_end` is true on any rank, all save a checkpoint and raise Preempted. `key` authenticates
+    checkpoints; it is no part of the settings, so that nothing that shows them shows it.
     """
     rank, world = engine.start_distributed()
     log, say = (log, say) if rank == 0 else (_silent, _silent)
@@ -88,7 +91,7 @@ def train(
     if settings.dtype == "float16" and gpu_has_bfloat16():
         say("this GPU has bfloat16, which needs no loss scaling: consider train.dtype bfloat16 instead of float16")
     course, folder = Course(settings, device), Path(settings.folder)
-    found = checkpoint.find(folder, settings.zero_stage)
+    found = checkpoint.find(folder, settings.zero_stage, key)
     policy = start(settings, pairs, device, bool(found and found.universal), say)
     moving = MovingReference(policy, **settings.reference_update) if settings.reference_update else None
     if moving:
@@ -117,9 +120,8 @@ def train(
     def save(step: int) -> int:
         state = {**course.state(), "loss_scale": engine.loss_scale_state(policy), "origin": settings.origin}
         tensors = {REFERENCE_FILE: moving.gathered()} if moving else None
-        checkpoint.save(
-            policy, folder, settings.attempt, step, state, settings.keep_checkpoints, course.best.steps, tensors
-        )
+        best = course.best.steps
+        checkpoint.save(policy, folder, settings.attempt, step, state, settings.keep_checkpoints, best, key, tensors)
         return step
 
     done, looked, saved = first, -1, first if found and found.own else -1

@@ -49,6 +49,16 @@ REFERENCE_SCHEMA = pa.schema(
 )
 
 
+def check(path: Path, stage: str) -> None:
+    """UserError where a file is not what its stage wrote: DVC takes its cache's word for what it checks out."""
+    manifest = path.parent / "manifest.json"
+    if manifest.exists() and read_json(manifest)["files"].get(path.name) != sha256(path):
+        raise UserError(
+            f"{path} is not what the {stage} stage wrote: its content hash is not that of {manifest}. If nobody edited "
+            f"it, DVC's cache is damaged: `make check-cache FIX=1` removes damaged objects. Then run `dvc repro {stage}`."
+        )
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return parquet.read_table(path).to_pylist()
 
@@ -59,6 +69,7 @@ def count_pairs(split: str) -> int:
 
 def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
     """The pairs of a split; their tokens are views of the file's columns, not copies."""
+    check(root / PAIRS / f"{split}.parquet", "prepare")
     table = parquet.read_table(root / PAIRS / f"{split}.parquet")
     columns: dict[str, list[Any]] = {"id": table["id"].to_pylist()}
     columns |= {field: _lists(table, column) for column, field in TOKENS.items()}
@@ -98,8 +109,7 @@ def read_sources(split: str, root: Path = Path()) -> list[str]:
 def with_reference(pairs: list[Pair], split: str, root: Path = Path()) -> list[Pair]:
     """The pairs with their reference log-probabilities; each pair must have its own."""
     path = root / REFERENCE / f"{split}.parquet"
-    if read_json(root / REFERENCE / "manifest.json")["files"][path.name] != sha256(path):
-        raise UserError(f"{path} is not what the reference stage wrote. Run `dvc repro -f reference`.")
+    check(path, "reference")
     table = parquet.read_table(path)
     place = {name: at for at, name in enumerate(table["id"].to_pylist())}
     missing = [pair.id for pair in pairs if pair.id not in place]

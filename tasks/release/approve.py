@@ -10,6 +10,7 @@ from tasks.errors import UserError
 from tasks.params import load_cluster, load_params
 from tasks.promote import to_champion
 from tasks.release import outbox
+from tasks.release.stored import require_stored
 from tasks.tracking.registry import registry
 
 
@@ -18,6 +19,9 @@ def approve(number: str, name: str) -> str:
     address = params.push and check_push(params.push, configured())
     with registry(load_cluster(), params.model_name) as found:
         left = outbox.complete(found, address)  # of an approval that was interrupted, too
+        asked = found.version(number)
+        if asked is not None and asked.tags.get("waiting") == "true":
+            require_stored(found, asked)  # without the lock: it may be a download
         with found.exclusively() as held:
             version, champion = found.version(number), found.at(params.alias)
             if version is None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from tasks.files import home, read_json, sha256, write_json
 from tasks.paths import MODEL
 from tasks.release.push import push
+from tasks.release.stored import require_stored
+from tasks.release.verify import problems
 from tasks.tracking.lease import is_gone, this_process
 from tasks.tracking.registry import Registry
 
@@ -73,7 +75,7 @@ def complete(found: Registry, address: str | None) -> list[str]:
             continue
         if address:
             here = MODEL / "manifest.json"
-            same = here.exists() and sha256(here) == found.digest(version)
-            copies.append(push(MODEL if same else found.fetch(version, "model"), address))
+            same = here.exists() and sha256(here) == found.digest(version) and not problems(MODEL)
+            copies.append(push(MODEL if same else require_stored(found, version), address))
         promotion.finish()
     return copies

@@ -10,7 +10,7 @@ from pathlib import Path
 from tasks.errors import UserError
 from tasks.files import read_json, sha256
 from tasks.paths import MODEL
-from tasks.release.verify import MANIFEST, SUM, require_whole
+from tasks.release.verify import MANIFEST, SIGNATURE, SUM, require_whole
 
 CHUNK = 2**22
 
@@ -22,7 +22,7 @@ def push(folder: Path, address: str) -> str:
     target = f"{address.rstrip('/')}/{sha256(folder / MANIFEST)[:12]}"
     try:
         files, root = fsspec.core.url_to_fs(target)
-        last = {name: sha256(folder / name) for name in (SUM, MANIFEST)}
+        last = {name: sha256(folder / name) for name in (SUM, SIGNATURE, MANIFEST)}
         for name, digest in {**read_json(folder / MANIFEST)["files"], **last}.items():
             there = f"{root}/{name}"
             files.makedirs(there.rpartition("/")[0], exist_ok=True)

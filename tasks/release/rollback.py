@@ -8,7 +8,7 @@ from datetime import datetime
 
 from tasks.errors import UserError
 from tasks.params import load_cluster, load_params
-from tasks.release.verify import problems
+from tasks.release.stored import require_stored
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
 
 
@@ -21,7 +21,7 @@ def rollback() -> str:
         target = _before(found, champion) or found.at(PREVIOUS)  # an alias moved by hand has no tags
         if target is None or target.number == champion.number:
             raise UserError(f"Version {champion.number} is the first {params.alias} of {params.model_name}.")
-        _must_be_whole(found, target)
+        require_stored(found, target)
         earlier = _before(found, target)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         aliases = {params.alias: target.number, PREVIOUS: earlier.number if earlier else None}
@@ -50,16 +50,6 @@ def _before(found: Registry, version: Version) -> Version | None:
             return candidate
         number = candidate.tags.get("promoted_over")
     return None
-
-
-def _must_be_whole(found: Registry, target: Version) -> None:
-    if target.tags.get("weights") != "stored":
-        return  # they stand elsewhere, named by the manifest's hashes
-    if broken := problems(found.fetch(target, "model")):
-        raise UserError(
-            f"Version {target.number} of {found.name} is damaged in the registry: {'; '.join(broken)}. Nothing was "
-            "moved. Restore its files from a backup, or make the model anew with `make reproduce`."
-        )
 
 
 def _hash(version: Version) -> str:

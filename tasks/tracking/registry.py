@@ -102,6 +102,10 @@ class Registry:
         copies.mkdir(parents=True, exist_ok=True)
         return Path(self.client.download_artifacts(version.run_id, place, str(copies)))
 
+    def store(self, version: Version, what: str, file: Path) -> None:
+        """One more file of a version, or a newer one."""
+        self.client.log_artifact(version.run_id, str(file), f"{what}/{self.digest(version)[:12]}")
+
     def aliases(self) -> dict[str, str]:
         """The version at each alias."""
         return {alias: str(number) for alias, number in self.client.get_registered_model(self.name).aliases.items()}

@@ -45,7 +45,7 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
         if job.alive:
             alive.record()
         with suppress(Enough):
-            loop.train(_settings(job, folder), scored, {"": scored[:2]}, log)
+            loop.train(_settings(job, folder), scored, {"": scored[:2]}, log, key=bytes(32))
         if job.alive:
             found |= alive.at_peak()
         found["estimated_gib"] = memory.estimate(_settings(job, folder), 1, scored).total / 2**30

@@ -1,0 +1,121 @@
+"""The key that the operator holds, and what it signs: exports (Ed25519) and checkpoints (HMAC-SHA256).
+
+Whoever can write a file and the manifest beside it can make both agree; a signature needs the key. The key is 32
+random bytes as 64 hexadecimal digits: the value of DPO_SIGNING_KEY, a file that DPO_SIGNING_KEY names, or
+.services/signing.key of the main checkout, made at first use and readable by its user alone. The keys of exports and of
+checkpoints are both derived from it; workers get only the latter.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.errors import UserError
+from tasks.files import home
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+VARIABLE = "DPO_SIGNING_KEY"
+TRUSTED = "DPO_TRUSTED_KEYS"  # public keys whose exports are accepted, too, separated by commas
+PURPOSE = b"dpo export manifest\n"  # a signature of ours over anything else is none over a manifest
+
+
+def checkpoint_key() -> bytes:
+    return hmac.digest(_secret(), b"dpo checkpoint", hashlib.sha256)
+
+
+def public_key() -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return _private().public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+
+
+def sign(content: bytes) -> str:
+    """A line with the public key and the signature; the same for the same content and key."""
+    return f"ed25519 {public_key()} {_private().sign(PURPOSE + content).hex()}\n"
+
+
+def signature_problem(content: bytes, line: str) -> str | None:
+    """What is wrong with the signature of a content, in words; None where a trusted key made it."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        kind, public, signature = line.split()
+        assert kind == "ed25519"
+        verifier, made = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)), bytes.fromhex(signature)
+    except (ValueError, AssertionError):
+        return "its signature is no line `ed25519 KEY SIGNATURE`"
+    given = [key.strip().lower() for key in os.environ.get(TRUSTED, "").split(",") if key.strip()]
+    if public not in given and public != public_key():
+        return (
+            f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} ({where()}). Use the "
+            f"same key ({VARIABLE}), or add the public key to {TRUSTED} if you trust whoever holds it"
+        )
+    try:
+        verifier.verify(made, PURPOSE + content)
+    except InvalidSignature:
+        return f"it is not what key {public[:16]} signed"
+    return None
+
+
+def where() -> str:
+    """Where the key is, for messages; never the key."""
+    given = os.environ.get(VARIABLE, "")
+    if not given:
+        return str(_default())
+    return VARIABLE if _is_key(given) else given
+
+
+def _private() -> "Ed25519PrivateKey":
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return Ed25519PrivateKey.from_private_bytes(hmac.digest(_secret(), b"dpo export", hashlib.sha256))
+
+
+def _secret() -> bytes:
+    given = os.environ.get(VARIABLE, "").strip()
+    if given and _is_key(given):
+        return bytes.fromhex(given)
+    path = Path(given).expanduser() if given else _default()
+    if not given and not path.exists():
+        _make(path)
+    try:
+        text = path.read_text().strip()
+    except OSError as error:
+        raise UserError(
+            f"The signing key cannot be read: {error}. {VARIABLE} is 64 hexadecimal digits (`openssl rand -hex 32`) or "
+            "the path of a file that holds them."
+        ) from None
+    if not _is_key(text):
+        raise UserError(f"{path} holds no signing key of 64 hexadecimal digits. Restore it from a backup.")
+    return bytes.fromhex(text)
+
+
+def _make(path: Path) -> None:
+    """Whole or not there, and one for all: of two processes that come first, one makes it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    finally:
+        aside.unlink()
+
+
+def _default() -> Path:
+    return home() / ".services" / "signing.key"
+
+
+def _is_key(text: str) -> bool:
+    return len(text) == 64 and all(digit in "0123456789abcdefABCDEF" for digit in text)
