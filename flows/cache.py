@@ -1,7 +1,8 @@
-"""Objects of DVC's cache whose content is not what their name says: `python -m flows.cache [--fix]` (`make check-cache`).
+"""Find damaged objects of DVC's cache, --fix removes them: `python -m flows.cache [--fix]` (`make check-cache`).
 
-DVC checks protected objects out without reading them. A damaged one comes back as often as it is deleted from a
-workspace, since DVC does not write an object that is there already: it must be removed from the cache.
+An object is damaged when its content is not what its name says. DVC checks protected objects out without reading them.
+A damaged one comes back as often as a workspace file is deleted, since DVC does not write an object that is there
+already: it must be removed from the cache.
 """
 
 import argparse

@@ -80,7 +80,14 @@ def _event(promotion: outbox.Promotion) -> Event:
     message = f"{model} version {version} is now {alias}: {promotion.why}."
     payload = {"model": model, "version": version, "alias": alias, "message": message}
     content = {"id": promotion.id, "occurred": datetime.now().astimezone(), "event": PROMOTED}
-    return Event.model_validate({**content, "resource": resource, "payload": payload})
+    return Event.model_validate({**content, "resource": resource, "related": _this_run(), "payload": payload})
+
+
+def _this_run() -> list[dict[str, str]]:
+    """As Prefect adds it to events of its own making: notifications link to the run."""
+    if not (run := runtime.flow_run.id):
+        return []
+    return [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
 
 
 def waits_for_a_person(place: Workspace) -> bool:

@@ -113,16 +113,19 @@ def sha256(path: Path) -> str:
 
 
 def known_sha256(path: Path) -> str:
-    """sha256 of a file that may be large: not read again while its size and time of change are the same."""
+    """sha256 of a file that may be large: not read again while its size, inode and times of change are the same.
+
+    Whoever edits a file can set its modification time back, but not the time of its last status change.
+    """
     memory = home() / ".scratch" / "hashes.json"
     known = recall(memory)
     state = path.stat()
-    now = [state.st_size, state.st_mtime_ns]
+    now = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
     entry = known.get(str(path.resolve()))
-    if not isinstance(entry, list) or len(entry) != 3 or entry[:2] != now:
+    if not isinstance(entry, list) or entry[:-1] != now:
         entry = [*now, sha256(path)]
         write_json(memory, {**known, str(path.resolve()): entry})
-    return entry[2]
+    return entry[-1]
 
 
 def fingerprint(content: Any) -> str:

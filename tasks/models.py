@@ -22,9 +22,9 @@ def base_folder(address: str) -> Path:
             )
         if known_sha256(folder / name) != manifest["files"][name]:
             raise UserError(
-                f"{folder / name} is not the file that the source stage saw: its content hash differs. Restore it, or run "
-                "`dvc repro` to take the model as it is now. If nobody edited it, DVC's cache or the disk is damaged: "
-                "`make check-cache FIX=1` removes damaged objects of the cache."
+                f"{folder / name} is not the file that the source stage saw: its content hash differs. Restore it, or "
+                "run `dvc repro` to take the model as it is now. If nobody edited it, DVC's cache is damaged: run "
+                "`make check-cache FIX=1`, which removes damaged objects, and this again."
             )
     return folder
 

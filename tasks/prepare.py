@@ -20,7 +20,7 @@ from tasks.dataset.account import Account, check
 from tasks.dataset.chunks import EXAMPLES, Origin, Outcome, Task, Worker
 from tasks.dataset.contract import Mask
 from tasks.dataset.formats import detect, rename
-from tasks.dataset.pairs import SPLITS
+from tasks.dataset.pairs import HASHES, SPLITS
 from tasks.dataset.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.shards import write_splits
 from tasks.dataset.templates import Template, choose_template
@@ -165,7 +165,7 @@ def _write(shards: Path, pairs: Path, outcomes: list[Outcome], columns: verdicts
     paths = [shards / f"{outcome.number:06d}.arrow" for outcome in outcomes]
     write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held"], ends))
     shutil.rmtree(shards)
-    write_json(pairs / "manifest.json", {"files": hash_files(pairs)})
+    write_json(pairs / HASHES, {"files": hash_files(pairs)})
 
 
 def _tell(run: Run, report: dict[str, Any]) -> None:

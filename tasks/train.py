@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import continuation, disk, signing, stage
-from tasks.dataset.pairs import count_pairs, read_pairs, read_sources, with_reference
+from tasks.dataset.pairs import check_inputs, count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json, write_text
 from tasks.machines import preemption
@@ -56,6 +56,7 @@ def train(run: Run) -> None:
             "infra/cluster.yaml: actor_train.keep_best ranks checkpoints by train.select at every train.eval_steps. "
             "Set both in params.yaml, or keep_best to 0."
         )
+    check_inputs()
     asked, runs = params.train.resume_from_checkpoint, run.folder.parent
     start = None if asked in ("auto", "never") else continuation.resolve(asked, runs, signing.checkpoint_key())
     origin = _origin(params, run.folder.name, start)

@@ -93,7 +93,16 @@ def test_the_same_rows_give_the_same_bytes_for_any_number_of_processes(workspace
         go(source, prepare)
         made.append(hash_files(Path("data/pairs")) | hash_files(Path("data/card")))
     assert set(made[0]) == {
-        *("train.parquet", "eval.parquet", "report.json", "card.md", "card.html", "preview.json", "quarantine.jsonl")
+        *(
+            "train.parquet",
+            "eval.parquet",
+            "hashes.json",
+            "report.json",
+            "card.md",
+            "card.html",
+            "preview.json",
+            "quarantine.jsonl",
+        )
     }
     assert made[0] == made[1] == made[2]
     assert report()["left_out"] == {"empty_answer": 1, "duplicate": 20}

@@ -41,8 +41,10 @@ def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(root)
     Path("data/pairs").mkdir(parents=True)
     parquet.write_table(PAIR_SCHEMA.empty_table(), "data/pairs/eval.parquet")
-    sizes = {name: (tiny_base / name).stat().st_size for name in hash_files(tiny_base)}
-    write_json(Path("data/base/manifest.json"), {"model": str(tiny_base), "sha256": "b" * 64, "sizes": sizes})
+    files = hash_files(tiny_base)
+    sizes = {name: (tiny_base / name).stat().st_size for name in files}
+    manifest = {"model": str(tiny_base), "sha256": "b" * 64, "files": files, "sizes": sizes}
+    write_json(Path("data/base/manifest.json"), manifest)
     return root
 
 

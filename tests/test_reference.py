@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.dataset.pairs import read_rows
-from tests.workspaces import run, start, write_cluster
+from flows import cache
+from tasks.dataset.pairs import check_inputs, read_rows
+from tasks.errors import UserError
+from tasks.models import base_folder
+from tests.workspaces import refusal, run, start, write_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +26,42 @@ def shards(workspace: Path) -> dict[Path, int]:
 def values(workspace: Path) -> dict[str, list[float]]:
     rows = [row for split in ("train", "eval") for row in read_rows(workspace / f"data/reference/{split}.parquet")]
     return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
+
+
+def flip(path: Path) -> None:
+    """One bit, with the size and the modification time as they were."""
+    content, state = bytearray(path.read_bytes()), path.stat()
+    content[len(content) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def test_a_flipped_byte_of_the_inputs_is_found_before_they_are_used(referenced, tiny_base, tmp_path, monkeypatch):
+    workspace, model = Path(shutil.copytree(referenced, tmp_path / "work")), shutil.copytree(tiny_base, tmp_path / "m")
+    monkeypatch.chdir(workspace)
+    check_inputs()
+    for path in ("data/pairs/train.parquet", "data/pairs/eval.parquet", "data/reference/train.parquet"):
+        flip(Path(path))
+        with pytest.raises(UserError, match=rf"{path} is not what the \w+ stage wrote"):
+            check_inputs()
+        if path == "data/pairs/train.parquet":
+            assert path in refusal(workspace, "train")
+        flip(Path(path))
+    assert base_folder(str(model)) == model
+    flip(model / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors is not the file that the source stage saw"):
+        base_folder(str(model))
+
+
+def test_a_damaged_object_of_dvcs_cache_is_found(tmp_path):
+    whole = tmp_path / "files/md5/90/0150983cd24fb0d6963f7d28e17f72"  # md5 of abc
+    whole.parent.mkdir(parents=True)
+    whole.write_text("abc")
+    (whole.parent / "no-object.tmp").write_text("")
+    assert cache.damaged(tmp_path) == []
+    flip(whole)
+    assert cache.damaged(tmp_path) == [whole]
 
 
 def test_a_killed_run_computes_only_the_missing_shards(referenced, tmp_path):

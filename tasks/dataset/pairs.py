@@ -15,6 +15,7 @@ from tasks.paths import PAIRS, REFERENCE
 from training.packing import Pair
 
 SPLITS = ("train", "eval")
+HASHES = "hashes.json"  # of the pairs
 TOKENS = {  # a pair's field by the file's column
     "prompt_ids": "prompt",
     "chosen_ids": "chosen",
@@ -51,12 +52,19 @@ REFERENCE_SCHEMA = pa.schema(
 
 def check(path: Path, stage: str) -> None:
     """UserError where a file is not what its stage wrote: DVC takes its cache's word for what it checks out."""
-    manifest = path.parent / "manifest.json"
+    manifest = path.parent / (HASHES if stage == "prepare" else "manifest.json")
     if manifest.exists() and read_json(manifest)["files"].get(path.name) != sha256(path):
         raise UserError(
             f"{path} is not what the {stage} stage wrote: its content hash is not that of {manifest}. If nobody edited "
-            f"it, DVC's cache is damaged: `make check-cache FIX=1` removes damaged objects. Then run `dvc repro {stage}`."
+            f"it, DVC's cache is damaged: run `make check-cache FIX=1`, which removes damaged objects, and this again."
         )
+
+
+def check_inputs() -> None:
+    """Before workers start: what they read is what the stages before wrote."""
+    for split in SPLITS:
+        check(PAIRS / f"{split}.parquet", "prepare")
+        check(REFERENCE / f"{split}.parquet", "reference")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

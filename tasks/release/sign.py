@@ -1,8 +1,8 @@
 """Sign what was made before there was a key, or with another key: `python -m tasks.release.sign [WHAT]` (`make sign`).
 
 WHAT is the folder of an export (data/model without an argument), the folder of a checkpoint, or the number of a version
-in the registry. Only files that agree with their manifest are signed. A signature says that you trust whoever made them:
-loading a checkpoint runs code that its files name.
+in the registry. Only files that agree with their manifest are signed. A signature says that you trust whoever made
+them: loading a checkpoint runs code that its files name.
 """
 
 import json
