@@ -59,7 +59,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         ports = {"postgres:5432": database.port, "s3:7070": moto._port, "mlflow:5000": free_port()}
         ports["prefect:4200"] = free_port()
         secrets = {"POSTGRES_PASSWORD": database.password, "PREFECT_PASSWORD": "word"}
-        secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing"}
+        secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing", "SIGNING_KEY": "5" * 64}
         secrets |= {f"MLFLOW_{user}_PASSWORD": f"a-password-of-{user}" for user in MLFLOW_USERS}
         here = Translation(ports, secrets, folder)
         s3 = bucket(here)
