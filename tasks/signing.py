@@ -114,7 +114,11 @@ def _make(path: Path) -> None:
 
 
 def _default() -> Path:
-    return home() / ".services" / "signing.key"
+    root = home()
+    if (root / ".git").is_file():  # a worktree, as `make open` makes: .git names .git/worktrees/<name> of the checkout
+        folder = Path((root / ".git").read_text().partition("gitdir:")[2].strip())
+        root = folder.parents[2] if folder.parent.name == "worktrees" else root
+    return root / ".services" / "signing.key"
 
 
 def _is_key(text: str) -> bool:

@@ -85,11 +85,12 @@ def test_the_model_learnt_the_preference_and_kept_its_answers(opened: Path) -> N
     assert metrics["rewards/chosen"] > 0  # reward accuracy alone proves nothing
 
 
-def test_the_export_stands_alone_and_its_manifest_holds(opened: Path) -> None:
+def test_the_export_stands_alone_and_its_manifest_holds(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = opened / "data/model"
     manifest = read_json(model / "manifest.json")
+    monkeypatch.setenv("DPO_HOME", str(opened))  # a worktree: the checkout's key signed it
     assert problems(model) == []
     assert manifest["checks"]["largest_logit_difference"] < 1e-3
     assert manifest["checks"]["same_greedy_text"]
@@ -176,7 +177,7 @@ def test_the_run_comes_out_the_same_from_its_commit(ran: Path, opened: Path, pre
         assert f"{stage}: done in" in done.stdout, stage  # it ran
 
 
-def test_an_export_that_fails_its_checks_leaves_the_one_before(opened: Path) -> None:
+def test_an_export_that_fails_its_checks_leaves_the_one_before(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DVC removes outs before a stage runs; this one is marked to stay."""
     from safetensors.torch import load_file, save_file
 
@@ -192,5 +193,6 @@ def test_an_export_that_fails_its_checks_leaves_the_one_before(opened: Path) -> 
         weights.write_bytes(before)
     assert failed.returncode != 0
     assert "Nothing was exported." in failed.stderr
+    monkeypatch.setenv("DPO_HOME", str(opened))
     assert problems(opened / "data/model") == []
     assert dvc(opened, "status").split() == ["watch:", "always", "changed"]

@@ -200,11 +200,12 @@ def test_a_licence_is_found_where_it_is_stated(tmp_path: Path):
     assert licence(tmp_path) == "apache-2.0"
 
 
-def test_a_push_is_read_back_and_can_be_verified_there(tmp_path: Path):
+def test_a_push_is_read_back_and_can_be_verified_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tasks.errors import UserError
     from tasks.files import hash_files, sha256, write_json
     from tasks.release.verify import problems, seal
 
+    monkeypatch.setenv("DPO_HOME", str(tmp_path))
     model = tmp_path / "model"
     (model / "adapter").mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")

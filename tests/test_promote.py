@@ -366,6 +366,12 @@ def test_an_export_without_a_signature_is_not_promoted_until_it_is_signed(worksp
     assert "and this project's key is" in verify.problems(MODEL)[0]
     monkeypatch.delenv("DPO_SIGNING_KEY")
     public = signing.public_key()
+    opened = workspace / ".scratch" / "opened"  # a worktree finds the key of its checkout
+    opened.mkdir(parents=True)
+    (opened / ".git").write_text(f"gitdir: {workspace}/.git/worktrees/opened\n")
+    monkeypatch.setenv("DPO_HOME", str(opened))
+    assert signing.public_key() == public
+    monkeypatch.delenv("DPO_HOME")
     monkeypatch.setenv("DPO_SIGNING_KEY", "a" * 64)
     monkeypatch.setenv("DPO_TRUSTED_KEYS", public)
     assert verify.problems(MODEL) == []
