@@ -142,7 +142,7 @@ def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained,
     stopped.send_signal(signal.SIGTERM)
     said, _ = stopped.communicate(timeout=60)
     assert stopped.returncode != 0
-    assert f"{newest.name} is damaged" in said
+    assert f"{newest.name} is not used" in said
     assert not (workspace / "data/policy").exists()
     run(workspace, "train")
     weights = "data/policy/adapter_model.safetensors"
