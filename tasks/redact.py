@@ -10,7 +10,6 @@ import sys
 import traceback
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 HIDDEN = "***"
 SHORTEST = 8  # characters of a secret that is hidden inside words, too; a shorter one is hidden as a word of its own
@@ -90,8 +89,10 @@ def _parts(value: str) -> list[str]:
     """The value, and what is secret by itself: the password of `user:password` or of an address, a hook's path."""
     if "://" not in value:
         return [value, value.partition(":")[2]]
-    address = urlsplit(value)
-    return [value, address.password or "", value.partition(address.netloc)[2] if len(address.path) >= SHORTEST else ""]
+    host, slash, path = value.partition("://")[2].partition("/")
+    login, at, _ = host.rpartition("@")
+    hook = slash + path if at == "" and len(path) >= SHORTEST else ""
+    return [value, login.partition(":")[2], hook]
 
 
 def _worth_hiding(value: str) -> bool:

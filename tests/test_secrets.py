@@ -70,6 +70,8 @@ def test_logins_webhooks_and_short_secrets_are_taken_out(monkeypatch):
     monkeypatch.setenv("SOME_PASSWORD", "hunter2")
     monkeypatch.setenv("OTHER_PASSWORD", "tok")
     monkeypatch.setenv("SWITCH_TOKEN", "1")
+    monkeypatch.setenv("LOCAL_CONNECTION_URL", "sqlite:///")
+    monkeypatch.setenv("BROKEN_WEBHOOK_URL", "http://[half")
     monkeypatch.setenv("ANOTHER_TOKEN", "True")
     for text, hidden in (
         ("login admin:correct-horse refused", "login *** refused"),
