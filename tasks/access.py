@@ -66,15 +66,14 @@ def check_push(address: str, access: Access) -> str:
     return address
 
 
-def check_protocol(key: str, address: str, access: Access) -> str:
-    """The protocol of a remote address, where the operator allowed it. A chain (zip::http://...) hides another one."""
+def check_protocol(key: str, address: str, access: Access) -> None:
+    """A remote address has one protocol that the operator allowed. A chain (zip::http://...) hides another one."""
     protocol = address if "::" in address else address.partition("://")[0]
     if protocol not in access.protocols:
         raise UserError(
             f"{key}: {address} must use one protocol of {', '.join(access.protocols)}, without a chain (`::`). "
             "Fetch the files yourself, or let the operator add it to access.protocols in infra/cluster.yaml."
         )
-    return protocol
 
 
 def origin_of(url: str) -> str:

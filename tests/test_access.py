@@ -109,6 +109,19 @@ def test_data_over_http_comes_from_allowed_addresses_alone_after_a_redirect_too(
         assert {host for host, _ in asked} == {"127.0.0.1"}
 
 
+def test_a_data_set_of_the_hub_cannot_name_an_internal_address(root):
+    with serving("127.0.0.1") as port:
+        (root / "set").mkdir()
+        files = f"http://127.0.0.1:{port}/a.jsonl"
+        (root / "set/README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{files}'}}]\n---\n")
+        with pytest.raises(UserError, match=r"source.data: the data set .*set .*could not be loaded"):
+            fetch("source.data", f"hub:{root}/set", 0, root / "data")
+        assert asked == []
+        write_cluster(root, {"access.networks": ["127.0.0.1"]})
+        fetch("source.data", f"hub:{root}/set", 0, root / "allowed")
+        assert asked != []
+
+
 @pytest.mark.parametrize(
     "address", ["ftp://h/a.jsonl", "zip://a::http://127.0.0.1/a.zip", "file:///a::http://h/a.jsonl"]
 )

@@ -129,6 +129,7 @@ def _from_hub(key: str, address: str, target: Path) -> None:
     if unknown := options.keys() - {"split", "config"}:
         raise UserError(f"{key}: `{unknown.pop()}` in {address} is neither `split` nor `config`.")
     name, revision = hub_address(place)
+    _guard_http(configured().networks)
     try:
         rows = load_dataset(name, options.get("config"), revision=revision, split=options.get("split", "train"))
         rows.to_parquet(str(target))
@@ -164,14 +165,21 @@ def _remote_files(key: str, address: str) -> tuple[Any, list[str]]:
     """The file system behind an address, and its files of rows in a fixed order."""
     import fsspec
 
-    options: dict[str, Any] = {}
     access = configured()
-    if check_protocol(key, address, access) in ("http", "https"):
-        options = {"get_client": partial(guarded_client, access.networks), "skip_instance_cache": True}
-    system, path = fsspec.core.url_to_fs(address, **options)
+    check_protocol(key, address, access)
+    _guard_http(access.networks)
+    system, path = fsspec.core.url_to_fs(address)
     system.invalidate_cache()
     found = system.find(path) if system.isdir(path) else [path]
     return system, sorted(file for file in found if _holds_rows(file.rpartition("/")[2]))
+
+
+def _guard_http(networks: list[str]) -> None:
+    """Of this whole process, as far as it reads by fsspec: `datasets` follows addresses that a data set names."""
+    import fsspec
+
+    guarded = {"get_client": partial(guarded_client, networks)}
+    fsspec.config.conf.update(http=guarded, https=guarded)
 
 
 def stamp(key: str, address: str) -> str:
