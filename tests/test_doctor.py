@@ -60,11 +60,17 @@ def test_a_typo_is_one_line(workspace, capsys):
 
 def test_packages_that_are_not_as_locked_are_named(tmp_path, capsys):
     lock = tmp_path / "requirements.lock"
-    lock.write_text("pytest==0.1\nno-such-package==1.0\n")
+    lock.write_text(
+        "pytest==0.1 \\\n    --hash=sha256:ab \\\n    --hash=sha256:cd\nno-such-package==1.0\n"
+        'of-another-python==2.0 ; python_version < "3.0" \\\n    --hash=sha256:ef\n'
+    )
     found = examine.Findings()
     examine.packages(found, lock)
     assert found.bad == 1
-    assert "no-such-package is missing (locked: 1.0)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no-such-package is missing (locked: 1.0)" in said
+    assert "(locked: 0.1)" in said
+    assert "of-another-python" not in said
 
 
 LLAMA_8B = SimpleNamespace(parameters=8 * 2**30, trainable=2**27)  # a LoRA adapter of an eighth of a GiB of weights

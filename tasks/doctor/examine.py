@@ -5,6 +5,7 @@ Nothing here waits for long: every question to another machine has a few seconds
 """
 
 import os
+import re
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -67,7 +68,10 @@ def tools(found: Findings) -> None:
 
 def packages(found: Findings, lock: Path) -> None:
     """What is installed against the lock file."""
-    wanted = dict(line.split("==", 1) for line in lock.read_text().split() if "==" in line)
+    from packaging.markers import Marker
+
+    lines = re.findall(r"^([\w.-]+)==([^\s;]+)(?: ; (.+?))?(?: \\)?$", lock.read_text(), re.M)
+    wanted = {name: pinned for name, pinned, marker in lines if not marker or Marker(marker).evaluate()}
     other = []
     for name, locked in wanted.items():
         try:
