@@ -58,9 +58,7 @@ class Scenario:
     after: str = ""  # the scenario whose result it starts from
     make: Callable[[Path, Path], None] | None = None  # (bench, root)
     forked: bool = True  # Ray does not survive a fork
-    again: bool = (
-        True  # whether a command that succeeded all the same may be run once more: a rollback goes one further
-    )
+    again: bool = True  # a rollback that succeeded all the same is not run again: it would go one further
 
 
 def workspace(bench: Path, root: Path) -> None:
