@@ -74,7 +74,7 @@ def is_full(place: Path | None = None) -> bool:
 
 
 def broken(place: Path | None, why: str) -> str:
-    what = f"{place}, on the file system {mount_of(place)}," if place else "A file"
+    what = f"{place}, on the file system {mount_of(place)}," if place else f"A file of the run in {Path.cwd()}"
     return (
         f"{what} could not be written: {why}. Look at the disk (`dmesg`, or your storage's log). When it works, run "
         "the same command again: it continues where it stopped."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.disk import mount_of
 from tests.faults.harness import FAULTS, Harness, harness
 from tests.faults.scenarios import Bench
 from tests.faults.sweep import points
@@ -46,8 +47,8 @@ def test_a_disk_that_fails_in_the_middle_of_a_stage_is_a_sentence(bench: Bench, 
     done = bench.run(bench.ready("source"), fault, at)
     (sentence,) = [line for line in done.said.splitlines() if line.startswith("error: ")]
     assert done.code == 2  # which no flow tries again
-    assert "pairs.jsonl" in sentence
-    assert ("is full (" if fault == "enospc" else "Input/output error") in sentence
+    full = f"file system {mount_of(bench.root)} is full ("
+    assert (full if fault == "enospc" else "could not be written: Input/output error") in sentence
     assert "run the same command again" in sentence
 
 
@@ -65,7 +66,7 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
 
 
 def test_a_full_disk_is_told_before_a_stage_and_the_same_command_completes_afterwards(
-    tmp_path: Path, tiny_base: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_base: Path, mlflow_store: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "24m") as mounted:
         root = make_workspace(tmp_path / "disk" / "workspace", tiny_base, rows=30)
