@@ -22,7 +22,7 @@ from tests.conftest import make_dummy_repo
 from tests.faults.harness import PROJECT, Harness, copy, locks
 from tests.workspaces import make_workspace
 
-RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[0-9a-f]{32}")
+RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[a-z]+-[a-z]+-[0-9a-f]{8}|[0-9a-f]{32}")
 # A registry with two versions, the second of them champion, and a third model that is better; `promote` is next.
 REGISTER = """
 import sys
