@@ -128,6 +128,8 @@ $(READY): requirements.lock infra/cuda.lock
 	echo "Making the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
 	"$$found" -m venv .venv
 	@install="python -m pip install --disable-pip-version-check --no-input --no-deps --require-hashes"; \
+	awk '/^torch==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock > .venv/torch.lock; \
+	$$install --quiet --no-index -r .venv/torch.lock 2>/dev/null || true; : a CPU build in a folder of wheels, where there is one; \
 	{ $$install -r requirements.lock && \
 	  if python infra/needs_cuda.py; then $$install -r infra/cuda.lock; fi && python -m pip check; } 2>&1 | tee .venv/install.log | \
 	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
