@@ -16,7 +16,7 @@ from tests.workspaces import make_workspace, refusal, run, write_cluster
 
 pytestmark = pytest.mark.slow
 # So many operations of each command, the first of each kind and file, evenly spread; a fault for each in turn.
-SAMPLE = {"source": 9, "prepare": 6, "promote": 6, "rollback": 3}
+SAMPLE = {"source": 6, "prepare": 3, "promote": 3, "rollback": 2}
 
 
 @pytest.fixture(scope="module")
