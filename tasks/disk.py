@@ -1,7 +1,8 @@
 """A full or failing disk as a sentence (which file system, how much is free and needed), checked before each stage.
 
-`check` estimates what a stage writes, `explain` recognises the errors of a full or failing disk in whatever exception a
-library wraps them (OSError, SQLite's, pyarrow's, safetensors', Ray's).
+`check` estimates what a stage writes (`training`: what a training has still to write). `explain` recognises
+the errors of a full or failing disk in whatever exception a library wraps them (OSError, SQLite's, pyarrow's,
+safetensors', Ray's).
 """
 
 import errno
@@ -29,9 +30,14 @@ LARGEST_UPLOAD = 2**30  # as in registry.py: above it weights are not copied int
 
 
 def check(stage: str, params: "Params", cluster: "Cluster") -> None:
-    """Refuse a stage that cannot end, before it begins: its files and its checkpoints may lie on two file systems."""
+    """Refuse a stage that cannot end, before it begins."""
+    require(stage, _estimate(stage, params, cluster))
+
+
+def require(stage: str, sizes: list[tuple[Path, float]]) -> None:
+    """`sizes` are (folder, bytes) to be written; the folders may lie on several file systems."""
     wanted: dict[Path, float] = {}
-    for folder, size in _estimate(stage, params, cluster):
+    for folder, size in sizes:
         mount = mount_of(folder)
         wanted[mount] = wanted.get(mount, LEAST) + size
     for mount, size in wanted.items():
@@ -133,7 +139,6 @@ def _estimate(stage: str, params: "Params", cluster: "Cluster") -> list[tuple[Pa
         "source": lambda: [(RAW, _data(params)), (BASE, _merged(params))],
         "prepare": lambda: [(PAIRS, 3.0 * _size(RAW))],  # shards, pairs, the card's quarantine
         "reference": lambda: [(PAIRS, 1.0 * _size(PAIRS)), (home() / cluster.output_dir, 1.0 * _size(PAIRS))],
-        "train": lambda: _trained(params, cluster),
         "export": lambda: [(Path("data"), _exported(params))],
     }
     return known.get(stage, lambda: [(Path("data"), 0.0)])()
@@ -154,14 +159,15 @@ def _merged(params: "Params") -> float:
     return float(_size(local_path(params.source.model))) if params.source.adapter else 0.0
 
 
-def _trained(params: "Params", cluster: "Cluster") -> list[tuple[Path, float]]:
+def training(params: "Params", cluster: "Cluster", folder: Path) -> list[tuple[Path, float]]:
+    """Of a training in `folder`, less what its earlier attempts left there: they are replaced one by one."""
     from tasks.models import base_folder
     from training.memory import measure
 
     adapter = params.train.adapter.model_dump() if params.train.adapter else None
     parts = needed(params, cluster, measure(base_folder(params.source.model), adapter, params.train.quantization))
     policy = parts["policy"] / 3
-    return [(home() / cluster.output_dir, parts["checkpoints"] + policy), (Path("data"), policy)]
+    return [(folder, max(0.0, parts["checkpoints"] + policy - _size(folder))), (Path("data"), policy)]
 
 
 def _exported(params: "Params") -> float:

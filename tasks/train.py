@@ -79,6 +79,7 @@ def _train(
     steps = origin["steps"]
     print(f"train: {steps} steps of {settings.global_batch_size} pairs, {_how(params, cluster)}", flush=True)
     discarded = _discard(folder) if params.train.resume_from_checkpoint == "never" else None
+    disk.require("train", disk.training(params, cluster, folder))
     checkpoint.claim(folder, settings.attempt)
     key = signing.checkpoint_key()
     if note := discarded or _begin(folder, origin, start, key):

@@ -92,4 +92,5 @@ def test_a_full_disk_is_told_before_training(tmp_path: Path, referenced: Path) -
         if mounted:
             write_cluster(root, {"output_dir": str(tmp_path / "disk")})
             sentence = refusal(root, "train")
-            assert f"on the file system {tmp_path / 'disk'}, and 1.0 MiB are free" in sentence
+            assert f"on the file system {tmp_path / 'disk'}, and 1" in sentence
+            assert "iB are free. Make room there" in sentence

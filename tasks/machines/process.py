@@ -14,7 +14,7 @@ STARTED = 19  # the field of /proc/<pid>/stat behind the name in parentheses: cl
 def this_process() -> dict[str, Any]:
     """What is noted of a process: `is_alive` knows it again."""
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "began": _began(pid), "boot": _boot()}
+    return {"pid": pid, "host": socket.gethostname(), "began": began(pid), "boot": boot()}
 
 
 def is_alive(noted: dict[str, Any]) -> bool:
@@ -24,13 +24,13 @@ def is_alive(noted: dict[str, Any]) -> bool:
         return False
     if noted.get("host", socket.gethostname()) != socket.gethostname():
         return True
-    if noted.get("boot", _boot()) != _boot():
+    if noted.get("boot", boot()) != boot():
         return False
-    began = _began(pid)
-    return began is not None and noted.get("began", began) == began
+    since = began(pid)
+    return since is not None and noted.get("began", since) == since
 
 
-def _began(pid: int) -> float | None:
+def began(pid: int) -> float | None:
     """When a process began, in a measure that no change of the clock moves; None where there is none."""
     stat = Path(f"/proc/{pid}/stat")
     try:
@@ -42,5 +42,8 @@ def _began(pid: int) -> float | None:
         return None
 
 
-def _boot() -> str:
-    return BOOT.read_text().strip() if BOOT.exists() else str(round(psutil.boot_time()))
+def boot() -> str:
+    """This start of this machine, and on Linux the process-id namespace: containers of one machine count apart."""
+    if BOOT.exists():
+        return f"{BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return str(round(psutil.boot_time()))

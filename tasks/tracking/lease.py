@@ -10,17 +10,16 @@ writing after HOLD seconds, so a removed claim belongs to a holder that writes n
 under way for LEASE - HOLD seconds.
 """
 
-import hashlib
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
+from tasks.machines.process import began, boot
 
 PREFIX = "dpo.claim."
 LEASE, HOLD = 120.0, 60.0  # seconds
@@ -129,30 +128,12 @@ def _is_dead(key: str, claim: Claim, seen: dict[str, tuple[str, float]]) -> bool
 
 
 def this_process() -> str:
-    """Boot, PID namespace, PID and start time: enough for a process of the same machine to tell whether it lives."""
-    return f"{_machine()} {os.getpid()} {_started(os.getpid())}"
+    """Enough for another process of the same machine to tell whether this one lives."""
+    return f"{boot()} {os.getpid()} {began(os.getpid())}"
 
 
 def is_gone(process: str) -> bool:
-    """Whether a process of this machine has ended; False for one of another machine."""
+    """Whether a process of this machine has ended; False for one of another machine, of which only time tells."""
     machine, _, rest = process.partition(" ")
-    pid, _, started = rest.partition(" ")
-    return bool(machine) and machine == _machine() and _started(int(pid)) != started
-
-
-def _machine() -> str:
-    """Empty where there is no /proc: then only time tells."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:16]
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """Clock ticks after the boot; empty where there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if stat[0] in "ZX" else stat[19]
+    pid, _, since = rest.partition(" ")
+    return machine == boot() and str(began(int(pid))) != since

@@ -2,8 +2,8 @@
 
 Takes hours for all; `--minutes 40` ends earlier, `--stride 20` takes every 20th operation. Operations are tried in an
 order that visits each kind of operation on each file before it repeats one, so that a short sweep has seen all kinds.
-What was tried is kept in `--folder`, and the same command goes on from there; code that changed starts anew. Ends with
-the table as Markdown and JSON, and exit code 1 where anything did not survive.
+What was tried is kept in `--folder`, and the same command goes on from there: delete the folder after a change of code.
+Ends with the table as Markdown and JSON, and exit code 1 where anything did not survive.
 """
 
 import argparse
