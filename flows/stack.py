@@ -180,7 +180,6 @@ def worker(asked: Settings, api: str) -> Service:
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,  # every interface, as it comes
         "PREFECT_WORKER_WEBSERVER_PORT": str(number),
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # a run begins that much later at most
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; flows/automations.py takes a silent run for dead
     }
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     address = f"http://{LOOPBACK}:{number}"

@@ -24,7 +24,6 @@ if [ -n "${DPO_S3_BUCKET:-}" ]; then # where `dvc push` and `dvc pull` go; keys 
 fi
 
 ray start --address "$RAY_HEAD" --num-cpus 0 --num-gpus 0 --disable-usage-stats
-export PREFECT_FLOWS_HEARTBEAT_FREQUENCY=30 # seconds; flows/automations.py takes a silent run for dead
 python -m flows.equip
 export PREFECT_WORKER_WEBSERVER_HOST=127.0.0.1 PREFECT_WORKER_WEBSERVER_PORT=8080 # for health checks
 exec prefect worker start --pool dpo --with-healthcheck

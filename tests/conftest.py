@@ -89,7 +89,7 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
     shutil.copytree(store, root / ".mlflow")
     for folder in ("flows", "tasks", "training", "infra"):
         shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("params.yaml", ".gitignore", ".dvcignore"):
+    for name in ("params.yaml", "pyproject.toml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
     shutil.copy(PROJECT / "tests" / "dummy_stage.py", root / "tasks" / "dummy.py")
     (root / "tasks" / "reports" / "terminal.py").write_text("print('the report')\n")
