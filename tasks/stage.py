@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks import disk, redact
+from tasks import redact
 from tasks.errors import UserError
 
 if importlib.util.find_spec("pydantic") is None:
@@ -78,6 +78,8 @@ def command(work: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        from tasks import disk
+
         sentence = disk.explain(error)
         if sentence is None:
             raise
@@ -86,7 +88,7 @@ def command(work: Callable[[], None]) -> None:
 
 
 def _run(stage: Callable[[Any], None]) -> None:
-    from tasks import access
+    from tasks import access, disk
     from tasks.machines.lock import workspace_lock
     from tasks.params import load_cluster, load_params
     from tasks.tracking.journal import tracked

@@ -32,7 +32,8 @@ def workspace(tmp_path: Path, tiny_base: Path, mlflow_store: Path, monkeypatch: 
     monkeypatch.delenv("DPO_RUN", raising=False)
     files = hash_files(tiny_base)
     sizes = {name: (tiny_base / name).stat().st_size for name in files}
-    write_json(Path("data/base/manifest.json"), {"model": str(tiny_base), "sha256": "b" * 64, "sizes": sizes})
+    manifest = {"model": str(tiny_base), "sha256": "b" * 64, "sizes": sizes, "files": files}
+    write_json(Path("data/base/manifest.json"), manifest)
     return root
 
 

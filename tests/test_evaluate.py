@@ -103,7 +103,7 @@ def test_a_check_that_fails_keeps_the_export_of_before_and_a_flipped_byte_is_fou
     assert hash_files(workspace / "data/model") == before
 
     checked = start(workspace, "release.verify")
-    assert "each as the manifest says" in checked.communicate(timeout=60)[0]
+    assert "each as the signed manifest says" in checked.communicate(timeout=60)[0]
     gguf = workspace / "data/model/model-q8_0.gguf"
     content = bytearray(gguf.read_bytes())
     content[len(content) // 2] ^= 1

@@ -145,9 +145,10 @@ def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow
     assert stage(monkeypatch, "slow", at(proxy)) < 2.5 + 3
     assert "MLflow is slow; the figures of train are still being sent" in capsys.readouterr().err
     began = time.monotonic()
-    journal.wait_until_sent(journal.Run(workspace / ".scratch/runs/slow", "train"))
+    folder = workspace / ".scratch/runs/slow"
+    journal.wait_until_sent(journal.Run(folder, "train"), journal.start_forwarder(folder))
     assert time.monotonic() - began < 0.5 + 1
-    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/slow"), 60)  # sent by the process that stayed
+    wait_for(lambda: not journal.unsent(folder), 60)  # sent by the process that stayed
     whole(mlflow_server, "slow")
     assert proxy.requests < 40  # 30 steps with two figures each: they travel together
 
