@@ -13,6 +13,7 @@ from tasks import signing
 from tasks.errors import UserError
 from tasks.evaluation.compare import compare, main, read_side, side_named
 from tasks.files import hash_files, read_json, sha256, write_json
+from tasks.machines.process import boot
 from tasks.params import Cluster, load_cluster, load_params, overlay, read_yaml
 from tasks.paths import METRICS, MODEL
 from tasks.promote import promote
@@ -22,7 +23,6 @@ from tasks.release.approve import approve
 from tasks.release.gate import gate
 from tasks.release.rollback import rollback
 from tasks.release.sign import sign
-from tasks.tracking import lease
 from tasks.tracking.journal import Run, open_run
 from tasks.tracking.registry import Registry, registry
 from tests.workspaces import PROJECT, make_workspace
@@ -266,7 +266,7 @@ def test_a_copy_that_failed_after_the_alias_moved_is_made_by_the_same_command(wo
 def test_a_promotion_that_ended_before_the_alias_moved_leaves_nothing_to_do(workspace):
     export("one", kind=100)
     run()
-    left = replace(outbox.add(NAME, "1", "champion", "never moved"), process=f"{lease._machine()} 999999999 1")
+    left = replace(outbox.add(NAME, "1", "champion", "never moved"), process=f"{boot()} 999999999 1")
     left.write()
     run()
     assert outbox.pending() == []

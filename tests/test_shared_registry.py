@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 
 import tasks.promote
 from flows.promote import PROMOTED
+from tasks.machines.process import began, boot
 from tasks.params import load_cluster
 from tasks.release import outbox
 from tasks.tracking import lease
@@ -157,16 +158,16 @@ def test_a_turn_excludes_others_and_a_dead_holder_blocks_nobody(mlflow_server, t
     assert count.read_text() == "12"
 
     with subprocess.Popen(["sleep", "600"]) as child:  # here, and known to be dead at once
-        dead = f"1 1 {lease._machine()} {child.pid} {lease._started(child.pid)}"
+        dead = f"1 1 {boot()} {child.pid} {began(child.pid)}"
         child.kill()
     client.set_registered_model_tag(name, f"{lease.PREFIX}dead", dead)
     with lease.turn(client, name):
         pass
     monkeypatch.setattr(lease, "LEASE", 1.0)  # of another machine: only time tells
     client.set_registered_model_tag(name, f"{lease.PREFIX}away", "1 1 another-machine 1 1")
-    began = time.monotonic()
+    since = time.monotonic()
     with lease.turn(client, name) as held:
-        assert time.monotonic() - began > 1.0
+        assert time.monotonic() - since > 1.0
         held.written -= lease.HOLD + 1
         with pytest.raises(Exception, match="Nothing more was written"):
             held.check()
