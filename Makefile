@@ -80,7 +80,7 @@ test: $(READY) ## all tests, in two processes, fast ones first
 test-fast: $(READY) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
-test-faults: $(READY) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40 --stride 20"
+test-faults: $(READY) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40"
 	@nice -n 10 python -m tests.faults.sweep $(ONLY) $(ARGS)
 
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks

@@ -98,7 +98,8 @@ class Registry:
         root = self.client.get_run(version.run_id).info.artifact_uri
         if root.startswith("file://"):
             return _inside(root, place)
-        copies = home() / ".scratch" / "registry" / self.name / version.number
+        # `what` is in the path, since MLflow keeps only the last part of `place`, which both have in common.
+        copies = home() / ".scratch" / "registry" / self.name / version.number / what
         copies.mkdir(parents=True, exist_ok=True)
         return Path(self.client.download_artifacts(version.run_id, place, str(copies)))
 

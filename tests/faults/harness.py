@@ -1,7 +1,7 @@
 """One command under a fault, then the same command again: what must hold afterwards, and how it is looked at.
 
 `Harness` compiles preload.c, keeps the fork server of forks.py, and runs a command with the N-th durable operation
-below a folder killed, refused for lack of space (ENOSPC) or broken (EIO).
+below a folder killed, refused for lack of space (ENOSPC) or broken (EIO), or a connection to a server dropped.
 """
 
 import json
@@ -24,8 +24,8 @@ from tasks.tracking.journal import unsent
 from tests.faults.forks import FORWARDER, NAME
 
 PROJECT = Path(__file__).resolve().parents[2]
-FAULTS = {"kill": 1, "enospc": 2, "eio": 3}
-STATE = struct.Struct("5q")  # as in preload.c: at, kind, group, count, fired
+FAULTS = {"kill": 1, "enospc": 2, "eio": 3, "drop": 4}
+STATE = struct.Struct("6q")  # as in preload.c: at, kind, group, count, fired, port
 PATIENCE = 240.0  # seconds for a command
 AFTERWARDS = 30.0  # seconds for what a command started to end by itself
 
@@ -77,14 +77,18 @@ class Harness:
         at: int = 0,
         forked: bool = True,
         env: Mapping[str, str] | None = None,
+        port: int = 0,
     ) -> Done:
-        """Run `python -m module` in `root`; with a fault, its `at`-th durable operation below `root` has it."""
-        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0))
+        """Run `python -m module` in `root`; with a fault, its `at`-th durable operation below `root` has it.
+
+        What goes to and comes from a server at `port` of this machine counts as an operation, too.
+        """
+        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0, port))
         for path in (self.output, Path(f"{self.state}.trace")):
             path.unlink(missing_ok=True)
         given = {**self.environment(root), **(env or {})}
         code = self._forked(root, module, arguments, given) if forked else self._started(root, module, arguments, given)
-        _, _, _, count, fired = STATE.unpack(self.state.read_bytes())
+        _, _, _, count, fired, _ = STATE.unpack(self.state.read_bytes())
         trace = Path(f"{self.state}.trace")
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         return Done(code, self.output.read_text(errors="replace"), count, bool(fired), lines)
@@ -100,7 +104,7 @@ class Harness:
 
     def _serve(self, root: Path) -> subprocess.Popen[str]:
         """The server itself works in another folder, so that nothing of its own is counted."""
-        self.state.write_bytes(STATE.pack(0, 0, 0, 0, 0)) if not self.state.exists() else None
+        self.state.write_bytes(STATE.pack(0, 0, 0, 0, 0, 0)) if not self.state.exists() else None
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "tests.faults.forks"]
         env = self.environment(root)

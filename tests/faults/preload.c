@@ -2,37 +2,42 @@
  *
  * Loaded with LD_PRELOAD into Python, git, DVC, Ray's workers and SQLite alike. FAULT_ROOT names the folder, FAULT_STATE
  * a file that holds `struct state` and that all processes map, so that they count together; <state>.trace gets a line
- * for each operation. What is not seen: writes through mmap, and what libc's stdio writes by itself.
+ * for each operation. What changes nothing is none: a folder that exists is made, a file that does not is deleted, or
+ * one that does is opened and kept. What is not seen: writes through mmap, and what libc's stdio writes by itself.
+ *
+ * What goes to and comes from a server at `port` of this machine counts as well.
  *
  * Faults, as `kind`: 1 SIGKILL to the process group of the command and to that of the process that reached the
- * operation (half of a write is done first); 2 ENOSPC from the N-th operation on, for what takes space; 3 EIO, once. */
+ * operation (half of a write is done first); 2 ENOSPC from the N-th operation on, for what takes space; 3 EIO, once;
+ * 4 a dropped connection. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <netinet/in.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { NONE, KILLED, FULL, BROKEN };
-struct state { long at, kind, group, count, fired; };
+enum { NONE, KILLED, FULL, BROKEN, DROPPED };
+struct state { long at, kind, group, count, fired, port; };
 
 static struct state *state;
-static const char *root;
-static char trace[PATH_MAX];
+static char root[PATH_MAX], trace[PATH_MAX]; /* copies: setproctitle writes over the environment */
 
 __attribute__((constructor)) static void begin(void) {
-  const char *path = getenv("FAULT_STATE");
-  root = getenv("FAULT_ROOT");
-  if (!path || !root) return;
+  const char *path = getenv("FAULT_STATE"), *below = getenv("FAULT_ROOT");
+  if (!path || !below) return;
+  snprintf(root, sizeof root, "%s", below);
   snprintf(trace, sizeof trace, "%s.trace", path);
   int fd = syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC, 0);
   if (fd < 0) return;
@@ -61,6 +66,7 @@ static int reached(const char *what, const char *path, int takes_space) {
     state->fired = 1;
     if (state->kind == KILLED) return -1;
     if (state->kind == BROKEN) return EIO;
+    if (state->kind == DROPPED) return ECONNRESET;
   }
   return state->kind == FULL && takes_space ? ENOSPC : 0;
 }
@@ -71,7 +77,10 @@ static void die(void) {
   for (;;) pause();
 }
 
-static int at_path(const char *what, int folder, const char *path, int takes_space) {
+enum { ALWAYS, IF_THERE, IF_NOT }; /* when it changes something */
+
+static int at_path(const char *what, int folder, const char *path, int when, int takes_space) {
+  struct stat found;
   char full[2 * PATH_MAX], link[64];
   if (!state || !path) return 0;
   int saved = errno;
@@ -86,8 +95,8 @@ static int at_path(const char *what, int folder, const char *path, int takes_spa
     }
     snprintf(full, sizeof full, "%s/%s", base, path);
   }
-  /* what is there already takes no space when it is opened or made again */
-  int fault = reached(what, full, takes_space && syscall(SYS_faccessat, AT_FDCWD, full, F_OK) != 0);
+  int there = fstatat(AT_FDCWD, full, &found, AT_SYMLINK_NOFOLLOW) == 0;
+  int fault = when == (there ? IF_NOT : IF_THERE) ? 0 : reached(what, full, takes_space && !there);
   errno = saved;
   if (fault < 0) die();
   return fault;
@@ -105,18 +114,34 @@ static int at_file(const char *what, int fd, int takes_space) {
   return fault;
 }
 
+static int at_server(const char *what, int fd) {
+  struct sockaddr_in peer = {0};
+  char name[PATH_MAX + 16];
+  int saved = errno;
+  socklen_t size = sizeof peer;
+  if (!state || !state->port || getpeername(fd, (struct sockaddr *)&peer, &size) || peer.sin_family != AF_INET || ntohs(peer.sin_port) != state->port) {
+    errno = saved;
+    return 0;
+  }
+  snprintf(name, sizeof name, "%s/server", root);
+  int fault = reached(what, name, 0);
+  if (fault > 0) shutdown(fd, SHUT_RDWR);
+  errno = saved;
+  return fault;
+}
+
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define FAIL(fault, failed) do { int f_ = (fault); if (f_ < 0) die(); if (f_) { errno = f_; return failed; } } while (0)
 #define WRITES(flags) (((flags) & (O_WRONLY | O_RDWR)) && ((flags) & (O_CREAT | O_TRUNC)))
 #define MODE(flags) mode_t mode = 0; if ((flags) & (O_CREAT | O_TMPFILE)) { va_list a; va_start(a, flags); mode = va_arg(a, int); va_end(a); }
 
 #define OPEN(name) int name(const char *path, int flags, ...) { MODE(flags) \
-  if (WRITES(flags)) FAIL(at_path("open", AT_FDCWD, path, 1), -1); return REAL(name)(path, flags, mode); }
+  if (WRITES(flags)) FAIL(at_path("open", AT_FDCWD, path, flags & O_TRUNC ? ALWAYS : IF_NOT, 1), -1); return REAL(name)(path, flags, mode); }
 #define OPENAT(name) int name(int folder, const char *path, int flags, ...) { MODE(flags) \
-  if (WRITES(flags)) FAIL(at_path("open", folder, path, 1), -1); return REAL(name)(folder, path, flags, mode); }
+  if (WRITES(flags)) FAIL(at_path("open", folder, path, flags & O_TRUNC ? ALWAYS : IF_NOT, 1), -1); return REAL(name)(folder, path, flags, mode); }
 OPEN(open) OPEN(open64) OPENAT(openat) OPENAT(openat64)
 #define FOPEN(name) FILE *name(const char *path, const char *mode) { \
-  if (strpbrk(mode, "wa")) FAIL(at_path("open", AT_FDCWD, path, 1), NULL); return REAL(name)(path, mode); }
+  if (strpbrk(mode, "wa")) FAIL(at_path("open", AT_FDCWD, path, strchr(mode, 'w') ? ALWAYS : IF_NOT, 1), NULL); return REAL(name)(path, mode); }
 FOPEN(fopen) FOPEN(fopen64)
 
 ssize_t write(int fd, const void *data, size_t size) {
@@ -141,15 +166,17 @@ int ftruncate64(int fd, off64_t size) { FAIL(at_file("truncate", fd, size > 0), 
 int posix_fallocate(int fd, off_t from, off_t size) { int f = at_file("write", fd, 1); if (f < 0) die(); return f ? f : REAL(posix_fallocate)(fd, from, size); }
 int fsync(int fd) { FAIL(at_file("fsync", fd, 0), -1); return REAL(fsync)(fd); }
 int fdatasync(int fd) { FAIL(at_file("fsync", fd, 0), -1); return REAL(fdatasync)(fd); }
-int rename(const char *a, const char *b) { FAIL(at_path("rename", AT_FDCWD, b, 0), -1); return REAL(rename)(a, b); }
-int renameat(int x, const char *a, int y, const char *b) { FAIL(at_path("rename", y, b, 0), -1); return REAL(renameat)(x, a, y, b); }
-int renameat2(int x, const char *a, int y, const char *b, unsigned flags) { FAIL(at_path("rename", y, b, 0), -1); return REAL(renameat2)(x, a, y, b, flags); }
-int link(const char *a, const char *b) { FAIL(at_path("link", AT_FDCWD, b, 1), -1); return REAL(link)(a, b); }
-int linkat(int x, const char *a, int y, const char *b, int flags) { FAIL(at_path("link", y, b, 1), -1); return REAL(linkat)(x, a, y, b, flags); }
-int symlink(const char *a, const char *b) { FAIL(at_path("link", AT_FDCWD, b, 1), -1); return REAL(symlink)(a, b); }
-int symlinkat(const char *a, int y, const char *b) { FAIL(at_path("link", y, b, 1), -1); return REAL(symlinkat)(a, y, b); }
-int unlink(const char *path) { FAIL(at_path("unlink", AT_FDCWD, path, 0), -1); return REAL(unlink)(path); }
-int unlinkat(int folder, const char *path, int flags) { FAIL(at_path("unlink", folder, path, 0), -1); return REAL(unlinkat)(folder, path, flags); }
-int rmdir(const char *path) { FAIL(at_path("unlink", AT_FDCWD, path, 0), -1); return REAL(rmdir)(path); }
-int mkdir(const char *path, mode_t mode) { FAIL(at_path("mkdir", AT_FDCWD, path, 1), -1); return REAL(mkdir)(path, mode); }
-int mkdirat(int folder, const char *path, mode_t mode) { FAIL(at_path("mkdir", folder, path, 1), -1); return REAL(mkdirat)(folder, path, mode); }
+int rename(const char *a, const char *b) { FAIL(at_path("rename", AT_FDCWD, b, ALWAYS, 0), -1); return REAL(rename)(a, b); }
+int renameat(int x, const char *a, int y, const char *b) { FAIL(at_path("rename", y, b, ALWAYS, 0), -1); return REAL(renameat)(x, a, y, b); }
+int renameat2(int x, const char *a, int y, const char *b, unsigned flags) { FAIL(at_path("rename", y, b, ALWAYS, 0), -1); return REAL(renameat2)(x, a, y, b, flags); }
+int link(const char *a, const char *b) { FAIL(at_path("link", AT_FDCWD, b, ALWAYS, 1), -1); return REAL(link)(a, b); }
+int linkat(int x, const char *a, int y, const char *b, int flags) { FAIL(at_path("link", y, b, ALWAYS, 1), -1); return REAL(linkat)(x, a, y, b, flags); }
+int symlink(const char *a, const char *b) { FAIL(at_path("link", AT_FDCWD, b, ALWAYS, 1), -1); return REAL(symlink)(a, b); }
+int symlinkat(const char *a, int y, const char *b) { FAIL(at_path("link", y, b, ALWAYS, 1), -1); return REAL(symlinkat)(a, y, b); }
+int unlink(const char *path) { FAIL(at_path("unlink", AT_FDCWD, path, IF_THERE, 0), -1); return REAL(unlink)(path); }
+int unlinkat(int folder, const char *path, int flags) { FAIL(at_path("unlink", folder, path, IF_THERE, 0), -1); return REAL(unlinkat)(folder, path, flags); }
+int rmdir(const char *path) { FAIL(at_path("unlink", AT_FDCWD, path, IF_THERE, 0), -1); return REAL(rmdir)(path); }
+int mkdir(const char *path, mode_t mode) { FAIL(at_path("mkdir", AT_FDCWD, path, IF_NOT, 1), -1); return REAL(mkdir)(path, mode); }
+int mkdirat(int folder, const char *path, mode_t mode) { FAIL(at_path("mkdir", folder, path, IF_NOT, 1), -1); return REAL(mkdirat)(folder, path, mode); }
+ssize_t send(int fd, const void *data, size_t size, int flags) { FAIL(at_server("send", fd), -1); return REAL(send)(fd, data, size, flags); }
+ssize_t recv(int fd, void *data, size_t size, int flags) { FAIL(at_server("receive", fd), -1); return REAL(recv)(fd, data, size, flags); }

@@ -6,22 +6,27 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows import child
+from flows.services import answers, free_port
 from tasks.files import hash_files
 from tasks.tracking.journal import unsent
 from tests.conftest import make_dummy_repo
 from tests.faults.harness import PROJECT, Harness, copy, locks
-from tests.workspaces import make_workspace
+from tests.workspaces import make_workspace, wait_for
 
+FILE = "sqlite:///.mlflow/mlflow.db"
 RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[a-z]+-[a-z]+-[0-9a-f]{8}|[0-9a-f]{32}")
 # A registry with two versions, the second of them champion, and a third model that is better; `promote` is next.
 REGISTER = """
@@ -29,10 +34,11 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from tests import test_promote as made
 from mlflow import MlflowClient
-client = MlflowClient("sqlite:///.mlflow/mlflow.db")
+from tasks.params import load_cluster
+client = MlflowClient(load_cluster().tracking_uri)
 client.create_registered_model("of-others")
-other = client.create_run(client.create_experiment("of-others")).info.run_id
-client.create_model_version("of-others", "file:///nowhere", other, tags={"manifest_sha256": "../../.."})
+other = client.create_run(client.create_experiment("of-others")).info
+client.create_model_version("of-others", other.artifact_uri, other.run_id, tags={"manifest_sha256": "../../.."})
 for number in (1, 2):
     made.export(f"weights {number}", kind=194 + number)
     made.run()
@@ -56,28 +62,31 @@ class Scenario:
     module: str
     arguments: tuple[str, ...] = ()
     after: str = ""  # the scenario whose result it starts from
-    make: Callable[[Path, Path], None] | None = None  # (bench, root)
+    make: Callable[[Path, Path, str], None] | None = None  # (bench, root, tracking_uri)
     forked: bool = True  # Ray does not survive a fork
     again: bool = True  # a rollback that succeeded all the same is not run again: it would go one further
+    served: bool = False  # MLflow is a server, not a file
 
 
-def workspace(bench: Path, root: Path) -> None:
-    make_workspace(root, bench / "base", rows=60, cluster={"actor_train.num_workers": 1}, **{"train.epochs": 1})
+def workspace(bench: Path, root: Path, uri: str) -> None:
+    cluster = {"actor_train.num_workers": 1, "tracking_uri": uri}
+    make_workspace(root, bench / "base", rows=60, cluster=cluster, **{"train.epochs": 1})
     shutil.copytree(bench / "store", root / ".mlflow")
 
 
-def registered(bench: Path, root: Path) -> None:
-    make_workspace(root, bench / "base")
+def registered(bench: Path, root: Path, uri: str) -> None:
+    make_workspace(root, bench / "base", cluster={"tracking_uri": uri})
     shutil.copytree(bench / "store", root / ".mlflow")
     _python(root, REGISTER, str(PROJECT))
 
 
-def repository(bench: Path, root: Path) -> None:
+def repository(bench: Path, root: Path, uri: str) -> None:
+    assert uri == FILE
     make_dummy_repo(root, bench / "store")
 
 
-def old_runs(bench: Path, root: Path) -> None:
-    repository(bench, root)
+def old_runs(bench: Path, root: Path, uri: str) -> None:
+    repository(bench, root, uri)
     _python(root, RUNS, str(PROJECT), path=root)
 
 
@@ -101,6 +110,15 @@ SCENARIOS = {
         Scenario("rollback", "tasks.release.rollback", after="promote", again=False),
         Scenario("publish", "flows.dpo", make=repository, forked=False),
         Scenario("gc", "flows.gc", ("--keep", "1", "--yes"), make=old_runs),
+        Scenario("source, MLflow's server", "tasks.source", make=workspace, served=True),
+        Scenario("promote, MLflow's server", "tasks.promote", make=registered, served=True),
+        Scenario(
+            "rollback, MLflow's server",
+            "tasks.release.rollback",
+            after="promote, MLflow's server",
+            again=False,
+            served=True,
+        ),
     )
 }
 
@@ -115,6 +133,29 @@ class Bench:
             if not (folder / name).exists():
                 copy(source, folder / name)
         self.others = hash_files(folder / "base")
+        self.server = ExitStack()
+        self.address = ""
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _serve(self) -> str:
+        """The address of MLflow's server over the store in the workspace, which may be put back under it."""
+        if not self.address:
+            kept = self.folder / "port"
+            kept.write_text(kept.read_text() if kept.exists() else str(free_port()))
+            host = ["--host", "127.0.0.1", "--port", kept.read_text(), "--workers", "1"]
+            store = self.root / ".mlflow"
+            stores = [f"--backend-store-uri=sqlite:///{store}/mlflow.db", f"--artifacts-destination={store}/artifacts"]
+            command = [sys.executable, "-m", "mlflow", "server", *host, *stores]
+            env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool"}
+            shutil.rmtree(self.root, ignore_errors=True)
+            copy(self.folder / "store", store)
+            log = self.server.enter_context((self.folder / "server.log").open("w"))
+            self.server.enter_context(child.started(command, self.folder, env, log))
+            self.address = f"http://127.0.0.1:{kept.read_text()}"
+            wait_for(lambda: answers(f"{self.address}/health"), 300)
+        return self.address
 
     def ready(self, name: str) -> Scenario:
         scenario, kept = SCENARIOS[name], self.folder / "ready" / name
@@ -125,9 +166,12 @@ class Bench:
                 copy(self.folder / "done" / scenario.after, self.root)
             else:
                 assert scenario.make is not None
+                uri = self._serve() if scenario.served else FILE
                 shutil.rmtree(self.root, ignore_errors=True)
-                scenario.make(self.folder, self.root)
+                scenario.make(self.folder, self.root, uri)
             copy(self.root, kept)
+        if scenario.served:
+            self._serve()
         copy(kept, self.root)
         return scenario
 
@@ -150,7 +194,8 @@ class Bench:
         given = (scenario.module, scenario.arguments)
         # A repository has its own copy of our code.
         env = {"PYTHONPATH": f"{self.root}:{PROJECT}"} if (self.root / "flows").exists() else {}
-        return self.harness.run(self.root, *given, fault=fault, at=at, forked=scenario.forked, env=env)
+        port = int(self._serve().rpartition(":")[2]) if scenario.served else 0
+        return self.harness.run(self.root, *given, fault=fault, at=at, forked=scenario.forked, env=env, port=port)
 
     def try_fault(self, name: str, fault: str, at: int) -> list[str] | None:
         """What is wrong after the fault and a second try of the same command; None where the fault was not reached."""

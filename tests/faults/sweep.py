@@ -1,7 +1,7 @@
 """`python -m tests.faults.sweep [SCENARIO ...]` (or `make test-faults`): every fault at every durable operation.
 
-Takes hours for all; `--minutes 40` ends earlier, `--stride 20` takes every 20th operation. Operations are tried in an
-order that visits each kind of operation on each file before it repeats one, so that a short sweep has seen all kinds.
+Takes hours; `--minutes 40` ends earlier. One operation stands for its like (`points`), `--all` tries each by itself.
+The order visits each kind of operation on each file before it repeats one, so that a short sweep has seen all kinds.
 What was tried is kept in `--folder`, and the same command goes on from there: delete the folder after a change of code.
 Ends with the table as Markdown and JSON, and exit code 1 where anything did not survive.
 """
@@ -12,25 +12,58 @@ import re
 import sys
 import time
 from collections import defaultdict
+from contextlib import closing
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tests.faults.harness import FAULTS, PROJECT, harness
 from tests.faults.scenarios import SCENARIOS, Bench
 
-NUMBERS = re.compile(r"\d+|[0-9a-f]{8,}|tmp\w+")
+NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+|tmp\w+")
+SPACE = ("open", "write", "mkdir", "link", "truncate")
+# Many operations of a library of others that leave one state, or undo themselves at the next start.
+TOGETHER = re.compile(r"/mlflow\.db(-journal)?$|/\.dvc/tmp/rwlock")
 
 
-def points(trace: list[str]) -> list[int]:
-    """Operation numbers, those of a kind that was not visited yet first."""
-    seen: dict[str, int] = defaultdict(int)
-    order = []
-    for line in trace:
-        number, _, what, path = line.split(" ", 3)
+def points(trace: list[str], all_of_them: bool = False) -> dict[str, list[int]]:
+    """Operation numbers for each fault, those of a kind that was not visited yet first.
+
+    One number stands for operations that a fault meets in the same state: those of a process that follow each other
+    and write one file, delete one folder, or belong to one phase of an SQLite transaction. A death loses nothing that
+    was written, so it needs no fsync; a full disk meets what takes space.
+    """
+    lines = [(int(number), process, what, path) for number, process, what, path in (x.split(" ", 3) for x in trace)]
+    if all_of_them:
+        return {fault: [number for number, *_ in lines] for fault in FAULTS}
+    groups: list[tuple[str, list[tuple[int, str]]]] = []
+    latest: dict[str, tuple[str, list[tuple[int, str]]]] = {}
+    for number, process, what, path in lines:
         kind = f"{what} {NUMBERS.sub('', path)}"
-        order.append((seen[kind], int(number)))
-        seen[kind] += 1
-    return [number for _, number in sorted(order)]
+        if TOGETHER.search(path) and what != "unlink":
+            kind = TOGETHER.search(path)[0]  # type: ignore[index]
+        elif what == "unlink":
+            kind = f"{what} {'/'.join(NUMBERS.sub('', path).split('/')[:4])}"
+        if process not in latest or latest[process][0] != kind:
+            latest[process] = (kind, [])
+            groups.append(latest[process])
+        latest[process][1].append((number, what))
+    found: dict[str, list[int]] = {}
+    for fault in FAULTS:
+        seen: dict[str, int] = defaultdict(int)
+        order = []
+        for kind, members in groups:
+            fit = [number for number, what in members if _concerns(fault, what)]
+            if fit:
+                order.append((seen[kind], fit[len(fit) // 2]))
+                seen[kind] += 1
+        found[fault] = [number for _, number in sorted(order)]
+    return found
+
+
+def _concerns(fault: str, what: str) -> bool:
+    calls = what in ("send", "receive")
+    return {"kill": what != "fsync", "enospc": what in SPACE, "eio": not calls, "drop": calls}[fault]
 
 
 def kinds(trace: list[str]) -> dict[str, int]:
@@ -40,7 +73,7 @@ def kinds(trace: list[str]) -> dict[str, int]:
     return dict(counted)
 
 
-def sweep(bench: Bench, names: list[str], results: Path, minutes: float, stride: int) -> dict[str, Any]:
+def sweep(bench: Bench, names: list[str], results: Path, minutes: float, all_of_them: bool) -> dict[str, Any]:
     """Takes turns between scenarios, so that a limit on time leaves none out."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     until = time.monotonic() + 60 * minutes
@@ -48,9 +81,11 @@ def sweep(bench: Bench, names: list[str], results: Path, minutes: float, stride:
     for name in names:
         expected = bench.expected(name)
         entry = known.setdefault(name, {"tried": {}, "skipped": 0})
+        chosen = points(expected["trace"], all_of_them)
         entry |= {"operations": expected["operations"], "kinds": kinds(expected["trace"])}
-        chosen = points(expected["trace"])[::stride]
-        every = [(fault, at) for at in chosen for fault in FAULTS]
+        entry["points"] = sum(len(numbers) for numbers in chosen.values())
+        turns = zip_longest(*chosen.values())
+        every = [(fault, at) for turn in turns for fault, at in zip(FAULTS, turn, strict=True) if at is not None]
         todo[name] = [(fault, at) for fault, at in every if f"{fault} {at}" not in entry["tried"]]
     spent = dict.fromkeys(names, 0.0)
     while any(todo.values()) and time.monotonic() < until:
@@ -70,8 +105,8 @@ def sweep(bench: Bench, names: list[str], results: Path, minutes: float, stride:
 
 
 def table(known: dict[str, Any]) -> str:
-    lines = ["| command | operations | " + " | ".join(f"{fault}: tried, survived" for fault in FAULTS) + " |"]
-    lines.append("|---" * (2 + len(FAULTS)) + "|")
+    lines = ["| command | operations | points | " + " | ".join(f"{fault}: tried, survived" for fault in FAULTS) + " |"]
+    lines.append("|---" * (3 + len(FAULTS)) + "|")
     total = {fault: [0, 0] for fault in FAULTS}
     for name, entry in known.items():
         cells = []
@@ -81,9 +116,11 @@ def table(known: dict[str, Any]) -> str:
             total[fault][0] += len(outcomes)
             total[fault][1] += survived
             cells.append(f"{len(outcomes)}, {survived}")
-        lines.append(f"| `{name}` | {entry['operations']} | {' | '.join(cells)} |")
-    operations = sum(entry["operations"] for entry in known.values())
-    lines.append(f"| all | {operations} | {' | '.join(f'{tried}, {good}' for tried, good in total.values())} |")
+        lines.append(f"| `{name}` | {entry['operations']} | {entry['points']} | {' | '.join(cells)} |")
+    sums = [sum(entry[what] for entry in known.values()) for what in ("operations", "points")]
+    lines.append(
+        f"| all | {sums[0]} | {sums[1]} | {' | '.join(f'{tried}, {good}' for tried, good in total.values())} |"
+    )
     return "\n".join(lines)
 
 
@@ -91,14 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.sweep", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("scenarios", nargs="*", default=[], help=f"of {', '.join(SCENARIOS)}; all without one")
     parser.add_argument("--minutes", type=float, default=24 * 60)
-    parser.add_argument("--stride", type=int, default=1, help="every so many operations")
+    parser.add_argument("--all", action="store_true", help="every operation by itself")
     parser.add_argument("--folder", type=Path, default=PROJECT / ".scratch" / "faults")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    with harness(folder) as made:
-        bench = Bench(folder, made, *_seeds(folder / "seeds"))
+    with harness(folder) as made, closing(Bench(folder, made, *_seeds(folder / "seeds"))) as bench:
         names = [name for name in SCENARIOS if name in asked.scenarios or not asked.scenarios]
-        known = sweep(bench, names, folder / "results.json", asked.minutes, asked.stride)
+        known = sweep(bench, names, folder / "results.json", asked.minutes, asked.all)
     (folder / "table.md").write_text(table(known) + "\n")
     print(table(known))
     failed = [(name, point) for name, entry in known.items() for point, wrong in entry["tried"].items() if wrong]
