@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,5 +212,16 @@ def locks(root: Path) -> list[str]:
 
 
 def copy(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, symlinks=True)
+    """Make `target` the same as `source`; a database stays there all the time, since a server may look at it."""
+    for path in sorted(target.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):
+                path.rmdir()
+        elif path.name != "mlflow.db":
+            path.unlink(missing_ok=True)
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=_replace)
+
+
+def _replace(source: str, target: str) -> None:
+    shutil.copy2(source, f"{target}~", follow_symlinks=False)
+    os.replace(f"{target}~", target)

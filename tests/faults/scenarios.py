@@ -1,6 +1,6 @@
 """What is disturbed: each stage of the pipeline and each command after it, at demo size, with what it must leave.
 
-`Bench(folder, harness).ready(name)` puts the files that a command starts from under `run`, always at the same path;
+`Bench(folder, harness).ready(name)` puts the files that a command starts from under `root`, always at the same path;
 `observe()` is what the command leaves there, and must be the same after a fault and a second try.
 """
 
@@ -71,18 +71,17 @@ class Scenario:
 def workspace(bench: Path, root: Path, uri: str) -> None:
     cluster = {"actor_train.num_workers": 1, "tracking_uri": uri}
     make_workspace(root, bench / "base", rows=60, cluster=cluster, **{"train.epochs": 1})
-    shutil.copytree(bench / "store", root / ".mlflow")
 
 
 def registered(bench: Path, root: Path, uri: str) -> None:
     make_workspace(root, bench / "base", cluster={"tracking_uri": uri})
-    shutil.copytree(bench / "store", root / ".mlflow")
     _python(root, REGISTER, str(PROJECT))
 
 
 def repository(bench: Path, root: Path, uri: str) -> None:
     assert uri == FILE
-    make_dummy_repo(root, bench / "store")
+    shutil.rmtree(root)
+    make_dummy_repo(root, bench / "bare" / ".mlflow")
 
 
 def old_runs(bench: Path, root: Path, uri: str) -> None:
@@ -129,7 +128,7 @@ class Bench:
     def __init__(self, folder: Path, harness: Harness, base: Path, store: Path) -> None:
         """`base` is a tiny model and `store` an empty MLflow database: both are copied, and neither may change."""
         self.folder, self.harness, self.root = folder, harness, folder / "run"
-        for name, source in (("base", base), ("store", store)):
+        for name, source in (("base", base), ("bare/.mlflow", store)):
             if not (folder / name).exists():
                 copy(source, folder / name)
         self.others = hash_files(folder / "base")
@@ -149,16 +148,18 @@ class Bench:
             stores = [f"--backend-store-uri=sqlite:///{store}/mlflow.db", f"--artifacts-destination={store}/artifacts"]
             command = [sys.executable, "-m", "mlflow", "server", *host, *stores]
             env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool"}
-            shutil.rmtree(self.root, ignore_errors=True)
-            copy(self.folder / "store", store)
+            copy(self.folder / "bare", self.root)
             log = self.server.enter_context((self.folder / "server.log").open("w"))
             self.server.enter_context(child.started(command, self.folder, env, log))
             self.address = f"http://127.0.0.1:{kept.read_text()}"
             wait_for(lambda: answers(f"{self.address}/health"), 300)
+            # Its first two requests at once break MLflow for good ("failed to locate a name SqlUserRoleAssignment").
+            assert answers(f"{self.address}/api/2.0/mlflow/registered-models/search")
         return self.address
 
     def ready(self, name: str) -> Scenario:
         scenario, kept = SCENARIOS[name], self.folder / "ready" / name
+        self.root = self.folder / ("served" if scenario.served else "run")
         if not kept.exists():
             if scenario.after:
                 self.ready(scenario.after)
@@ -167,7 +168,7 @@ class Bench:
             else:
                 assert scenario.make is not None
                 uri = self._serve() if scenario.served else FILE
-                shutil.rmtree(self.root, ignore_errors=True)
+                copy(self.folder / "bare", self.root)
                 scenario.make(self.folder, self.root, uri)
             copy(self.root, kept)
         if scenario.served:
