@@ -32,6 +32,7 @@ GUARD = (
 
 
 _marks: dict[int, str] = {}  # of the children that are at work, by their pid
+_running: set[int] = set()  # those that `run` waits for
 
 
 def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Callable[[str], None]) -> int:
@@ -40,9 +41,19 @@ def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Call
         # A grandchild that stays behind would keep the pipe open and us reading for ever.
         threading.Thread(target=_end_what_stays_behind, args=(process,), daemon=True).start()
         assert process.stdout is not None
-        for line in process.stdout:
-            on_line(line.rstrip())
-        return process.wait()
+        _running.add(process.pid)
+        try:
+            for line in process.stdout:
+                on_line(line.rstrip())
+            return process.wait()
+        finally:
+            _running.discard(process.pid)
+
+
+def end_running() -> None:
+    """End the children that `run` waits for in other threads."""
+    for pid in list(_running):
+        end(pid)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 from prefect import flow, get_run_logger, runtime
+from prefect.exceptions import CancelledRun
 from prefect.states import Completed
 
-from flows import ROOT, child, commits, promote, publish, retrain, runs, server, terminal, workspace
+from flows import ROOT, cancellation, child, commits, promote, publish, retrain, runs, server, terminal, workspace
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.runs import Record
 from flows.stage import StageFailed, stage
@@ -30,6 +31,7 @@ from tasks.errors import UserError
 
 
 @flow
+@cancellation.ends_cancelled
 def dpo(
     recipe: Recipe = NO_RECIPE,
     name: Name = NO_NAME,
@@ -190,6 +192,8 @@ def main() -> None:
         if (sentence := disk.explain(error)) is None:
             raise
         sys.exit(f"error: {sentence}\nThen {_again()}")
+    except CancelledRun as error:
+        sys.exit(f"{error} {_again()}")
     except KeyboardInterrupt:
         print(f"Stopped. {_again()}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

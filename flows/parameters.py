@@ -5,15 +5,19 @@ what a schema cannot say (an option that the chosen loss does not take) is check
 """
 
 import difflib
+import json
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
+import yaml
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from flows import ROOT
 from tasks.configuration import section
 from tasks.params import RECIPES, Params
+from tasks.redact import redact
 
 # A form offers a choice or a text field only where nothing may be null: these words stand for it.
 NO_RECIPE, NO_NAME = "none", ""
@@ -71,15 +75,43 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Of overrides: one field for each key, its comment in params.yaml as its description."""
-    said = comments((ROOT / "params.yaml").read_text())
-    fields = {name: {**_field_schema(field), **said.get(name, {}), "title": name} for name, field in keys().items()}
+    """Of overrides: one field for each key, described by its comment and its value in params.yaml.
+
+    No field has a default: a form posts defaults, and an override that nobody chose would win over the recipe.
+    """
+    text = (ROOT / "params.yaml").read_text()
+    said, values, fields = comments(text), {}, {}
+    with suppress(yaml.YAMLError):  # whoever reads the file next says what is wrong
+        values = yaml.safe_load(text)
+    for name, field in keys().items():
+        now = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
+        described = ". ".join([*said.get(name, {}).values(), now])
+        fields[name] = {**_field_schema(field), "title": name, "description": described}
     return {"type": "object", "properties": fields, "additionalProperties": False}
 
 
+def _value(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
 def _field_schema(field: FieldInfo) -> dict[str, Any]:
+    """A few fixed values are one choice: Prefect's form posts `false` for a boolean that nobody touched, and cannot
+    change a constant that may be null."""
     made = _adapter(field).json_schema()
-    return {} if "$defs" in made else made  # a nested model is checked when the run begins
+    if "$defs" in made:  # a nested model is checked when the run begins
+        return {}
+    values = [_values(kind) for kind in made.get("anyOf", [made])]
+    return {"enum": [one for few in values for one in few]} if all(values) else made
+
+
+def _values(kind: dict[str, Any]) -> list[Any]:
+    """All values of a type that has only a few."""
+    if "const" in kind:
+        return [kind["const"]]
+    few: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
+    return few.get(kind.get("type", ""), kind.get("enum", []))
 
 
 def comments(text: str) -> dict[str, dict[str, str]]:

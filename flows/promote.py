@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.events import Event
 from prefect.input import RunInput
 
-from flows import child
+from flows import cancellation, child
 from flows.stage import USER_ERROR, StageFailed, Watch, worth_another_try
 from flows.workspace import Workspace
 from tasks.errors import UserError
@@ -46,6 +46,7 @@ class Approval(RunInput):
     cache_policy=NO_CACHE,
 )
 def promote(place: Workspace) -> dict[str, Any]:
+    cancellation.stop_if_cancelled()
     start = time.monotonic()
     run("tasks.promote", place)
     tell()
@@ -56,6 +57,7 @@ def run(module: str, place: Workspace, *arguments: str) -> None:
     """A command of tasks/, watched as a stage is."""
     watch = Watch(NAME, place.root)
     code = child.run([sys.executable, "-m", module, *arguments], place.root, place.environment(), watch)
+    cancellation.stop_if_noticed()
     if watch.held and code == USER_ERROR:
         raise UserError("\n".join(watch.held).removeprefix("error: "))
     if code:

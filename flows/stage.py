@@ -16,7 +16,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from flows import ROOT, child, inputs
+from flows import ROOT, cancellation, child, inputs
 from flows.workspace import Workspace
 from tasks import disk
 from tasks.errors import UserError
@@ -70,7 +70,9 @@ def _reproduce(name: str, workspace: Workspace) -> str:
     watch = Watch(name, workspace.root)
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", name]
     with _once(name, workspace):
+        cancellation.stop_if_noticed()
         code = child.run(command, workspace.root, workspace.environment(), watch)
+    cancellation.stop_if_noticed()
     if code != 0:
         raise watch.error(code)
     if watch.state == "ran":

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow, get_run_logger
+from prefect.exceptions import CancelledRun
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 
-from flows import ROOT, child, runs, server, side_by_side, summary, terminal
+from flows import ROOT, cancellation, child, runs, server, side_by_side, summary, terminal
 from flows.dpo import override
 from flows.side_by_side import Running
 from flows.space import Space, parse
@@ -30,6 +31,7 @@ METRIC = "eval/rewards/accuracies"
 
 
 @flow
+@cancellation.ends_cancelled
 def sweep(
     space: Space,
     metric: str = METRIC,
@@ -62,6 +64,7 @@ def sweep(
     result = work.result()
     summary.publish(result, work.folder)
     if promote:
+        cancellation.stop_if_cancelled()
         work.promote(result)
     return result
 
@@ -150,6 +153,7 @@ class Sweep:
         if server.embedded():  # it must know that nobody can press Resume there
             del env["PREFECT_API_URL"]
         code = child.run(command, ROOT, env, lambda line: self.log.info("%s", line))
+        cancellation.stop_if_noticed()
         if code:
             raise UserError(f"The best run's model was not put before the gate: {name} ended with {code}; see above.")
 
@@ -184,6 +188,7 @@ class Sweep:
         sweeps.check_metric(self.metric, self.metrics(trial), trial.name)
 
     def _told(self, running: Any, waiting: int) -> None:
+        cancellation.stop_if_noticed()
         over = len(self.trials) - waiting - len(running)
         working: list[Running] = list(running)
         doing = ", ".join(f"{one.trial.number} {one.doing}" for one in working)
@@ -245,6 +250,8 @@ def main() -> None:
         sys.exit(run_here(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"error: {error}")
+    except CancelledRun as error:
+        sys.exit(f"{error} The same command again goes on with what is not finished.")
     except KeyboardInterrupt:
         print("Stopped. The same command again goes on with what is not finished.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

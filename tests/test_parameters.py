@@ -16,10 +16,22 @@ def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
     assert fields["source.seed"] == {
         "type": "integer",
         "title": "source.seed",
-        "description": "of the demo's data and base model",
+        "description": "of the demo's data and base model. When deployed: 0",
     }
     assert comments("a:\n  b: 1  # one\n  c:\n    d: 2 # two\n")["a.c.d"] == {"description": "two"}
     assert "prepare.by_source.format" not in fields  # its keys are names of sources
+
+
+def test_no_field_of_the_form_is_a_boolean_or_has_a_default() -> None:
+    """The form posts `false` for a boolean that nobody touched, and it posts every default."""
+    fields = schema()["properties"]
+    assert fields["prepare.apply_loss_mask"]["enum"] == [True, False]
+    assert fields["train.wpo"]["enum"] == [True, False, None]
+    assert fields["train.quantization"]["enum"] == ["nf4", None]
+    for name, field in fields.items():
+        kinds = [field, *field.get("anyOf", [])]
+        assert not [kind for kind in kinds if kind.get("type") == "boolean" or {"default", "const"} & set(kind)], name
+        assert "When deployed: " in field["description"], name
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from websockets.sync.client import connect
 
 from flows import stack
 from flows.parameters import known_and_typed
+from tests.browser import Page, browser
 from tests.workspaces import wait_for
 
 SILENCE = 60
@@ -280,6 +281,48 @@ def test_nonsense_is_refused_before_a_run_exists(up: Up) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pages", ["", "/v2"], ids=["V1", "V2"])
+def test_a_form_posts_what_a_person_changed_and_nothing_else(up: Up, pages: str, tmp_path: Path) -> None:
+    """In real Chromium, both of Prefect's UIs: Submit on the untouched form of dpo/full, then with a boolean chosen."""
+    deployment, address = up.api("deployments/name/dpo/full")["id"], up.note("prefect")["address"]
+    up.api("work_pools/dpo", {"is_paused": True}, method="PATCH")  # we look at what is posted, nothing runs
+    try:
+        with browser(tmp_path / "profile") as page:
+            page.open(address)
+            page.until("document.readyState", "complete")
+            page.ask(f"localStorage.setItem('prefect-password', btoa({json.dumps(up.login('prefect/admin'))}))")
+            untouched = submitted(up, page, f"{address}{pages}/deployments/deployment/{deployment}/run", choose="")
+            changed = submitted(up, page, f"{address}{pages}/deployments/deployment/{deployment}/run", choose="false")
+    finally:
+        up.api("work_pools/dpo", {"is_paused": False}, method="PATCH")
+    nothing = {"recipe": "none", "name": "", "resume": "", "overrides": {}}
+    assert untouched == {**nothing, "only_if_new": False, "registered": True}
+    assert changed == {**untouched, "overrides": {"prepare.apply_loss_mask": False}}
+
+
+def submitted(up: Up, page: Page, form: str, choose: str) -> dict[str, Any]:
+    """The parameters of the run that the form makes, with this value chosen for prepare.apply_loss_mask."""
+    page.open(form)
+    page.shows("train.beta", "When deployed: true")
+    field = (
+        "(() => { let e = [...document.querySelectorAll('label')].find(e => e.innerText.includes('apply_loss_mask'));"
+        " while (e && !e.querySelector('fieldset')) e = e.parentElement; return e?.querySelector('fieldset') })()"
+    )
+    if choose and page.ask(f"!!{field}.querySelector('select')"):  # V1 in a browser without a mouse
+        set_value = f"e.value = '{choose}'; e.dispatchEvent(new Event('change', {{bubbles: true}}))"
+        page.ask(f"(() => {{ const e = {field}.querySelector('select'); {set_value} }})()")
+    elif choose:
+        page.press(f"{field}.querySelector('button')")
+        page.press(f"[...document.querySelectorAll('[role=option]')].find(e => e.innerText.trim() === '{choose}')")
+    known = {run["id"] for run in up.api("flow_runs/filter", {})}
+    page.click("Submit")
+    made: list[dict[str, Any]] = []
+    wait_for(lambda: made.extend(r for r in up.api("flow_runs/filter", {}) if r["id"] not in known) or made, PATIENCE)
+    up.api(f"flow_runs/{made[0]['id']}", method="DELETE")
+    return dict(made[0]["parameters"])
+
+
+@pytest.mark.slow
 def test_a_second_up_changes_nothing(up: Up) -> None:
     before = up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]
     automations = up.api("automations/filter", {})
@@ -426,6 +469,26 @@ def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
     wait_for(lambda: not any(map(lives, family)), 30)
     wait_for(lambda: up.state(run) == "CANCELLED", 60)
     assert json.loads((up.root / ".scratch/runs/cancelled/record.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_run_that_no_worker_tells_of_its_cancellation_ends_by_itself(up: Up) -> None:
+    """As after an outage in which the cancellation got lost: the worker is frozen, so nobody delivers it."""
+    run, pids = hanging(up, "cancelled-unheard", beta=0.85)
+    worker = psutil.Process(up.pids()["worker"])
+    worker.suspend()
+    try:
+        up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+        wait_for(lambda: up.state(run) == "CANCELLED", PATIENCE)
+        wait_for(lambda: not any(map(lives, pids)), PATIENCE)
+    finally:
+        worker.resume()
+    found = up.api(f"flow_runs/{run}")
+    record = json.loads((up.root / ".scratch/runs/cancelled-unheard/record.json").read_text())
+    assert record["state"] == "stopped"
+    assert "Cancelled in Prefect" in found["state"]["message"]
+    tasks = up.api("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    assert not [task for task in tasks if task["name"] in ("evaluate", "promote")]
 
 
 @pytest.mark.slow
