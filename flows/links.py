@@ -5,14 +5,27 @@ from typing import Any
 from urllib.parse import quote
 
 from flows import services
+from tasks.tracking.experiment import VIEW
 
+TRAINING = "workflowType=machine_learning"  # otherwise MLflow may open the page for agents
 MLFLOW_PAGE = "http://127.0.0.1:5000"  # where `make up` serves it, as a rule
 
 
-def mlflow_link(ids: dict[str, Any]) -> str | None:
+def mlflow_link(ids: dict[str, Any], part: str = "") -> str | None:
+    """A run's page, or a part of it: `/artifacts/report.html`, say."""
     if not ids:
         return None
-    return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}"
+    return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}{part}?{TRAINING}"
+
+
+def runs_link(address: str, experiment: str = "1") -> str:
+    """The list of an experiment's runs, in the view that tasks/tracking/experiment.py shares."""
+    return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&viewStateShareKey={VIEW}"
+
+
+def curves_link(address: str, experiment: str = "1") -> str:
+    """The same with the charts of the view: the curves of the newest runs, overlaid."""
+    return f"{runs_link(address, experiment)}&compareRunsMode=CHART"
 
 
 def _page(ids: dict[str, Any]) -> str:
@@ -31,4 +44,4 @@ def compare_link(runs: list[dict[str, Any]]) -> str | None:
         "experiments": sorted({str(ids["experiment_id"]) for ids in runs}),
     }
     query = "&".join(f"{name}={quote(json.dumps(values, separators=(',', ':')))}" for name, values in asked.items())
-    return f"{_page(runs[0])}/#/compare-runs?{query}"
+    return f"{_page(runs[0])}/#/compare-runs?{query}&{TRAINING}"

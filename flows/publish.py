@@ -33,8 +33,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     journal.Run(place.logs, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
-    link = mlflow_link(recall(place.logs / "run.json"))
-    where = f"{link}/artifacts/{page.name}" if link else page.as_uri()
+    where = mlflow_link(recall(place.logs / "run.json"), f"/artifacts/{page.name}") or page.as_uri()
     create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows import ROOT, passwords, services, stack
+from flows.links import curves_link, runs_link
 from flows.services import Service
 from flows.stack import POOL, TITLES, Settings
 from tasks.errors import UserError
@@ -128,7 +129,8 @@ def _say_where(server: Service, mlflow: str, asked: Settings, found: bool) -> No
     print("\nPages")
     print(f"  Prefect  {server.address}  runs, deployments, schedules, automations")
     print(f"  MLflow   {mlflow}  curves, models, compare")
-    print(f"  runs     {mlflow}/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey=dpo")
+    print(f"  runs     {runs_link(mlflow)}")
+    print(f"  curves   {curves_link(mlflow)}")
     if asked.open:
         print(f"  from elsewhere: the same ports of {socket.gethostname()}")
     print(f"In a shell, in this folder\n  {PROJECT_SHELL}")

@@ -23,7 +23,7 @@ from tasks.params import Evaluate, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
 from tasks.progress import Bar
 from tasks.reports import plots
-from tasks.tracking.journal import Run, evaluation
+from tasks.tracking.journal import Run, curves, evaluation
 from training.objective import Objective
 
 
@@ -150,7 +150,7 @@ def _publish(run: Run, metrics: dict[str, Any], lines: list[Any], pairs: list[An
     write_json(METRICS / "evaluate.json", metrics)
     _write_lines(METRICS / "samples.jsonl", lines)
     _write_lines(METRICS / "pairs.jsonl", pairs)
-    run.summary(evaluation(metrics))
+    run.summary(evaluation(metrics), max(curves(), default=0))
     for name in ("evaluate.json", "samples.jsonl", "pairs.jsonl"):
         run.artifact(METRICS / name)
 

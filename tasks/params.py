@@ -119,9 +119,10 @@ class Adapter(Section):
     use_dora: bool
 
 
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 EvalSteps = Annotated[
-    Annotated[Count, Tag("steps")] | Annotated[Literal["epoch"], Tag("epoch")],
-    Discriminator(lambda value: "epoch" if isinstance(value, str) else "steps"),  # for errors that name one place
+    Annotated[Count, Tag("steps")] | Annotated[Share, Tag("share")] | Annotated[Literal["epoch"], Tag("epoch")],
+    Discriminator(lambda value: {str: "epoch", float: "share"}.get(type(value), "steps")),  # one place in an error
 ]
 
 

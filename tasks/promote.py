@@ -14,7 +14,7 @@ from tasks.access import check_push, configured
 from tasks.errors import UserError
 from tasks.evaluation.compare import Comparison, compare, read_side, version_side
 from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
-from tasks.files import fingerprint, read_json, sha256, write_json
+from tasks.files import read_json, sha256, write_json
 from tasks.params import Params, load_cluster, load_params
 from tasks.paths import METRICS, MODEL, PAIRS
 from tasks.release import outbox
@@ -22,6 +22,7 @@ from tasks.release.gate import by_slash, gate, regressions
 from tasks.release.push import push
 from tasks.release.stored import require_stored
 from tasks.release.verify import require_whole
+from tasks.reports.markup import plain
 from tasks.tracking.journal import Run
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
 
@@ -122,25 +123,31 @@ def _version(found: Registry, run: Run) -> Version:
         require_stored(found, known)  # what becomes champion is what lies there
         return known
     evaluation = [METRICS / name for name in EVALUATION] + [path for path in [PAIRS / FILE] if path.exists()]
-    return found.add(
-        run_id(run.folder), Path(MODEL), evaluation, _tags(read_json(MODEL / "manifest.json"), digest, run)
-    )
-
-
-def _tags(manifest: dict[str, Any], digest: str, run: Run) -> dict[str, str]:
-    """Lineage and headline figures on the version itself, so that they are seen without opening its run."""
-    values = by_slash(manifest["metrics"])
-    shown = ("rewards/accuracies", "rewards/margins", "win_rate/rate", "kl/answers")
-    lineage = {
+    manifest = read_json(MODEL / "manifest.json")
+    tags = {
         "manifest_sha256": digest,
-        "files_sha256": fingerprint(manifest["files"]),
         "data_sha256": manifest["data"]["sha256"],
-        "base": manifest["base"]["model"],
-        "base_sha256": manifest["base"]["sha256"],
         "commit": manifest["made"]["commit"],
         "run": run.folder.name,
     }
-    return lineage | {name: f"{values[name]:.4g}" for name in shown if name in values}
+    about = _description(manifest, run.folder.name)
+    return found.add(run_id(run.folder), Path(MODEL), evaluation, tags, about)
+
+
+def _description(manifest: dict[str, Any], run: str) -> str:
+    """Two lines that MLflow's page of the version shows: headline figures, and where the model comes from."""
+    values = by_slash(manifest["metrics"])
+    shown = {
+        "win rate vs. base model": "win_rate/rate",
+        "reward accuracy": "rewards/accuracies",
+        "reward margin": "rewards/margins",
+        "KL per answer": "kl/answers",
+    }
+    figures = [f"{what} {values[name]:.4g}" for what, name in shown.items() if name in values]
+    data = manifest["data"]
+    source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
+    base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"
+    return f"{', '.join(figures) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
 
 
 def _against(params: Params, found: Registry, champion: Version) -> tuple[Comparison, list[str]]:

@@ -24,7 +24,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from training import batches
+from tests.settings import make_settings
+from training import batches, loop
 from training.engine import count_nonzero, deepspeed_config
 from training.global_batch import Batch, calibrate
 from training.logps import plain_logps
@@ -562,3 +563,10 @@ def test_the_configuration_is_plain():
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert config["bf16"]["enabled"]
     assert "offload_optimizer" not in deepspeed_config(2, "none", "float32", 1.0)["zero_optimization"]
+
+
+@pytest.mark.parametrize(("asked", "every"), [(None, None), (7, 7), ("epoch", 5), (0.25, 4), (0.01, 1)])
+def test_held_out_pairs_are_evaluated_every_so_many_steps(asked, every):
+    """80 pairs in batches of 16 are 5 steps an epoch; a quarter of 15 steps is 3.75."""
+    given = make_settings(model="", folder="", global_batch_size=16, eval_steps=asked)
+    assert loop._evaluate_every(given, pairs=80, steps=15) == every

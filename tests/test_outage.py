@@ -67,24 +67,27 @@ def recorded(server: str, name: str) -> dict[str, Any]:
     (child,) = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{parent.info.run_id}'")
     history = client.get_metric_history(child.info.run_id, "loss")
     margins = client.get_metric_history(child.info.run_id, "rewards/margins")
+    above = client.get_metric_history(parent.info.run_id, "loss")
     return {
         "parent": parent,
         "child": child,
         "loss": {point.step: point.value for point in history},
         "points": len(history),
         "margins": len(margins),
-        "final": len(client.get_metric_history(parent.info.run_id, "loss")),
+        "above": {point.step: point.value for point in above},
+        "points_above": len(above),
     }
 
 
 def whole(server: str, name: str) -> None:
-    """Each step once, final values once and on the parent alone, both runs ended."""
+    """Each step once on both runs, with five digits on the parent, both runs ended."""
     found = recorded(server, name)
     assert found["loss"] == STEPS
-    assert (found["points"], found["margins"], found["final"]) == (30, 30, 1)
+    assert (found["points"], found["margins"], found["points_above"]) == (30, 30, 30)
+    assert found["above"] == {step: float(f"{value:.5g}") for step, value in STEPS.items()}
     assert {found["parent"].info.status, found["child"].info.status} == {"FINISHED"}
     assert found["parent"].data.tags["stage.train"] == "ran"
-    assert found["parent"].data.metrics["loss"] == STEPS[30]
+    assert found["parent"].data.metrics["loss"] == 0.033333
     assert found["parent"].data.params["train.beta"] == "0.1"
     assert found["parent"].info.start_time <= found["child"].info.start_time <= found["child"].info.end_time
 

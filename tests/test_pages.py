@@ -1,28 +1,33 @@
-"""MLflow's pages in real Chromium: two runs beside each other, useful at once."""
+"""MLflow's pages in real Chromium: two runs beside each other, their curves overlaid by one click."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from mlflow import MlflowClient
 
+from flows.links import compare_link, mlflow_link, runs_link
 from tasks.files import write_json
 from tasks.params import load_cluster, load_params
 from tasks.tracking import journal
+from tasks.train import write_curves
 from tests.browser import Page, browser, chromium
 from tests.workspaces import PROJECT, make_workspace
 
 pytestmark = pytest.mark.slow
 NAMES = ("calm-otter", "brave-heron")
+TRAINED = "brave-heron"
 BETAS = {"calm-otter": 0.1, "brave-heron": 0.4}
 EVALUATED = {"rewards/accuracies": 0.875, "kl/answers": 0.5, "win_rate": {"rate": 0.75, "wins": 3}}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> dict[str, str]:
-    """Two runs that differ in beta, told as the flow tells them, their training as figures alone; ids by name."""
+    """Two runs that differ in beta, told as the flow tells them; ids by name.
+
+    The first trains, as figures alone; the second finds its training cached.
+    """
     chromium()
     root = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
@@ -41,12 +46,16 @@ def _run(name: str, server: str) -> None:
     write_json(Path("data/reference/manifest.json"), {"of": name})
     folder = journal.open_run(params, cluster, root=PROJECT)
     journal.begin(folder, {"recipe": "none"})
-    with journal.tracked("train", params, cluster) as run:
-        for step in range(1, 11):
-            run.metrics(step, {"loss": BETAS[name] / step, "rewards/margins": step * BETAS[name]})
-    write_json(Path("data/metrics/train.json"), {"loss": BETAS[name] / 10, "eval/loss": 9.0})
+    steps = {step: {"loss": BETAS[name] / step, "rewards/margins": step * BETAS[name]} for step in range(1, 11)}
+    steps[5]["eval/loss"] = 1 / 3
+    if name == TRAINED:
+        with journal.tracked("train", params, cluster) as run:
+            for step, values in steps.items():
+                run.metrics(step, values)
+            run.summary(steps[10])
     write_json(Path("data/metrics/evaluate.json"), {**EVALUATED, "loss": BETAS[name] / 8})
-    states = {"source": "cached", "train": "ran", "evaluate": "cached"}
+    write_curves(Path("data/metrics/train.csv"), steps)
+    states = {"source": "cached", "train": "ran" if name == TRAINED else "cached", "evaluate": "cached"}
     journal.finish(folder, root=Path(), states=states, status="FINISHED")
 
 
@@ -56,11 +65,8 @@ def page(runs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield made
 
 
-def parents_and_children(server: str) -> tuple[str, dict[str, str]]:
-    client = MlflowClient(server)
-    experiment = client.get_experiment_by_name("pages").experiment_id
-    found = client.search_runs([experiment], "tags.stage = 'train'")
-    return experiment, {run.info.run_name: run.info.run_id for run in found}
+def experiment(server: str) -> str:
+    return str(MlflowClient(server).get_experiment_by_name("pages").experiment_id)
 
 
 def test_a_parent_carries_what_a_comparison_needs(runs, mlflow_server):
@@ -91,9 +97,8 @@ def test_a_parent_carries_what_a_comparison_needs(runs, mlflow_server):
 
 
 def test_the_compare_page_shows_both_runs_and_what_differs(runs, page, mlflow_server, tmp_path):
-    experiment, _ = parents_and_children(mlflow_server)
-    asked = f"runs={quote(json.dumps(list(runs.values())))}&experiments={quote(json.dumps([experiment]))}"
-    page.open(f"{mlflow_server}/#/compare-runs?{asked}", height=3000)
+    ids = {"experiment_id": experiment(mlflow_server), "tracking_uri": mlflow_server}
+    page.open(compare_link([{**ids, "run_id": run_id} for run_id in runs.values()]), height=3000)
     page.shows(*NAMES, "train.beta", "train.learning_rate", "eval/loss", "eval/rewards/accuracies", "Tags")
     page.ask("document.querySelectorAll('button[role=switch]').forEach(button => button.click())")
     for same_in_both in ("train.learning_rate", "eval/rewards/accuracies"):
@@ -106,21 +111,33 @@ def test_the_compare_page_shows_both_runs_and_what_differs(runs, page, mlflow_se
     assert "mlflow.journal" not in shown
 
 
-def test_curves_of_two_runs_overlay_and_say_whose_they_are(runs, page, mlflow_server, tmp_path):
-    experiment, children = parents_and_children(mlflow_server)
-    assert set(children) == {f"train of {name}" for name in NAMES}
-    asked = f"runs={quote(json.dumps(list(children.values())))}&experiments={quote(json.dumps([experiment]))}"
-    page.open(f"{mlflow_server}/#/metric?{asked}&metric=%22loss%22&plot_metric_keys=%5B%22loss%22%5D&x_axis=step")
-    page.shows(*(f"train of {name} (loss)" for name in NAMES), "0.04 (step=10)", "0.01 (step=10)", "Max")
-    page.until("document.querySelectorAll('.js-plotly-plot').length", 1)  # two curves in one chart
-    page.until("document.querySelector('.xtitle')?.textContent", "Step")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parent_has_each_point_of_its_curves_once(name, runs, mlflow_server):
+    client = MlflowClient(mlflow_server)
+    points = {
+        metric: client.get_metric_history(runs[name], metric) for metric in ("loss", "eval/loss", "eval/kl/answers")
+    }
+    found = {metric: [(point.step, point.value) for point in history] for metric, history in points.items()}
+    assert found["loss"] == [(step, float(f"{BETAS[name] / step:.5g}")) for step in range(1, 11)]
+    assert found["eval/loss"] == [(5, 0.33333), (10, BETAS[name] / 8)]  # the evaluation describes the last step
+    assert found["eval/kl/answers"] == [(10, 0.5)]
+
+
+def test_one_click_in_the_list_of_runs_overlays_their_curves(runs, page, mlflow_server, tmp_path):
+    page.open(runs_link(mlflow_server, experiment(mlflow_server)), width=2400)
+    page.shows(*NAMES, "eval/loss", "train.beta", "recipe", "0.0125", "A row is a run of the pipeline")
+    page.picture(tmp_path / "runs.png")
+    page.until("!!document.querySelector('input[value=CHART]')", True)
+    page.ask("document.querySelector('input[value=CHART]').click()")
+    page.shows("training curves", "loss vs eval/loss", *(f"{name} (loss)" for name in NAMES))
+    first = "document.querySelector('.js-plotly-plot')"
+    page.until(f"{first}?.querySelectorAll('.scatterlayer .trace .js-line').length >= 4", True)  # both losses of both
+    page.until(f"{first}?.querySelector('.xtitle')?.textContent", "Step")
     page.picture(tmp_path / "overlay.png")
 
 
-def test_the_list_of_runs_has_useful_columns_at_once(runs, page, mlflow_server, tmp_path):
-    experiment, _ = parents_and_children(mlflow_server)
-    asked = "workflowType=machine_learning&viewStateShareKey=dpo"  # as `make up` prints it
-    page.open(f"{mlflow_server}/#/experiments/{experiment}/runs?{asked}", width=2400)
-    page.shows(*NAMES, "eval/loss", "train.beta", "recipe", "0.0125", "A row is a run of the pipeline")
-    page.picture(tmp_path / "runs.png")
-    assert asked in (PROJECT / "flows" / "up.py").read_text()
+def test_a_run_link_opens_the_pages_of_model_training(runs, page, mlflow_server):
+    ids = {"experiment_id": experiment(mlflow_server), "run_id": runs[TRAINED], "tracking_uri": mlflow_server}
+    page.open(mlflow_link(ids))
+    shown = page.shows(TRAINED, "Model metrics", "Model registry")
+    assert "Prompts" not in shown  # of the pages for agents

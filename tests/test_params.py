@@ -88,6 +88,7 @@ def test_a_missing_key_is_named():
         ("train.epochs", 0, "greater than or equal to 1, and it is 0"),
         ("train.dtype", "fp16", "'float32', 'bfloat16' or 'float16', and it is 'fp16'"),
         ("train.max_steps", True, "valid integer, and it is True"),
+        ("train.eval_steps", 1.5, "less than 1, and it is 1.5"),
         ("train.loss", {"dpo": 1.0}, "there is no loss 'dpo'"),
         ("train.tau", 0.5, "`tau` has no effect on loss sigmoid, sft"),
         ("train.margin", "scores", "`margin_scale` belongs to `margin: scores`"),

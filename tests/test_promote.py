@@ -59,7 +59,7 @@ def export(weights: str, kind: int = PROMPTS, correct: int = PROMPTS, pairs: str
     (MODEL / "model.safetensors").write_text(weights)
     manifest = {
         "model": NAME,
-        "data": {"sha256": "d" * 64, "pairs": {"eval.parquet": pairs}},
+        "data": {"source": "pairs.jsonl", "sha256": "d" * 64, "pairs": {"eval.parquet": pairs}},
         "base": {"model": "demo", "sha256": "b" * 64},
         "params": load_params().model_dump(exclude={"promote"}),
         "metrics": metrics,
@@ -104,11 +104,15 @@ def test_without_a_champion_the_absolute_limits_decide(workspace, capsys):
     assert f"promote: {NAME} version 1 is now champion" in capsys.readouterr().out
     with registry(load_cluster(), NAME) as found:
         (version,) = found.versions()
+        figures, origin = found.client.get_model_version(NAME, "1").description.splitlines()
+        assert len(found.client.get_registered_model(NAME).description.splitlines()) == 2
         assert hash_files(found.fetch(version, "model")) == hash_files(MODEL)
         assert set(hash_files(found.fetch(version, "evaluation"))) == {"evaluate.json", "samples.jsonl", "pairs.jsonl"}
     assert version.tags["data_sha256"] == "d" * 64
     assert version.tags["commit"] == "c" * 40
-    assert version.tags["rewards/accuracies"] == "0.97"
+    assert figures.strip() == "reward accuracy 0.97"
+    assert origin.endswith(f"data pairs.jsonl ({'d' * 12}), base demo ({'b' * 12})")
+    assert "rewards/accuracies" not in version.tags  # few tags: what a person reads is in the description
 
 
 def test_the_same_export_twice_is_one_version(workspace, capsys):

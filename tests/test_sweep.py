@@ -145,6 +145,7 @@ def test_the_compare_link_is_what_mlflow_reads() -> None:
     ids = [{"run_id": name, "experiment_id": "1", "tracking_uri": "sqlite:///x"} for name in ("a", "b")]
     assert compare_link(ids) == (
         "http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22%2C%22b%22%5D&experiments=%5B%221%22%5D"
+        "&workflowType=machine_learning"
     )
     assert compare_link([]) is None
 

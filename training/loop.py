@@ -107,11 +107,7 @@ def train(
     ids = [pair.id for pair in pairs]
     steps = batches.total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
     first = found.state["step"] if found else 0
-    evaluate_every = (
-        batches.steps_per_epoch(len(pairs), settings.global_batch_size)
-        if settings.eval_steps == "epoch"
-        else settings.eval_steps
-    )
+    evaluate_every = _evaluate_every(settings, len(pairs), steps)
 
     def look(step: int) -> int:
         _look(policy, settings, held_out, step, course, log, device)
@@ -151,7 +147,7 @@ def train(
             epoch = done * settings.global_batch_size / len(pairs)
             health = {**_health(policy, zeros), "learning_rate": rate, "epoch": epoch}
             _report(done, values, {**health, **speed.since(values)}, course, log, say)
-        if evaluate_every and done % int(evaluate_every) == 0 and done < steps:
+        if evaluate_every and done % evaluate_every == 0 and done < steps:
             with speed.paused():
                 looked = look(done)
         if _over(settings, course, done, say):
@@ -174,6 +170,16 @@ def train(
     if settings.select and course.best.step is not None:
         say(f"the policy is that of step {course.best.step}, {settings.select} {course.best.value:.4g}")
     _finish(policy.module.model, settings)
+
+
+def _evaluate_every(settings: Settings, pairs: int, steps: int) -> int | None:
+    """Steps between two evaluations of the held-out pairs."""
+    asked = settings.eval_steps
+    if asked == "epoch":
+        return batches.steps_per_epoch(pairs, settings.global_batch_size)
+    if isinstance(asked, float):
+        return math.ceil(asked * steps)
+    return asked  # type: ignore[return-value]
 
 
 def restore(

@@ -34,7 +34,7 @@ class Settings:
     epochs: int
     max_steps: int | None
     logging_steps: int
-    eval_steps: int | str | None  # "epoch": at the end of each
+    eval_steps: int | float | str | None  # below 1: a share of all steps; "epoch": at the end of each
     save_steps: int
     keep_checkpoints: int
     keep_best: int  # more of them, the best by `select`

@@ -5,6 +5,7 @@ A stage writes a journal of JSON lines and nothing else; one more process for th
 what was not sent is sent by the next stage, the next run or `make sync`.
 """
 
+import csv
 import json
 import os
 import shutil
@@ -51,9 +52,9 @@ class Run:
             self.logged.update(dict.fromkeys(new, step))
             self.write("metrics", step=step, values=new)
 
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Final values, of this run and of the whole pipeline run."""
-        self.write("summary", values=dict(values))
+    def summary(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Final values, of this run and of the whole pipeline run; `step` is the training step that they describe."""
+        self.write("summary", values=dict(values), step=step)
 
     def params(self, values: Mapping[str, Any]) -> None:
         self.write("params", values=dict(values))
@@ -143,7 +144,9 @@ def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) 
         run.tags(lineage(root))
         for data in datasets(root / RAW, root / PAIRS):
             run.dataset(**data)
-        run.summary({**last_values(root), **evaluation(read_json(root / METRICS / "evaluate.json"))})
+        steps = curves(root)
+        _log_missing(run, steps)
+        run.summary(evaluation(read_json(root / METRICS / "evaluate.json")), max(steps, default=0))
     run.write("end", status=status)
     run.write("close")
     wait_until_sent(run, start_forwarder(folder))  # the last one may have thought that nobody writes any more
@@ -186,11 +189,22 @@ def datasets(*folders: Path) -> Iterator[dict[str, Any]]:
                 yield {"name": split, "digest": known_sha256(file), **about}
 
 
-def last_values(root: Path) -> dict[str, float]:
-    """The last training step's, whether the stage ran this time or not; held-out ones are evaluate's to say."""
-    file = root / METRICS / "train.json"
-    values = read_json(file) if file.exists() else {}
-    return {name: value for name, value in values.items() if not name.startswith("eval/")}
+def curves(root: Path = Path()) -> dict[int, dict[str, float]]:
+    """data/metrics/train.csv: the values of each logged training step."""
+    file = root / METRICS / "train.csv"
+    if not file.exists():
+        return {}
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return {int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows}
+
+
+def _log_missing(run: Run, steps: Mapping[int, Mapping[str, float]]) -> None:
+    """Curves of a training that this run did not execute itself: steps that its own `train` logged are left out."""
+    logged = _last_step(run.folder / "train.jsonl")
+    run.logged = {name: max(run.logged.get(name, -1), logged.get(name, -1)) for name in {**run.logged, **logged}}
+    for step, values in steps.items():
+        run.metrics(step, values)
 
 
 def evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -6,6 +6,7 @@ MLflow), and a final value that is there already is not logged again.
 """
 
 import json
+import math
 import re
 import sys
 import uuid
@@ -24,6 +25,7 @@ from tasks.tracking.journal import FLOW, flatten, read_lines
 Line = dict[str, Any]
 LONGEST_PARAM = 500
 MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
+DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows every digit that it has
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 MARK = "mlflow.journal"  # the tag by which a run is found again; MLflow hides what begins so
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # for good: no second try helps
@@ -47,10 +49,18 @@ def record(client: Any, folder: Path, stage: str, lines: Sequence[Line]) -> None
     """Metrics that follow each other travel in one call: a slow server is asked seldom."""
     for stepped, group in groupby(lines, key=lambda line: line["kind"] == "metrics"):
         if stepped:
-            _log_metrics(client, _child(client, folder, stage), list(group))
+            _log_curves(client, folder, stage, list(group))
         else:
             for line in group:
                 _tolerant(_apply, client, folder, stage, line)
+
+
+def _log_curves(client: Any, folder: Path, stage: str, lines: Sequence[Line]) -> None:
+    """On the stage's run in full precision, and on the parent, because MLflow's list and charts show parents."""
+    if stage != FLOW:
+        _log_metrics(client, _child(client, folder, stage), lines)
+    short = [{**line, "values": _rounded(line["values"])} for line in lines]
+    _log_metrics(client, read_json(folder / "run.json")["run_id"], short)
 
 
 def _tolerant(function: Any, *arguments: Any) -> None:
@@ -76,9 +86,10 @@ def _apply(client: Any, folder: Path, stage: str, line: Line) -> None:
         case "params":
             _log_params(client, runs[0], line["values"])
         case "summary":
-            _log_final(client, parent, line["values"], line["time"])
+            final = {**line, "values": _without_steps(folder, stage, line["values"])}
+            _log_final(client, parent, {**final, "values": _rounded(final["values"])})
             if stage != FLOW:
-                _log_final(client, runs[0], _without_steps(folder, stage, line["values"]), line["time"])
+                _log_final(client, runs[0], final)
         case "tags":
             _set_tags(client, parent, line["values"])
         case "dataset":
@@ -122,16 +133,27 @@ def _log_metrics(client: Any, run_id: str, lines: Sequence[Line]) -> None:
         _tolerant(client.log_batch, run_id, points[start : start + MOST_METRICS])
 
 
-def _log_final(client: Any, run_id: str, values: dict[str, float], when: int) -> None:
-    """Of a run as a whole: one point each, so that MLflow shows a figure and no chart."""
+def _log_final(client: Any, run_id: str, line: Line) -> None:
+    """Of a run as a whole: one point each, at the line's step."""
     known = client.get_run(run_id).data.metrics
-    new = {name: value for name, value in values.items() if known.get(name_of(name)) != value}
+    new = {name: value for name, value in line["values"].items() if known.get(name_of(name)) != value}
     if new:
-        _log_metrics(client, run_id, [{"values": new, "time": when}])
+        _log_metrics(client, run_id, [{**line, "values": new}])
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    """Counts stay exact."""
+    plain = {name: float(value) for name, value in values.items()}
+    return {
+        name: value if not math.isfinite(value) or value.is_integer() else float(f"{value:.{DIGITS}g}")
+        for name, value in plain.items()
+    }
 
 
 def _without_steps(folder: Path, stage: str, values: dict[str, float]) -> dict[str, float]:
-    """Final values that the stage did not log by step: those would get a stray point at step 0."""
+    """Final values that the stage did not log by step: those would get a stray point."""
+    if stage == FLOW:  # its curves are those of a training that was cached, its final values those of evaluate
+        return values
     lines, _ = read_lines(folder / f"{stage}.jsonl")
     stepped = {name for line in lines if line["kind"] == "metrics" for name in line["values"]}
     return {name: value for name, value in values.items() if name not in stepped}

@@ -32,6 +32,10 @@ LARGEST_UPLOAD = 2**30  # weights above it stay where they are, named by hash
 MOVING = "moving"
 OWNER = "dpo.owner"  # tag of a version: the checkout that made it
 SHA256 = re.compile(r"[0-9a-f]{64}")
+ABOUT = (
+    "Models that the DPO pipeline exported, one version per export, each with its manifest and evaluation.  \n"
+    "`champion` passed the gate (params.yaml, promote); `previous` is the champion before it; `challenger` is the newest."
+)
 PREVIOUS, CHALLENGER = "previous", "challenger"
 
 
@@ -75,7 +79,9 @@ class Registry:
         """The newest version that a pipeline run made."""
         return next((version for version in reversed(self.versions()) if version.tags.get("run") == name), None)
 
-    def add(self, run_id: str, folder: Path, evaluation: list[Path], tags: dict[str, str]) -> Version:
+    def add(
+        self, run_id: str, folder: Path, evaluation: list[Path], tags: dict[str, str], description: str = ""
+    ) -> Version:
         """A new version: the export and its evaluation as artifacts, each under the manifest's hash."""
         place = tags["manifest_sha256"][:12]
         small = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= LARGEST_UPLOAD
@@ -90,7 +96,10 @@ class Registry:
         with self.exclusively():  # another run may have registered the same export meanwhile
             if known := self.with_manifest(tags["manifest_sha256"]):
                 return known
-            return _version(self.client.create_model_version(self.name, source, run_id, tags=tags))
+            made = self.client.create_model_version(
+                self.name, source, run_id, tags=tags, description=redact(description)
+            )
+            return _version(made)
 
     def fetch(self, version: Version, what: str, file: str = "") -> Path:
         """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""
@@ -207,7 +216,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
     try:
         client = _client(absolute(cluster.tracking_uri), run)
         if run and not _is_there(client, name):
-            client.create_registered_model(name)
+            client.create_registered_model(name, description=ABOUT)
         if not _is_there(client, name):
             raise UserError(f"The registry has no model {name} yet. Run the pipeline, or mend promote.model_name.")
         found = Registry(client, name)
