@@ -34,7 +34,7 @@ OWNER = "dpo.owner"  # tag of a version: the checkout that made it
 SHA256 = re.compile(r"[0-9a-f]{64}")
 ABOUT = (
     "Models that the DPO pipeline exported, one version per export, each with its manifest and evaluation.  \n"
-    "`champion` passed the gate (params.yaml, promote); `previous` is the champion before it; `challenger` is the newest."
+    "`champion` passed the gate (params.yaml, promote); `previous` is the champion before it; `challenger` the newest."
 )
 PREVIOUS, CHALLENGER = "previous", "challenger"
 
