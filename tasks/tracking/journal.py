@@ -52,9 +52,9 @@ class Run:
             self.logged.update(dict.fromkeys(new, step))
             self.write("metrics", step=step, values=new)
 
-    def summary(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Final values, of this run and of the whole pipeline run; `step` is the training step that they describe."""
-        self.write("summary", values=dict(values), step=step)
+    def summary(self, values: Mapping[str, float], at: int = 0) -> None:
+        """Final values, of this run and of the whole pipeline run; `at` is the training step that they describe."""
+        self.write("summary", values=dict(values), at=at)
 
     def params(self, values: Mapping[str, Any]) -> None:
         self.write("params", values=dict(values))

@@ -134,11 +134,11 @@ def _log_metrics(client: Any, run_id: str, lines: Sequence[Line]) -> None:
 
 
 def _log_final(client: Any, run_id: str, line: Line) -> None:
-    """Of a run as a whole: one point each, at the line's step."""
+    """Of a run as a whole: one point each."""
     known = client.get_run(run_id).data.metrics
     new = {name: value for name, value in line["values"].items() if known.get(name_of(name)) != value}
     if new:
-        _log_metrics(client, run_id, [{**line, "values": new}])
+        _log_metrics(client, run_id, [{**line, "values": new, "step": line.get("at", 0)}])
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:
