@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from prefect import flow, get_run_logger, runtime
+from prefect.client.schemas.objects import State
 from prefect.exceptions import CancelledRun
 from prefect.states import Completed
 
@@ -61,9 +62,9 @@ def dpo(
         _say_where(place)
         night.note(place)
         with publish.recorded(place, {} if resume else {"recipe": recipe or "none"}) as states:
-            run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
+            last = run_stages(place, states, {"prepare": lambda: night.check_drift(place)} if only_if_new else {})
             if registered:
-                states.append(promote.promote(place))
+                states.append(promote.promote(place, wait_for=last))
             publish.publish(place, states)
             left = night.outcome(place, began) if registered else None
     night.write(left)
@@ -112,21 +113,29 @@ def _closed(place: Workspace) -> Path:
 
 def run_stages(
     place: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
-) -> None:
-    """Every stage in turn; `states` grows by what became of each. `checks` are made behind the stage of that name."""
+) -> list[State]:
+    """Every stage in turn; `states` grows by what became of each. `checks` are made behind the stage of that name.
+
+    Returns Prefect's state of the last stage: each waits for the one before, which draws the edges of the run's graph.
+    """
+    before: list[State] = []
+    announced = publish.announce(place)
     for line in place.watch():
         get_run_logger().info("%s", line)
     stale = place.stale()
     for name in place.stages():
         # Behind a stage that did something only DVC knows; before it, one question to DVC answered for all.
         unchanged = name not in stale and all(state["state"] == "cached" for state in states)
-        states.append(stage(name, place, unchanged))
+        announced = announced or publish.announce(place)  # MLflow gives the run its id seconds after the start
+        before = [stage(name, place, unchanged, wait_for=before)]
+        states.append(before[0].result())
         checks.get(name, lambda: None)()
     if any(state["state"] != "cached" for state in states) and (stale := place.stale()):
         raise UserError(
             f"The run is over, and {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
             f"changed meanwhile in {place.root}. Look with `dvc status`, then run again."
         )
+    return before
 
 
 def report(result: dict[str, Any]) -> None:

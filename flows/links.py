@@ -18,6 +18,11 @@ def mlflow_link(ids: dict[str, Any], part: str = "") -> str | None:
     return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}{part}?{TRAINING}"
 
 
+def mlflow_home(ids: dict[str, Any]) -> str:
+    """The page to begin with, where a run has no id yet."""
+    return f"{_page(ids)}/#/experiments?{TRAINING}"
+
+
 def runs_link(address: str, experiment: str = "1") -> str:
     """The list of an experiment's runs, in the view that tasks/tracking/experiment.py shares."""
     return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&viewStateShareKey={VIEW}"

@@ -10,19 +10,42 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import runtime
+from prefect import get_run_logger, runtime
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
-from flows import ROOT
-from flows.links import mlflow_link
+from flows import ROOT, server
+from flows.links import mlflow_home, mlflow_link
 from flows.runs import RESULTS
 from flows.workspace import Workspace
 from tasks.files import recall, write_json
 from tasks.redact import redact
 from tasks.reports.markup import plain
 
+REPORT = "report.html"
 SAMPLES = 3
 LONGEST = 400  # characters of a sample
+
+
+def announce(place: Workspace) -> bool:
+    """Where to follow the run, as an artifact from its start; whether MLflow's page of the run is among the links."""
+    ids = recall(place.logs / "run.json")
+    report = mlflow_link(ids, f"/artifacts/{REPORT}")
+    tracking = str(recall(place.logs / "settings.json").get("tracking_uri", ""))
+    home = mlflow_link(ids) or mlflow_home({"tracking_uri": tracking})
+    lines = [
+        f"- [curves and params in MLflow]({home})",
+        f"- [the run report]({report}), once the run has ended"
+        if report
+        else f"- the run report: `{REPORT}` in MLflow",
+        f"- logs, journals and the report on disk: `{place.logs}`",
+    ]
+    if place.own:
+        lines.append(f"- code, params.yaml and dvc.lock, once the run has ended: branch `runs/{place.key}`")
+    try:
+        create_markdown_artifact(redact("\n".join(lines)), key="dpo-links", description="Where to follow this run")
+    except Exception as error:  # a page that does not answer is no reason to stop a run
+        get_run_logger().debug("The links are not shown: %s", error)
+    return bool(ids)
 
 
 def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
@@ -33,7 +56,7 @@ def publish(place: Workspace, states: list[dict[str, Any]]) -> None:
     journal.Run(place.logs, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="What ran, and what was unchanged")
     create_markdown_artifact(redact(result(place)), key="dpo-result", description="What the run achieved")
-    where = mlflow_link(recall(place.logs / "run.json"), f"/artifacts/{page.name}") or page.as_uri()
+    where = mlflow_link(recall(place.logs / "run.json"), f"/artifacts/{REPORT}") or page.as_uri()
     create_link_artifact(where, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
 
 
@@ -41,8 +64,13 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
     """The run's own page, in its log folder: seconds and run ids are no artefacts of a stage."""
     from tasks.reports.page import page
 
-    target = place.logs / "report.html"
-    target.write_text(page(place.root, place.key, states, logs=place.logs))
+    target = place.logs / REPORT
+    links = {
+        "Prefect": server.flow_page(runtime.flow_run.id),
+        "MLflow": mlflow_link(recall(place.logs / "run.json")),
+        "branch": f"runs/{place.key}" if place.own else None,
+    }
+    target.write_text(page(place.root, place.key, states, logs=place.logs, links=links))
     return target
 
 
@@ -73,7 +101,8 @@ def result(place: Workspace) -> str:
 
     measured = recall(place.root / "data" / "metrics" / "evaluate.json")
     metrics, said = flatten(measured), escape(verdict(measured, decision_of(place.root))[1], longest=2000)
-    parts = ["# Result", said, _numbers(metrics), _behaviour(metrics), _samples(place.root), "## Where", _where(place)]
+    first, rest = _numbers(metrics)
+    parts = ["# Result", said, first, _behaviour(metrics), _samples(place.root), "## Where", _where(place), rest]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -85,15 +114,26 @@ def flatten(content: dict[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _numbers(metrics: dict[str, Any]) -> str:
-    """Each figure once, its interval beside it; tables are on the report page."""
+def _numbers(metrics: dict[str, Any]) -> tuple[str, str]:
+    """The report page's headline figures, and a table of all others; each figure once, its interval beside it."""
     aside = ("samples/", "intervals/", "tables/")
-    rows = [(name, value, _interval(metrics, name)) for name, value in metrics.items() if not name.startswith(aside)]
-    return _table(("held-out", "", "95% interval"), rows) if rows else ""
+    shown = {name: value for name, value in metrics.items() if not name.startswith(aside)}
+    headline = {f"{name}/rate" if f"{name}/rate" in shown else name: what for name, what in _headline().items()}
+    first = [(what, shown[name], _interval(metrics, name)) for name, what in headline.items() if name in shown]
+    rest = [(name, value, _interval(metrics, name)) for name, value in shown.items() if name not in headline]
+    more = "## All held-out metrics\n\n" + _table(("held-out", "", "95% interval"), rest) if rest else ""
+    return _table(("held-out", "", "95% interval"), first) if first else "", more
+
+
+def _headline() -> dict[str, str]:
+    from tasks.reports.page import CARDS
+
+    return {name: what for name, what, _ in CARDS}
 
 
 def _interval(metrics: dict[str, Any], name: str) -> str:
-    low, high = (metrics.get(f"intervals/{name}/{end}") for end in ("low", "high"))
+    own = name.removesuffix("/rate")  # a rate stands beside its own bounds
+    low, high = (metrics.get(f"intervals/{name}/{end}", metrics.get(f"{own}/{end}")) for end in ("low", "high"))
     return "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
 
 
@@ -115,7 +155,7 @@ def _samples(root: Path) -> str:
 
 def _where(place: Workspace) -> str:
     lines = [f"- the model: {_model(place)}", "- every run and curve: `make up` opens MLflow's pages"]
-    lines.append(f"- the run report: `{place.logs / 'report.html'}`")
+    lines.append(f"- the run report: `{place.logs / REPORT}`")
     if link := mlflow_link(recall(place.logs / "run.json")):
         lines.append(f"- this run in MLflow: [{link}]({link})")
     if place.own:

@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
 from flows import ROOT, child, passwords, services
 from flows.services import free_port
@@ -31,6 +31,14 @@ _embedded = False
 def embedded() -> bool:
     """Whether the server is our own, whose pages nobody can open."""
     return _embedded
+
+
+def flow_page(flow_run: str | None) -> str:
+    """Where Prefect shows a run; nowhere where the server is our own and goes with us."""
+    if not flow_run or embedded():
+        return ""
+    pages = PREFECT_UI_URL.value() or (PREFECT_API_URL.value() or "").removesuffix("/api")
+    return f"{pages}/runs/flow-run/{flow_run}"
 
 
 def start() -> None:

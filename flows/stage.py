@@ -15,6 +15,7 @@ from prefect import Task, get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.states import Completed
 
 from flows import ROOT, cancellation, child, inputs
 from flows.workspace import Workspace
@@ -36,6 +37,7 @@ CHATTER = re.compile(
 )
 USER_ERROR = 2  # a stage's exit code for what its user can mend
 EXITED = re.compile(r"^ERROR: .*exited with (?P<code>-?\d+)")
+NAMES = {"restored": "Restored", "cached": "Cached"}
 SAID = {"restored": "restored from DVC's run cache", "cached": "unchanged, not run"}  # one that ran speaks itself
 
 
@@ -58,12 +60,14 @@ def worth_another_try(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> 
     retry_condition_fn=worth_another_try,
     cache_policy=NO_CACHE,  # whether a stage must run is DVC's to say
 )
-def stage(name: str, workspace: Workspace, unchanged: bool) -> dict[str, Any]:
+def stage(name: str, workspace: Workspace, unchanged: bool) -> State[dict[str, Any]]:
+    """Completed, with a name of its own where nothing was computed, so that Prefect's pages tell the two apart."""
     start = time.monotonic()
     state = "cached" if unchanged else _reproduce(name, workspace)
     if state in SAID:
         get_run_logger().info("%s: %s", name, SAID[state])
-    return {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
+    result = {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
+    return Completed(name=NAMES.get(state), message=SAID.get(state), data=result)
 
 
 def _reproduce(name: str, workspace: Workspace) -> str:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect.exceptions import CancelledRun
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL
 
 from flows import ROOT, cancellation, child, runs, server, side_by_side, summary, terminal
 from flows.dpo import override
@@ -164,7 +163,7 @@ class Sweep:
         outcome = self.outcome(trial)
         taken = sum(state["seconds"] for state in outcome.get("stages", [])) or self.seconds.get(trial.name, 0.0)
         state = {"state": "finished" if outcome else "failed", "why": self.failed.get(trial.name, ""), "seconds": taken}
-        where = {"logs": self.logs(trial) if outcome else None, "page": _flow_page(outcome.get("flow_run"))}
+        where = {"logs": self.logs(trial) if outcome else None, "page": server.flow_page(outcome.get("flow_run"))}
         return {"name": trial.name, "values": trial.values, **found, **state, **where}
 
     def _ended(self, trial: Trial, code: int, seconds: float) -> None:
@@ -196,14 +195,6 @@ class Sweep:
         if said != self.said:
             self.log.info("%s", said)
         self.said = said
-
-
-def _flow_page(flow_run: str | None) -> str:
-    """Where Prefect shows a run; nowhere where the server is our own and goes with us."""
-    if not flow_run or server.embedded():
-        return ""
-    pages = PREFECT_UI_URL.value() or (PREFECT_API_URL.value() or "").removesuffix("/api")
-    return f"{pages}/runs/flow-run/{flow_run}"
 
 
 def arguments(given: list[str]) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def artifacts(env: Env) -> dict[str, Any]:
     for artifact in ask(env, "artifacts/filter", {"sort": "CREATED_DESC"}):
         found.setdefault(artifact["key"], artifact["data"])
     return found
+
+
+def flow_run(root: Path, env: Env) -> dict[str, Any]:
+    """Prefect's record of the newest run, whose folder has its name and the beginning of its id."""
+    newest = max((root / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
+    name, _, begins = newest.parent.name.rpartition("-")
+    runs = ask(env, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
+    (run,) = [run for run in runs if run["id"].startswith(begins)]
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +128,21 @@ def test_a_crash_is_tried_again(repo: Path, prefect_api: Env) -> None:
     assert done.returncode == 0, done.stderr
     assert "train: failed, trying again. The stage train failed with exit code 1." in done.stdout
     assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran"} | ALWAYS
+    run = flow_run(repo, prefect_api)
+    tasks = ask(prefect_api, "task_runs/filter", {"task_runs": {"flow_run_id": {"any_": [run["id"]]}}})
+    shown = {task["name"]: task["state_name"] for task in tasks}
+    assert (shown["source"], shown["train"], shown["promote"]) == ("Cached", "Completed", "Completed")
+    links = ask(prefect_api, "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    links = [artifact for artifact in links if artifact["key"] == "dpo-links"]
+    assert min(link["created"] for link in links) < min(task["start_time"] for task in tasks)  # before any stage
+    ids = json.loads((repo / ".scratch" / "runs" / f"{run['name']}-{run['id'][:8]}" / "run.json").read_text())
+    last = max(links, key=lambda link: link["created"])["data"]
+    assert f"/#/experiments/1/runs/{ids['run_id']}?workflowType=machine_learning)" in last
+    assert f"/runs/{ids['run_id']}/artifacts/report.html?" in last
+    nodes = dict(ask(prefect_api, f"flow_runs/{run['id']}/graph-v2")["nodes"])
+    edges = {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()}
+    every = [*STAGES, "promote"]
+    assert edges == {stage: {before} for before, stage in pairwise(every)} | {every[0]: set()}
 
 
 @pytest.mark.slow
@@ -164,21 +189,19 @@ def test_prefects_page_shows_the_run_and_its_artifacts_and_runs_nothing(
     done_once: Path, prefect_api: Env, tmp_path: Path
 ) -> None:
     """In real Chromium: the flow run with its tasks, and the result with the hostile sample of tests/dummy_stage.py."""
-    newest = max((done_once / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
-    name, _, begins = newest.parent.name.rpartition("-")
-    runs = ask(prefect_api, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
-    (run,) = [run for run in runs if run["id"].startswith(begins)]
+    run = flow_run(done_once, prefect_api)
+    name = run["name"]
     pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
     with browser(tmp_path / "profile") as page:
         page.open(f"{pages}/runs/flow-run/{run['id']}")
         page.shows(name, "Completed", "train", "promote", "Artifacts")
         page.picture(tmp_path / "run.png")
         page.click("Artifacts")
-        page.shows("dpo-result", "dpo-stages", "dpo-report")
+        page.shows("dpo-links", "dpo-result", "dpo-stages", "dpo-report")
         of_this_run = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}, "key": {"any_": ["dpo-result"]}}}
         (result,) = ask(prefect_api, "artifacts/filter", of_this_run)
         page.open(f"{pages}/artifacts/artifact/{result['id']}")
-        page.shows("rewards/accuracies", "<script>alert(1)</script> [a](http://b.c) | x")
+        page.shows("prefers the chosen answer", "<script>alert(1)</script> [a](http://b.c) | x")
         page.picture(tmp_path / "result.png")
         assert page.ask("[...document.querySelectorAll('a')].filter(a => a.href.includes('b.c')).length") == 0
         assert page.ask("[...document.querySelectorAll('main script, main img')].length") == 0
@@ -189,6 +212,7 @@ def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_
     found = artifacts(prefect_api)
     assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
+    assert "| prefers the chosen answer | 0.98 | " in found["dpo-result"]
     assert "<script>" not in found["dpo-result"]
     assert "\\<script\\>alert(1)" in found["dpo-result"]
     assert "](http://b.c" not in found["dpo-result"]
@@ -301,6 +325,19 @@ def test_a_recipe_lays_over_both_files() -> None:
     files = workspace.plan("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
     assert files["infra/recipe.yaml"]["actor_train"]["zero_stage"] == 3
     assert files["params.yaml"]["train"]["beta"] == 0.3
+
+
+def test_the_result_begins_with_at_most_eight_figures() -> None:
+    bounds = {"low": 0.7, "high": 0.8}
+    metrics = {**{f"loss/{n}": 0.5 for n in range(30)}, "win_rate": {"rate": 0.75, **bounds}, "kl/answers": 0.3}
+    first, rest = publish._numbers(publish.flatten(metrics))
+    lines = first.splitlines()
+    assert lines[2:] == [
+        "| wins against the base model | 0.75 | 0.7 to 0.8 |",
+        "| KL to the base, nats per answer | 0.3 |  |",
+    ]
+    assert len(publish._headline()) == 8
+    assert rest.count("| loss/") == 30
 
 
 def test_override_values_are_yaml() -> None:

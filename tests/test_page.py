@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.paths import CARD
+from tasks.reports import svg
 from tasks.reports.cost import costs
 from tasks.reports.page import page
 from tasks.reports.svg import bars, lines
@@ -127,6 +128,57 @@ def test_charts_draw_what_they_are_given():
     assert "a &lt;title&gt;" in chart
     assert lines("none", {"x": []}) == bars("none", []) == ""
     assert bars("hist", [(0.0, 1.0), (1.0, 3.0)]).count("<rect") == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (1.0, 62.0, [20, 40, 60]),
+        (-2.1, 0.4, [-2, -1.5, -1, -0.5, 0]),
+        (1e-6, 3.1e-3, [1e-3, 2e-3, 3e-3]),
+        (0.5, 1.5, [0.6, 0.8, 1.0, 1.2, 1.4]),
+    ],
+)
+def test_axes_have_ticks_at_round_values(low: float, high: float, expected: list[float]):
+    assert svg._ticks(low, high) == pytest.approx(expected)
+
+
+def test_training_curves_have_ticks_and_the_speed_is_the_journals(root: Path):
+    rows = "".join(f"{step},{step / 10},{step / 100},{step / 5},0.001,0.5\n" for step in range(1, 63))
+    head = "step,rewards/margins,kl,grad_norm,learning_rate,eval/loss\n"
+    (root / "data" / "metrics" / "train.csv").write_text(head + rows)
+    (root / "logs").mkdir()
+    Run(root / "logs", "train").metrics(5, {"pairs_per_second": 9.0})
+    made = page(root, "run", STATES, logs=root / "logs")
+    for title in ("reward margin", "KL to the reference", "gradient norm", "learning rate", "pairs per second"):
+        assert f'aria-label="{title}"' in made
+    assert made.count('text-anchor="middle">40</text>') == 5  # a tick of each curve by step
+
+
+def test_samples_are_a_mix_of_won_lost_and_tied(root: Path):
+    def sample(number: int, outcome: float) -> str:
+        return json.dumps({"prompt": f"p{number}", "base": {"text": "a"}, "policy": {"text": "b"}, "outcome": outcome})
+
+    outcomes = [1.0] * 20 + [0.5] * 20 + [0.0] * 2
+    lines = [sample(number, outcome) for number, outcome in enumerate(outcomes)]
+    (root / "data" / "metrics" / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    made = page(root, "run")
+    assert (made.count('after <b class="win">won'), made.count("lost</b>"), made.count("after tied")) == (3, 2, 3)
+
+
+def test_links_lead_to_pages_and_to_nothing_else(root: Path):
+    links = {
+        "MLflow": 'http://127.0.0.1:5000/#/experiments/1?a="b',
+        "branch": "runs/x",
+        "Prefect": None,
+        "odd": "javascript:1",
+    }
+    made = page(root, "run", links=links)
+    assert '<a href="http://127.0.0.1:5000/#/experiments/1?a=&quot;b" rel="noopener noreferrer">MLflow</a>' in made
+    assert "branch <code>runs/x</code>" in made
+    assert made.count("<a ") == 1
+    assert "Prefect" not in made
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tasks.files import read_json
@@ -20,6 +22,7 @@ from tasks.reports.cost import costs
 from tasks.reports.markup import charts, escape, section, table, text
 from tasks.reports.style import STYLE
 from tasks.reports.verdict import decision_of, verdict
+from tasks.tracking.journal import curves, read_lines
 
 SHOWN = 8  # samples, and disagreements
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a page that could load or run nothing
@@ -38,19 +41,33 @@ CURVES = (
     ("loss", ("loss", "eval/loss")),
     ("reward accuracy", ("rewards/accuracies", "eval/rewards/accuracies")),
     ("rewards", ("rewards/chosen", "rewards/rejected")),
+    ("reward margin", ("rewards/margins", "eval/rewards/margins")),
+    ("KL to the reference", ("kl", "eval/kl")),
     ("log-probabilities", ("logps/chosen", "logps/rejected")),
+    ("gradient norm", ("grad_norm",)),
+    ("learning rate", ("learning_rate",)),
 )
+SPEED = "pairs_per_second"  # of the run's journal: a speed is no part of a result, and train.csv is one
 
 
-def page(root: Path, title: str, states: Sequence[Mapping[str, Any]] = (), *, logs: Path | None = None) -> str:
+def page(
+    root: Path,
+    title: str,
+    states: Sequence[Mapping[str, Any]] = (),
+    *,
+    logs: Path | None = None,
+    links: Mapping[str, str | None] = MappingProxyType({}),
+) -> str:
+    """`links` are addresses of this run elsewhere, by what they lead to."""
     metrics, decision = _json(root / METRICS / "evaluate.json"), decision_of(root)
     good, sentence = verdict(metrics, decision)
     parts = [
         f"<h1>{escape(title)}</h1>",
+        _links(links),
         f'<p class="verdict{"" if good else " no"}">{escape(sentence)}</p>',
         _numbers(metrics),
         section("Against the champion", _comparison(decision)),
-        section("Training", charts(_curves(root / METRICS / "train.csv"))),
+        section("Training", charts([*_curves(root), _speed(logs)])),
         section("Held-out pairs", charts(_held_out(root)) + _tables(metrics)),
         section("Answers, before and after", _samples(_lines(root / METRICS / "samples.jsonl"))),
         section("Pairs it most disagrees with", _disagreements(_lines(root / METRICS / "pairs.jsonl"))),
@@ -114,15 +131,31 @@ def _compared(where: str, comparison: dict[str, Any], before: str) -> str:
     return table((where, "this", before, "difference", "95% interval"), rows)
 
 
-def _curves(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+def _links(links: Mapping[str, str | None]) -> str:
+    """An address of a page is a link, anything else (the name of a branch) is text."""
+    shown = [
+        f'<a href="{escape(where)}" rel="noopener noreferrer">{escape(name)}</a>'
+        if where.startswith(("http://", "https://"))
+        else f"{escape(name)} <code>{escape(where)}</code>"
+        for name, where in links.items()
+        if where
+    ]
+    return f'<p class="links">{" ".join(shown)}</p>' if shown else ""
+
+
+def _curves(root: Path) -> list[str]:
+    steps = curves(root)
     return [
-        svg.lines(title, {n: [(float(r["step"]), float(r[n])) for r in rows if r.get(n)] for n in names})
+        svg.lines(title, {n: [(step, row[n]) for step, row in steps.items() if n in row] for n in names})
         for title, names in CURVES
     ]
+
+
+def _speed(logs: Path | None) -> str:
+    """Where this run trained itself."""
+    lines = read_lines(logs / "train.jsonl")[0] if logs else []
+    points = [(line["step"], line["values"][SPEED]) for line in lines if "step" in line and SPEED in line["values"]]
+    return svg.lines("pairs per second", {SPEED: points})
 
 
 def _held_out(root: Path) -> list[str]:
@@ -147,10 +180,11 @@ def _tables(metrics: dict[str, Any]) -> str:
 
 
 def _samples(lines: list[dict[str, Any]]) -> str:
-    """Where the judge told the answers apart there is something to see: up to half of them lost, the rest won."""
-    lost = [line for line in lines if line.get("outcome") == 0.0][: SHOWN // 2]
-    rest = sorted((line for line in lines if line.get("outcome") != 0.0), key=lambda line: line.get("outcome") != 1.0)
-    return "".join(_sample(line) for line in [*lost, *rest][:SHOWN])
+    """A mix: won, lost and tied ones in turn, as far as there are, then those without a verdict."""
+    groups = [[line for line in lines if line.get("outcome") == outcome] for outcome in (1.0, 0.0, 0.5)]
+    mixed = [line for row in zip_longest(*groups) for line in row if line is not None]
+    rest = [line for line in lines if line.get("outcome") not in OUTCOMES]
+    return "".join(_sample(line) for line in [*mixed, *rest][:SHOWN])
 
 
 def _sample(line: dict[str, Any]) -> str:

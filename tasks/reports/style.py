@@ -34,5 +34,6 @@ circle.c2 { fill: var(--c2); } circle.c3 { fill: var(--c3); }
 figcaption { font-size: .8rem; display: flex; gap: 1rem; flex-wrap: wrap; }
 figcaption span::before { content: "\\25A0  "; } .k0::before { color: var(--c0); } .k1::before { color: var(--c1); }
 .k2::before { color: var(--c2); } .k3::before { color: var(--c3); }
+.links { margin: .3rem 0; display: flex; gap: 1.2rem; flex-wrap: wrap; } a { color: var(--c0); }
 code { font-size: .85em; overflow-wrap: anywhere; } details { margin: .5rem 0; }
 """

@@ -56,6 +56,14 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values inside the span, about five: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
 def _line(scale: _Scale, points: Sequence[Point], kind: str) -> str:
     return f'<polyline class="{kind}" points="{" ".join(f"{x},{y}" for x, y in map(scale, points))}"/>'
 
@@ -63,9 +71,12 @@ def _line(scale: _Scale, points: Sequence[Point], kind: str) -> str:
 def _figure(title: str, names: list[str], scale: _Scale, parts: list[str]) -> str:
     floor = HEIGHT - BOTTOM
     axes = [f'<path class="axis" d="M{LEFT},{TOP}V{floor}H{WIDTH - RIGHT}"/>']
-    axes += [_text(LEFT - 4, TOP + 8, _short(scale.y[1]), "end"), _text(LEFT - 4, floor, _short(scale.y[0]), "end")]
-    axes += [_text(LEFT, floor + 14, _short(scale.x[0]), "start")]
-    axes += [_text(WIDTH - RIGHT, floor + 14, _short(scale.x[1]), "end")]
+    for value in _ticks(*scale.y):
+        y = scale((scale.x[0], value))[1]
+        axes += [f'<path class="axis" d="M{LEFT},{y}H{WIDTH - RIGHT}"/>', _text(LEFT - 4, y + 4, _short(value), "end")]
+    for value in _ticks(*scale.x):
+        x = scale((value, scale.y[0]))[0]
+        axes += [f'<path class="axis" d="M{x},{floor}v4"/>', _text(x, floor + 16, _short(value), "middle")]
     legend = "".join(f'<span class="k{n % 4}">{html.escape(name)}</span>' for n, name in enumerate(names))
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">'
     return (
@@ -79,4 +90,4 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if value.is_integer() and 1000 <= abs(value) < 1e5 else f"{value:.3g}"
