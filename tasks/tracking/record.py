@@ -7,6 +7,7 @@ MLflow), and a final value that is there already is not logged again.
 
 import json
 import math
+import os
 import re
 import sys
 import uuid
@@ -28,6 +29,7 @@ MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
 DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows every digit that it has
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 MARK = "mlflow.journal"  # the tag by which a run is found again; MLflow hides what begins so
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # for good: no second try helps
 
 
@@ -214,8 +216,22 @@ def _made_once(
     found = client.search_runs([place], f"tags.`{MARK}` = '{mark}'", max_results=1) if before else []
     if found:
         return str(found[0].info.run_id)
-    run = client.create_run(place, start_time=began, run_name=name, tags={**tags, MARK: mark})
+    with sent_once():
+        run = client.create_run(place, start_time=began, run_name=name, tags={**tags, MARK: mark})
     return str(run.info.run_id)
+
+
+@contextmanager
+def sent_once() -> Iterator[None]:
+    """MLflow's client sends a request again whose answer was lost. What makes something would make it twice."""
+    before = os.environ.get(RETRIES)
+    os.environ[RETRIES] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[RETRIES]
+        if before is not None:
+            os.environ[RETRIES] = before
 
 
 def name_of(name: str) -> str:

@@ -94,12 +94,21 @@ class Registry:
         tags = {**tags, "weights": weights, OWNER: owner()}
         source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
         with self.exclusively():  # another run may have registered the same export meanwhile
-            if known := self.with_manifest(tags["manifest_sha256"]):
-                return known
-            made = self.client.create_model_version(
-                self.name, source, run_id, tags=tags, description=redact(description)
-            )
-            return _version(made)
+            while not (made := self.with_manifest(tags["manifest_sha256"])):
+                self._create(source, run_id, tags, redact(description))
+            return made
+
+    def _create(self, source: str, run_id: str, tags: dict[str, str], description: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        from tasks.tracking.record import sent_once
+
+        try:
+            with sent_once():
+                self.client.create_model_version(self.name, source, run_id, tags=tags, description=description)
+        except MlflowException:
+            if not self.with_manifest(tags["manifest_sha256"]):  # otherwise only the answer was lost
+                raise
 
     def fetch(self, version: Version, what: str, file: str = "") -> Path:
         """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""

@@ -25,7 +25,7 @@ from tests.faults.forks import FORWARDER, NAME
 
 PROJECT = Path(__file__).resolve().parents[2]
 FAULTS = {"kill": 1, "enospc": 2, "eio": 3, "drop": 4}
-STATE = struct.Struct("6q")  # as in preload.c: at, kind, group, count, fired, port
+STATE = struct.Struct("7q256s")  # as in preload.c: at, kind, group, count, fired, port, matched, only
 PATIENCE = 240.0  # seconds for a command
 AFTERWARDS = 30.0  # seconds for what a command started to end by itself
 
@@ -78,17 +78,19 @@ class Harness:
         forked: bool = True,
         env: Mapping[str, str] | None = None,
         port: int = 0,
+        only: str = "",
     ) -> Done:
         """Run `python -m module` in `root`; with a fault, its `at`-th durable operation below `root` has it.
 
-        What goes to and comes from a server at `port` of this machine counts as an operation, too.
+        What goes to and comes from a server at `port` of this machine counts as an operation, too. `only` names
+        operations as the trace does, with wildcards ("write /data/*.arrow"): the `at`-th of those is meant.
         """
-        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0, port))
+        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0, port, 0, only.encode()))
         for path in (self.output, Path(f"{self.state}.trace")):
             path.unlink(missing_ok=True)
         given = {**self.environment(root), **(env or {})}
         code = self._forked(root, module, arguments, given) if forked else self._started(root, module, arguments, given)
-        _, _, _, count, fired, _ = STATE.unpack(self.state.read_bytes())
+        _, _, _, count, fired, *_ = STATE.unpack(self.state.read_bytes())
         trace = Path(f"{self.state}.trace")
         lines = trace.read_text(errors="replace").splitlines() if trace.exists() else []
         return Done(code, self.output.read_text(errors="replace"), count, bool(fired), lines)
@@ -104,7 +106,7 @@ class Harness:
 
     def _serve(self, root: Path) -> subprocess.Popen[str]:
         """The server itself works in another folder, so that nothing of its own is counted."""
-        self.state.write_bytes(STATE.pack(0, 0, 0, 0, 0, 0)) if not self.state.exists() else None
+        self.state.write_bytes(bytes(STATE.size)) if not self.state.exists() else None
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "tests.faults.forks"]
         env = self.environment(root)

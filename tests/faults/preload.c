@@ -5,7 +5,8 @@
  * for each operation. What changes nothing is none: a folder that exists is made, a file that does not is deleted, or
  * one that does is opened and kept. What is not seen: writes through mmap, and what libc's stdio writes by itself.
  *
- * What goes to and comes from a server at `port` of this machine counts as well.
+ * With `only` ("write /data/raw/pairs.jsonl", wildcards allowed) the N-th of such operations is meant. What goes to and
+ * comes from a server at `port` of this machine counts as well.
  *
  * Faults, as `kind`: 1 SIGKILL to the process group of the command and to that of the process that reached the
  * operation (half of a write is done first); 2 ENOSPC from the N-th operation on, for what takes space; 3 EIO, once;
@@ -14,6 +15,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <netinet/in.h>
 #include <signal.h>
@@ -29,7 +31,7 @@
 #include <unistd.h>
 
 enum { NONE, KILLED, FULL, BROKEN, DROPPED };
-struct state { long at, kind, group, count, fired, port; };
+struct state { long at, kind, group, count, fired, port, matched; char only[256]; };
 
 static struct state *state;
 static char root[PATH_MAX], trace[PATH_MAX]; /* copies: setproctitle writes over the environment */
@@ -61,8 +63,14 @@ static int reached(const char *what, const char *path, int takes_space) {
   if (strncmp(path, root, length) || path[length] != '/' || strstr(path, "/__pycache__")) return 0;
   long number = __atomic_add_fetch(&state->count, 1, __ATOMIC_SEQ_CST);
   note(number, what, path);
-  if (!state->at || number < state->at) return 0;
-  if (number == state->at) {
+  if (!state->at) return 0;
+  if (!state->fired) {
+    if (state->only[0]) {
+      char name[PATH_MAX + 64];
+      snprintf(name, sizeof name, "%s %s", what, path + length);
+      number = fnmatch(state->only, name, 0) ? 0 : __atomic_add_fetch(&state->matched, 1, __ATOMIC_SEQ_CST);
+    }
+    if (number < state->at) return 0;
     state->fired = 1;
     if (state->kind == KILLED) return -1;
     if (state->kind == BROKEN) return EIO;
@@ -114,16 +122,27 @@ static int at_file(const char *what, int fd, int takes_space) {
   return fault;
 }
 
-static int at_server(const char *what, int fd) {
+/* The path of the latest request, without its arguments: what is received is of it. */
+static void note_request(const char *data, size_t size, char *request) {
+  const char *path = memchr(data, '/', size < 8 ? size : 8);
+  size_t length = 0;
+  if (!path || !memmem(data, size, " HTTP/1.", 8)) return;
+  while (path + length < data + size && length < 120 && path[length] > ' ' && path[length] != '?') length++;
+  snprintf(request, 128, "%.*s", (int)length, path);
+}
+
+static int at_server(const char *what, int fd, const void *data, size_t size) {
+  static char request[128];
   struct sockaddr_in peer = {0};
-  char name[PATH_MAX + 16];
+  char name[PATH_MAX + 192];
   int saved = errno;
-  socklen_t size = sizeof peer;
-  if (!state || !state->port || getpeername(fd, (struct sockaddr *)&peer, &size) || peer.sin_family != AF_INET || ntohs(peer.sin_port) != state->port) {
-    errno = saved;
-    return 0;
-  }
-  snprintf(name, sizeof name, "%s/server", root);
+  socklen_t length = sizeof peer;
+  if (!state || !state->port) return 0;
+  int ours = !getpeername(fd, (struct sockaddr *)&peer, &length) && peer.sin_family == AF_INET && ntohs(peer.sin_port) == state->port;
+  errno = saved;
+  if (!ours) return 0;
+  if (data) note_request(data, size, request);
+  snprintf(name, sizeof name, "%s/server%s", root, request);
   int fault = reached(what, name, 0);
   if (fault > 0) shutdown(fd, SHUT_RDWR);
   errno = saved;
@@ -178,5 +197,5 @@ int unlinkat(int folder, const char *path, int flags) { FAIL(at_path("unlink", f
 int rmdir(const char *path) { FAIL(at_path("unlink", AT_FDCWD, path, IF_THERE, 0), -1); return REAL(rmdir)(path); }
 int mkdir(const char *path, mode_t mode) { FAIL(at_path("mkdir", AT_FDCWD, path, IF_NOT, 1), -1); return REAL(mkdir)(path, mode); }
 int mkdirat(int folder, const char *path, mode_t mode) { FAIL(at_path("mkdir", folder, path, IF_NOT, 1), -1); return REAL(mkdirat)(folder, path, mode); }
-ssize_t send(int fd, const void *data, size_t size, int flags) { FAIL(at_server("send", fd), -1); return REAL(send)(fd, data, size, flags); }
-ssize_t recv(int fd, void *data, size_t size, int flags) { FAIL(at_server("receive", fd), -1); return REAL(recv)(fd, data, size, flags); }
+ssize_t send(int fd, const void *data, size_t size, int flags) { FAIL(at_server("send", fd, data, size), -1); return REAL(send)(fd, data, size, flags); }
+ssize_t recv(int fd, void *data, size_t size, int flags) { FAIL(at_server("receive", fd, NULL, 0), -1); return REAL(recv)(fd, data, size, flags); }

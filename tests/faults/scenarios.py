@@ -191,18 +191,19 @@ class Bench:
             file.write_text(json.dumps(content))
         return json.loads(file.read_text())
 
-    def run(self, scenario: Scenario, fault: str = "", at: int = 0) -> Any:
+    def run(self, scenario: Scenario, fault: str = "", at: int = 0, only: str = "") -> Any:
         given = (scenario.module, scenario.arguments)
         # A repository has its own copy of our code.
         env = {"PYTHONPATH": f"{self.root}:{PROJECT}"} if (self.root / "flows").exists() else {}
         port = int(self._serve().rpartition(":")[2]) if scenario.served else 0
-        return self.harness.run(self.root, *given, fault=fault, at=at, forked=scenario.forked, env=env, port=port)
+        more = {"forked": scenario.forked, "env": env, "port": port}
+        return self.harness.run(self.root, *given, fault=fault, at=at, only=only, **more)
 
-    def try_fault(self, name: str, fault: str, at: int) -> list[str] | None:
+    def try_fault(self, name: str, fault: str, at: int, only: str = "") -> list[str] | None:
         """What is wrong after the fault and a second try of the same command; None where the fault was not reached."""
         scenario, expected = self.ready(name), self.expected(name)["left"]
         self.ready(name)
-        first = self.run(scenario, fault, at)
+        first = self.run(scenario, fault, at, only)
         wrong = _said(first.said, "the disturbed run")
         if first.code == 124:
             wrong.append("the disturbed run hangs")

@@ -26,38 +26,42 @@ SPACE = ("open", "write", "mkdir", "link", "truncate")
 TOGETHER = re.compile(r"/mlflow\.db(-journal)?$|/\.dvc/tmp/rwlock")
 
 
-def points(trace: list[str], all_of_them: bool = False) -> dict[str, list[int]]:
-    """Operation numbers for each fault, those of a kind that was not visited yet first.
+Point = tuple[str, int]  # which operations, and the how manieth of them
 
-    One number stands for operations that a fault meets in the same state: those of a process that follow each other
-    and write one file, delete one folder, or belong to one phase of an SQLite transaction. A death loses nothing that
-    was written, so it needs no fsync; a full disk meets what takes space.
+
+def points(trace: list[str], all_of_them: bool = False) -> dict[str, list[Point]]:
+    """Operations for each fault, those of a kind that was not visited yet first.
+
+    One stands for those that a fault meets in the same state: operations of a process that follow each other and write
+    one file, delete one folder, or belong to one phase of an SQLite transaction. A death loses nothing that was
+    written, so it needs no fsync; a full disk meets what takes space.
     """
-    lines = [(int(number), process, what, path) for number, process, what, path in (x.split(" ", 3) for x in trace)]
-    if all_of_them:
-        return {fault: [number for number, *_ in lines] for fault in FAULTS}
-    groups: list[tuple[str, list[tuple[int, str]]]] = []
-    latest: dict[str, tuple[str, list[tuple[int, str]]]] = {}
-    for number, process, what, path in lines:
-        kind = f"{what} {NUMBERS.sub('', path)}"
-        if TOGETHER.search(path) and what != "unlink":
-            kind = TOGETHER.search(path)[0]  # type: ignore[index]
-        elif what == "unlink":
-            kind = f"{what} {'/'.join(NUMBERS.sub('', path).split('/')[:4])}"
-        if process not in latest or latest[process][0] != kind:
+    groups: list[tuple[str, list[Point]]] = []
+    latest: dict[str, tuple[str, list[Point]]] = {}
+    counted: dict[str, int] = defaultdict(int)
+    for line in trace:
+        _, process, what, path = line.split(" ", 3)
+        only = f"{what} {NUMBERS.sub('*', path)}"
+        counted[only] += 1
+        kind = only
+        if what == "unlink":
+            kind = "/".join(only.split("/")[:4])
+        elif together := TOGETHER.search(path):
+            kind = together[0]
+        if all_of_them or process not in latest or latest[process][0] != kind:
             latest[process] = (kind, [])
             groups.append(latest[process])
-        latest[process][1].append((number, what))
-    found: dict[str, list[int]] = {}
+        latest[process][1].append((only, counted[only]))
+    found: dict[str, list[Point]] = {}
     for fault in FAULTS:
         seen: dict[str, int] = defaultdict(int)
         order = []
-        for kind, members in groups:
-            fit = [number for number, what in members if _concerns(fault, what)]
+        for number, (kind, members) in enumerate(groups):
+            fit = [point for point in members if _concerns(fault, point[0].split(" ")[0])]
             if fit:
-                order.append((seen[kind], fit[len(fit) // 2]))
+                order.append((seen[kind], number, fit[len(fit) // 2]))
                 seen[kind] += 1
-        found[fault] = [number for _, number in sorted(order)]
+        found[fault] = [point for _, _, point in sorted(order)]
     return found
 
 
@@ -77,31 +81,35 @@ def sweep(bench: Bench, names: list[str], results: Path, minutes: float, all_of_
     """Takes turns between scenarios, so that a limit on time leaves none out."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     until = time.monotonic() + 60 * minutes
-    todo: dict[str, list[tuple[str, int]]] = {}
+    todo: dict[str, list[tuple[str, Point]]] = {}
     for name in names:
         expected = bench.expected(name)
         entry = known.setdefault(name, {"tried": {}, "skipped": 0})
         chosen = points(expected["trace"], all_of_them)
         entry |= {"operations": expected["operations"], "kinds": kinds(expected["trace"])}
-        entry["points"] = sum(len(numbers) for numbers in chosen.values())
+        entry["points"] = sum(len(some) for some in chosen.values())
         turns = zip_longest(*chosen.values())
-        every = [(fault, at) for turn in turns for fault, at in zip(FAULTS, turn, strict=True) if at is not None]
-        todo[name] = [(fault, at) for fault, at in every if f"{fault} {at}" not in entry["tried"]]
+        every = [(fault, point) for turn in turns for fault, point in zip(FAULTS, turn, strict=True) if point]
+        todo[name] = [(fault, point) for fault, point in every if _text(fault, point) not in entry["tried"]]
     spent = dict.fromkeys(names, 0.0)
     while any(todo.values()) and time.monotonic() < until:
         name = min((name for name in names if todo[name]), key=lambda name: spent[name])
-        fault, at = todo[name].pop(0)
+        fault, (only, at) = todo[name].pop(0)
         began = time.monotonic()
-        wrong = bench.try_fault(name, fault, at)
+        wrong = bench.try_fault(name, fault, at, only)
         spent[name] += time.monotonic() - began
         if wrong is None:
             known[name]["skipped"] += 1  # the number of operations varies a little
         else:
-            known[name]["tried"][f"{fault} {at}"] = wrong
+            known[name]["tried"][_text(fault, (only, at))] = wrong
         results.write_text(json.dumps(known, indent=1))
         tried, survived = len(known[name]["tried"]), sum(not one for one in known[name]["tried"].values())
-        print(f"{name}: {fault} at {at}: {wrong or 'survived'} ({survived} of {tried})", flush=True)
+        print(f"{name}: {_text(fault, (only, at))}: {wrong or 'survived'} ({survived} of {tried})", flush=True)
     return known
+
+
+def _text(fault: str, point: Point) -> str:
+    return f"{fault} at {point[0]}, no. {point[1]}"
 
 
 def table(known: dict[str, Any]) -> str:
