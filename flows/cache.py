@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flows.workspace import cache_folder
 from tasks.errors import UserError
+from tasks.output import pipeable
 
 
 def damaged(cache: Path) -> list[Path]:
@@ -31,6 +32,7 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
+@pipeable
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="remove damaged objects")

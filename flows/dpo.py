@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import UUID
 
 import yaml
-from prefect import flow, get_run_logger, runtime
+from prefect import flow, get_client, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.exceptions import CancelledRun
 from prefect.states import Completed
@@ -54,11 +56,13 @@ def dpo(
     """
     if _by_a_worker():
         child.end_with_parent()
+    resume = runs.known(resume).name if resume else None
     began, night = datetime.now().astimezone(), retrain.asked(recipe, overrides, resume)
     if only_if_new and (why := night.nothing_new()):
         get_run_logger().info("retrain: %s", why)
         return Completed(message=why, data={"nothing_new": why})
     with workspace.opened(_record(recipe, overrides, name, resume), runtime.flow_run.id) as place:
+        _name_flow_run(place.key)
         _say_where(place)
         night.note(place)
         with publish.recorded(place, {} if resume else {"recipe": recipe or "none"}) as states:
@@ -79,7 +83,7 @@ def _record(recipe: str | None, overrides: dict[str, Any] | None, name: str | No
             raise UserError(f"The run {resume} goes on with what it was started with: give nothing but its name.")
         return runs.check_resumable(resume)
     files = workspace.plan(recipe, overrides)
-    label = f"{runtime.flow_run.name}-{runtime.flow_run.id[:8]}"
+    label = runs.label(runtime.flow_run.name, runtime.flow_run.id)
     own = bool(name or files) or _by_a_worker()
     return workspace.prepared(name, files, own=own, flow_run=runtime.flow_run.id, label=label)
 
@@ -101,6 +105,12 @@ def _say_where(place: Workspace) -> None:
             ", ".join(left_out[:5]),
             more,
         )
+
+
+def _name_flow_run(name: str) -> None:
+    """One name for a run on Prefect's pages, in `make status` and in `make runs`."""
+    with suppress(Exception), get_client(sync_client=True) as client:  # a page that does not answer stops no run
+        client.update_flow_run(UUID(runtime.flow_run.id), name=name)
 
 
 def _closed(place: Workspace) -> Path:

@@ -20,6 +20,7 @@ from flows.open import OPENED
 from flows.workspace import Workspace, bookkeeping, cache_folder, remove_worktree
 from tasks.errors import UserError
 from tasks.machines.lock import held, holder
+from tasks.output import pipeable
 from tasks.params import load_cluster
 
 
@@ -204,6 +205,7 @@ def _human(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+@pipeable
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.gc", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="how many of the newest runs stay anyway")

@@ -17,6 +17,7 @@ from flows.inputs import Entry, Inputs
 from flows.workspace import Files
 from tasks.configuration import read_yaml
 from tasks.errors import UserError
+from tasks.output import pipeable
 
 RUNS, RESTORED, UNCHANGED, MAYBE = "runs", "restored", "unchanged", "may run"
 
@@ -121,6 +122,7 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+@pipeable
 def main() -> None:
     from flows.dpo import override
 

@@ -18,6 +18,7 @@ from tasks.errors import UserError
 from tasks.files import read_json, recall, write_json
 from tasks.machines.lock import holder
 from tasks.machines.process import is_alive, this_process
+from tasks.output import pipeable
 
 WORKTREES = ROOT / ".scratch" / "worktrees"
 RESULTS = "results"
@@ -104,10 +105,25 @@ def _read(path: Path) -> Record | None:
 
 
 def known(name: str) -> Record:
-    if (found := find(name)) is None:
+    """By our name, by the name that Prefect gave the flow run, or by the flow run's id."""
+    if (found := find(name) or _find_by_flow_run(name)) is None:
         names = ", ".join(record.name for record in records()[:10]) or "none yet"
         raise UserError(f"There is no run named '{name}'. Runs: {names}. `make runs` lists them all.")
     return found
+
+
+def _find_by_flow_run(name: str) -> Record | None:
+    """Of two with one name, the newer."""
+    for record in records():
+        if any(name == run or record.name == label(name, run) for run in record.flow_runs):
+            return record
+    return None
+
+
+def label(name: str, flow_run: str) -> str:
+    """Of a run that nobody named: Prefect's name for it with the beginning of its id, since Prefect repeats names."""
+    suffix = f"-{flow_run[:8]}"
+    return name if name.endswith(suffix) else f"{name}{suffix}"
 
 
 def records() -> list[Record]:
@@ -153,6 +169,7 @@ def keep_results(record: Record) -> None:
 def check_resumable(name: str) -> Record:
     """The record of a run that can go on; a sentence where it cannot."""
     record = known(name)
+    name = record.name
     if record.now == FINISHED:
         raise UserError(f"The run {name} is finished; there is nothing to resume. `make open RUN={name}` shows it.")
     if record.now == RUNNING:
@@ -189,6 +206,7 @@ def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+@pipeable
 def main() -> None:
     found = records()
     for path in damaged():

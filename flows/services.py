@@ -195,6 +195,15 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def holder(port: int) -> str:
+    """Who listens on a port, in words; other users' processes are not ours to see."""
+    with suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("inet"):
+            if one.status == psutil.CONN_LISTEN and one.pid and tuple(one.laddr)[1:] == (port,):
+                return f"process {one.pid} ({psutil.Process(one.pid).name()})"
+    return "another program"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -90,18 +90,26 @@ def _port(variable: str, text: str) -> int:
 
 
 def port(name: str, asked: Settings) -> int:
-    """The one that was asked for, or where it was before, or the usual one, or a free one."""
+    """The one that was asked for, or where it was before, or the usual one, or a free one, which is said."""
     variable, usual = PORTS[name]
     if name in asked.ports:
         if not services.is_free(asked.bind, asked.ports[name]):
             raise UserError(
-                f"Port {asked.ports[name]} is taken by another program. Choose another {variable}, or leave it out: "
-                "then a free one is found."
+                f"Port {asked.ports[name]} is taken by {services.holder(asked.ports[name])}. Choose another "
+                f"{variable}, or leave it out: then a free one is found."
             )
         return asked.ports[name]
     before = services.known(name)
     wanted = [before.port, usual] if before else [usual]
-    return next((number for number in wanted if services.is_free(asked.bind, number)), None) or free_port()
+    if found := next((number for number in wanted if services.is_free(asked.bind, number)), None):
+        return found
+    found = free_port()
+    print(
+        f"Port {wanted[0]} is taken by {services.holder(wanted[0])}: {TITLES[name]} listens on {found} instead. "
+        f"{variable}=number chooses another.",
+        flush=True,
+    )
+    return found
 
 
 def common(asked: Settings) -> dict[str, str]:
@@ -113,6 +121,7 @@ def common(asked: Settings) -> dict[str, str]:
 
 
 def prefect(asked: Settings) -> Service:
+    services.end_leftovers("prefect")  # of a killed one: they hold its port
     number = port("prefect", asked)
     page = f"http://{_reached_by(asked.bind)}:{number}"
     env = {
@@ -138,6 +147,7 @@ def mlflow(asked: Settings, store: str) -> Service:
 
     The store's address may hold a password: it goes into the environment, since every user sees arguments.
     """
+    services.end_leftovers("mlflow")  # of a killed one: they hold its port
     number = port("mlflow", asked)
     page = f"http://{_reached_by(asked.bind)}:{number}"
     command = [sys.executable, "-m", "tasks.tracking.server", "--host", asked.bind, "--port", str(number)]
@@ -148,9 +158,16 @@ def mlflow(asked: Settings, store: str) -> Service:
         **users,
         "DPO_MLFLOW_USERS": f"sqlite:///{services.FOLDER / 'mlflow-users.db'}",
         "MLFLOW_BACKEND_STORE_URI": store,
-        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{host}:{number}" for host in hosts(asked)),
+        **mlflow_names(asked, number),
     }
     return services.start("mlflow", command, env, number, page, f"{page}/health")
+
+
+def mlflow_names(asked: Settings, number: int) -> dict[str, str]:
+    """MLflow checks the host of every request, and the origin of those that a page posts."""
+    names = [f"{host}:{number}" for host in hosts(asked)]
+    origins = ",".join(f"http://{name}" for name in names)
+    return {"MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names), "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": origins}
 
 
 def hosts(asked: Settings) -> list[str]:
@@ -159,7 +176,8 @@ def hosts(asked: Settings) -> list[str]:
     if asked.open:
         own = [one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found]
         names += [f"[{address}]" if ":" in address else address for address in own if _is_address(address)]
-        names += [socket.gethostname(), socket.getfqdn(), _reached_by(asked.bind)]
+        own = [socket.gethostname(), socket.getfqdn()]
+        names += [*own, *map(str.lower, own), _reached_by(asked.bind)]  # browsers write host names in lower case
     names += [name.strip() for name in os.environ.get(HOSTS, "").split(",") if name.strip()]
     return list(dict.fromkeys(names))
 

@@ -9,10 +9,12 @@ from typing import Any
 from flows import services
 from flows.services import Service
 from flows.stack import PORTS, TITLES
+from tasks.output import pipeable
 
 RUNS = 5
 
 
+@pipeable
 def status() -> None:
     found = {name: services.running(name) for name in TITLES}
     for name, service in found.items():
@@ -72,7 +74,7 @@ def _line(run: dict[str, Any], deployments: dict[str, Any]) -> str:
     began = datetime.fromisoformat(run["start_time"]).astimezone() if run["start_time"] else None
     by = deployments.get(run["deployment_id"], {"name": "by hand"})["name"]
     when = f"{began:%m-%d %H:%M}" if began else "not begun  "
-    return f"{when}  {run['state_name']:<10} {by:<8} {run['name']:<28} {run['total_run_time']:6.0f} s"
+    return f"{when}  {run['state_name']:<10} {by:<8} {run['name']:<36} {run['estimated_run_time']:6.0f} s"
 
 
 if __name__ == "__main__":

@@ -57,12 +57,10 @@ def artifacts(env: Env) -> dict[str, Any]:
 
 
 def flow_run(root: Path, env: Env) -> dict[str, Any]:
-    """Prefect's record of the newest run, whose folder has its name and the beginning of its id."""
+    """Prefect's record of the newest run, whose folder has its name."""
     newest = max((root / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
-    name, _, begins = newest.parent.name.rpartition("-")
-    runs = ask(env, "flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
-    (run,) = [run for run in runs if run["id"].startswith(begins)]
-    return run
+    (run,) = ask(env, "flow_runs/filter", {"flow_runs": {"name": {"any_": [newest.parent.name]}}})
+    return dict(run)
 
 
 @pytest.fixture(scope="session")

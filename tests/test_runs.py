@@ -12,11 +12,13 @@ import psutil
 import pytest
 import yaml
 
+from flows import runs as flow_runs
+from tasks.errors import UserError
 from tasks.machines.lock import TOKEN, held
 from tests.conftest import make_dummy_repo
 from tests.test_flow import STAGES, flow, git
 from tests.test_lock import start_holder
-from tests.workspaces import wait_for
+from tests.workspaces import PROJECT, wait_for
 
 Env = dict[str, str]
 ASKED = {"a": [], "b": [], "c": ["--set", "train.beta=0.5"], "d": ["--set", "train.beta=0.6"]}  # a and b are equal
@@ -157,6 +159,26 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_run_is_known_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow_runs, "runs_folder", lambda: tmp_path)
+    first = "0a1b2c3d-0000-4000-8000-000000000000"
+    flow_runs.Record("calm-otter-0a1b2c3d", str(tmp_path), flow_runs=[first], state="failed").write()
+    for name in ("calm-otter-0a1b2c3d", "calm-otter", first):
+        assert flow_runs.check_resumable(name).name == "calm-otter-0a1b2c3d"
+    with pytest.raises(UserError, match="There is no run named 'otter'"):
+        flow_runs.known("otter")
+    assert flow_runs.label("calm-otter-0a1b2c3d", first) == "calm-otter-0a1b2c3d"  # tried again by Prefect
+
+
+def test_a_list_whose_reader_has_left_ends_without_a_traceback() -> None:
+    text = "from tasks.output import pipeable; pipeable(lambda: print('x' * 10))()"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", text], stdout=write, stderr=subprocess.PIPE, text=True, cwd=PROJECT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_one_process_may_hold_several_workspaces(tmp_path: Path) -> None:

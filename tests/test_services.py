@@ -361,7 +361,8 @@ def test_what_was_killed_is_brought_back_and_a_switched_schedule_stays(
     up: Up, zombie: str, bystander: psutil.Popen
 ) -> None:
     """The file of a killed service now names a process that only got its number."""
-    before = up.pids()
+    before, page = up.pids(), up.note("mlflow")["address"]
+    assert psutil.Process(before["mlflow"]).children()  # outlive it, and hold its port
     nightly = up.api("deployments/name/dpo/nightly")
     schedule = f"deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
     up.api(schedule, {"active": True}, method="PATCH")
@@ -375,6 +376,7 @@ def test_what_was_killed_is_brought_back_and_a_switched_schedule_stays(
     after = up.pids()
     assert after["prefect"] == before["prefect"]
     assert not {after["worker"], after["mlflow"]} & {before["worker"], before["mlflow"], bystander.pid}
+    assert up.note("mlflow")["address"] == page
     assert said.count("runs already") == 1
     assert "Deployments deployed: " in said
     assert up.api("deployments/name/dpo/nightly")["schedules"][0]["active"]
@@ -524,15 +526,21 @@ def test_a_run_by_hand_is_on_the_same_pages_and_status_shows_all(up: Up) -> None
     for name, pid in up.pids().items():
         assert re.search(rf"{stack.TITLES[name]} +runs since [-\d]+ [:\d]+, process {pid}", shown)
     assert "nightly: 0 2 * * * (Asia/Tokyo), off" in shown
-    assert re.search(rf"Completed +by hand .* {page}/runs/flow-run/", shown)
+    by_hand = re.search(rf"Completed +by hand +(\S+) +[1-9]\d* s  {page}/runs/flow-run/", shown)
+    assert f"{by_hand[1]} " in up.command("runs")  # one name for a run, wherever it is shown
     assert re.search(r"Cancelled +full ", shown)
 
 
 @pytest.mark.slow
 def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psutil.Popen) -> None:
+    """A run that is at work then is noted as crashed, and the webhook is told before the server ends."""
+    run, _ = hanging(up, "cut-off", beta=0.9)
+    assert re.search(r"Running +full +cut-off +[1-9]\d* s ", up.command("status"))
     ours = [psutil.Process(pid) for pid in up.pids().values()]
     ours += [below for process in ours for below in process.children(recursive=True)]
     assert up.command("down").count(" is ended\n") == 3
+    (told,) = [text for text in up.told if text.endswith(run)]
+    assert "is Crashed. `make down` ended the worker that ran it." in told
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert bystander.is_running()
     assert [path.name for path in (up.root / ".services").glob("*.json")] == ["passwords.json"]

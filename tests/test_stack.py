@@ -1,9 +1,12 @@
 """What `make up` is asked for in vain is a sentence, before anything starts."""
 
+import json
 import os
+import re
 import socket
 import stat
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -81,8 +84,37 @@ def test_a_port_that_was_asked_for_and_is_taken_is_not_replaced() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         number = str(holder.getsockname()[1])
-        with pytest.raises(UserError, match=f"Port {number} is taken by another program. Choose another PREFECT_PORT"):
+        who = re.escape(f"process {os.getpid()} ({psutil.Process().name()})")
+        with pytest.raises(UserError, match=f"Port {number} is taken by {who}. Choose another PREFECT_PORT"):
             stack.port("prefect", stack.settings({"PREFECT_PORT": number}))
+
+
+def test_another_port_than_before_is_said_with_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(services, "FOLDER", tmp_path)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        number = holder.getsockname()[1]
+        before = services.Service("mlflow", 1, 0.0, number, "", "")
+        (tmp_path / "mlflow.json").write_text(json.dumps(asdict(before)))
+        monkeypatch.setitem(stack.PORTS, "mlflow", ("PORT", number))
+        found = stack.port("mlflow", stack.settings({}))
+    said = capsys.readouterr().out
+    assert f"Port {number} is taken by process {os.getpid()} " in said
+    assert f"MLflow's server listens on {found} instead" in said
+
+
+def test_mlflow_takes_what_its_page_posts_under_every_name_that_it_answers_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.server.security_utils import get_allowed_origins_from_env, should_block_cors_request
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "Trainer")
+    for name, value in stack.mlflow_names(stack.settings({"BIND": "0.0.0.0"}), 5000).items():
+        monkeypatch.setenv(name, value)
+    allowed = get_allowed_origins_from_env()
+    for origin, blocked in (("http://trainer:5000", False), ("http://Trainer:5000", False), ("http://evil:5000", True)):
+        assert should_block_cors_request(origin, "POST", allowed) is blocked, origin
 
 
 def test_a_process_that_only_has_the_number_is_not_the_service() -> None:

@@ -19,6 +19,7 @@ from tasks.doctor import locks, network, nodes, space
 from tasks.doctor.findings import Findings
 from tasks.errors import UserError
 from tasks.files import home, read_json
+from tasks.output import pipeable
 from tasks.paths import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +148,7 @@ def _memory(found: Findings, params: parameters.Params, cluster: parameters.Clus
         found.good(sentence)
 
 
+@pipeable
 def main() -> None:
     given = [argument for argument in sys.argv[1:] if argument != "--fix"]
     try:
