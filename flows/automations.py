@@ -1,5 +1,5 @@
-"""What Prefect's server does by itself: takes a silent run for dead, and calls a webhook when a run fails or a model
-becomes champion.
+"""What Prefect's server does by itself: takes a silent run for dead, and calls a webhook when a run fails, or a model
+becomes champion or is refused.
 
 A run that dies with its worker stays `Running` for ever otherwise, and one that never starts keeps its place. The
 webhook's address is a secret: it comes from DPO_WEBHOOK_URL and is kept encrypted in a block.
@@ -22,7 +22,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.types import SecretDict
 from pydantic import SecretStr
 
-from flows.promote import PROMOTED
+from flows.promote import PROMOTED, REFUSED
 
 BLOCK = "dpo-webhook"
 STRANDED = 900  # seconds between a run's submission and its first sign of life
@@ -63,7 +63,7 @@ def notify(url: str | None) -> list[str]:
     if block is None:
         return []
     failed = _event({"prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"}, RUN, DEPLOYED)
-    promoted = _event({PROMOTED}, ResourceSpecification(root={"prefect.resource.id": "dpo.model.*"}))
+    promoted = _event({PROMOTED, REFUSED}, ResourceSpecification(root={"prefect.resource.id": "dpo.model.*"}))
     return [
         *_ensure("dpo: notify of failure", failed, _call(block, FAILED)),
         *_ensure("dpo: notify of promotion", promoted, _call(block, WON)),

@@ -11,22 +11,27 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid5
 
+from httpx import HTTPError
 from prefect import get_client, get_run_logger, pause_flow_run, resume_flow_run, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import Event
 from prefect.input import RunInput
 
-from flows import cancellation, child
+from flows import cancellation, child, runs
+from flows.links import mlflow_link
 from flows.stage import USER_ERROR, StageFailed, Watch, worth_another_try
 from flows.workspace import Workspace
 from tasks.errors import UserError
+from tasks.files import recall
 from tasks.machines.flock import locked
+from tasks.redact import redact
 from tasks.release import outbox
 
 NAME = "promote"
 PROMOTED = "dpo.promoted"
+REFUSED = "dpo.refused"
 NOBODY = "nobody, in time"
 SPARE = 600  # seconds between our giving up and Prefect's
 
@@ -50,6 +55,7 @@ def promote(place: Workspace) -> dict[str, Any]:
     start = time.monotonic()
     run("tasks.promote", place)
     tell()
+    tell_of_refusal(place)
     return {"stage": NAME, "state": "ran", "seconds": round(time.monotonic() - start, 1)}
 
 
@@ -79,10 +85,40 @@ def tell() -> None:
 def _event(promotion: outbox.Promotion) -> Event:
     model, version, alias = promotion.model, promotion.version, promotion.alias
     resource = {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model}
-    message = f"{model} version {version} is now {alias}: {promotion.why}."
+    said = ", ".join(filter(None, [promotion.why, promotion.details]))
+    message = f"{model} version {version} is now {alias}: {said}.{_of_run(promotion.run)}"
     payload = {"model": model, "version": version, "alias": alias, "message": message}
     content = {"id": promotion.id, "occurred": datetime.now().astimezone(), "event": PROMOTED}
     return Event.model_validate({**content, "resource": resource, "related": _this_run(), "payload": payload})
+
+
+def tell_of_refusal(place: Workspace) -> None:
+    """The same for a model that the gate refused; one event for each flow run, however often it is tried."""
+    found = decision(place)
+    if not found or found["promoted"] or found["waiting"]:
+        return
+    model, version = found["model"], found["version"]
+    why = redact("; ".join(found["reasons"]))
+    message = f"{model} version {version} is not promoted: {why}.{_of_run(place.key)}"
+    event = {
+        "id": uuid5(UUID(str(runtime.flow_run.id)), REFUSED),
+        "occurred": datetime.now().astimezone(),
+        "event": REFUSED,
+        "resource": {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model},
+        "related": _this_run(),
+        "payload": {"model": model, "version": version, "message": message},
+    }
+    try:
+        with get_client(sync_client=True) as client:
+            sent = [Event.model_validate(event).model_dump(mode="json")]
+            client.request("POST", "/events", json=sent).raise_for_status()
+    except HTTPError as error:  # the decision stands and is on the run's page: no reason to fail
+        get_run_logger().warning("promote: nobody is notified that the model is refused: %s", redact(str(error)))
+
+
+def _of_run(name: str) -> str:
+    link = mlflow_link(recall(runs.runs_folder() / name / "run.json")) if name else None
+    return (f" Run {name}." if name else "") + (f" {link}" if link else "")
 
 
 def _this_run() -> list[dict[str, str]]:

@@ -138,8 +138,12 @@ def check_drift(place: Workspace, last: Record | None) -> None:
     from tasks.dataset.drift import shifts
     from tasks.params import load_params
 
-    params, card = load_params(place.root / "params.yaml").promote, place.root / CARD
+    every, card = load_params(place.root / "params.yaml"), place.root / CARD
+    params = every.promote
     if not (last and last["card"] and params.drift and card.exists()):
+        return
+    if changed := other_baseline(last, every.model_dump(mode="json")):
+        get_run_logger().info("retrain: %s; the data are not compared with those of %s", changed, last["card_of"])
         return
     found = shifts(params.drift, last["card"], read_json(card))
     rows = [{"figure": s.name, "change": s.said, "moved": s.moved, "allowed": s.allowed} for s in found]
@@ -156,13 +160,34 @@ def check_drift(place: Workspace, last: Record | None) -> None:
         get_run_logger().warning("retrain: %s", said)
 
 
+def other_baseline(last: Record, params: Record) -> str | None:
+    """Why the data of the last promoted run are no measure for this run's: it reads other addresses, or it is another
+    model. None where they are."""
+    before = last.get("card_for") or _baseline(last["params"])  # records of older versions have no `card_for`
+    now = _baseline(params)
+    changes = [f"{name} is {now[name]} and was {before[name]}" for name in now if now[name] != before[name]]
+    return "; ".join(changes) or None
+
+
+def _baseline(params: Record) -> Record:
+    source, promote = params["source"], params["promote"]
+    return {
+        "source.data": source["data"],
+        "source.eval": source["eval"],
+        "promote.model_name": promote["model_name"],
+    }
+
+
 def outcome(place: Workspace, began: datetime, *, now: Record, last: Record | None) -> Record | None:
     """What the next run compares with; the card stays that of the last promoted data, so that slow drift adds up."""
     if not (place.root / WATCH).exists():
         return None
-    card = {"card": (last or {}).get("card"), "card_of": (last or {}).get("card_of")}
+    card = {name: (last or {}).get(name) for name in ("card", "card_of", "card_for")}
+    if last and other_baseline(last, now["params"]):
+        card = dict.fromkeys(card)  # this run's data are the measure from now on
     if (place.root / CARD).exists() and (decision(place).get("promoted") or not card["card"]):
-        card = {"card": read_json(place.root / CARD), "card_of": place.key}
+        measure = {"card": read_json(place.root / CARD), "card_of": place.key}
+        card = {**measure, "card_for": _baseline(now["params"])}
     return {
         "run": place.key,
         "began": began.isoformat(timespec="seconds"),

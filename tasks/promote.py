@@ -63,7 +63,9 @@ def _settled(params: Params, found: Registry, version: Version) -> dict[str, Any
                 found.tag(version, {name: _text(decision[name]) for name in NOTED})
                 moves = Moves({CHALLENGER: version.number})
                 if decision["promoted"] and not decision["already"]:
-                    promotion = outbox.add(found.name, version.number, alias, "it passed the gate")
+                    details = against(decision["comparison"], version, champion)
+                    run = version.tags.get("run", "")
+                    promotion = outbox.add(found.name, version.number, alias, "it passed the gate", run, details)
                     moves = to_champion(alias, version, champion, promotion.id)
                     moves = replace(moves, aliases={CHALLENGER: version.number, **moves.aliases})
                 found.move(moves, held)
@@ -71,6 +73,15 @@ def _settled(params: Params, found: Registry, version: Version) -> dict[str, Any
         now = f"version {champion.number}" if champion else "nobody"
         print(f"promote: {alias} became {now} meanwhile; comparing again", flush=True)
         version = found.version(version.number) or version
+
+
+def against(comparison: Comparison, version: Version, champion: Version | None) -> str:
+    """For who is told: by how much it is better than the champion before, and whether it learnt from other data."""
+    if champion is None:
+        return "there was no champion before"
+    margins = ", ".join(f"{name} {row['difference']:+.4g}" for name, row in comparison.items()) or "not compared"
+    same = version.tags.get("data_sha256") == champion.tags.get("data_sha256")
+    return f"against version {champion.number}: {margins}; {'the same' if same else 'other'} data"
 
 
 def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:

@@ -60,7 +60,9 @@ if stage == "promote":
     if how == "win":
         from tasks.release import outbox
 
-        outbox.add("dpo-demo", "7", "champion", "it passed the gate").finish()
+        details = "against version 6: kind +0.02; other data"
+        run = os.environ["DPO_RUN"]
+        outbox.add("dpo-demo", "7", "champion", "it passed the gate", run, details).finish()
     sys.exit(0)
 here.mkdir(parents=True, exist_ok=True)
 (here / "out.json").write_text(json.dumps(yaml.safe_load(Path("params.yaml").read_text())[stage]) + how)

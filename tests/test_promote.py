@@ -154,11 +154,18 @@ def test_a_model_within_its_limits_may_still_be_worse_than_the_champion(workspac
     assert decision["comparison"]["samples/policy/correct"]["count"] == PROMPTS
 
 
-def test_a_better_model_takes_over_and_a_rollback_restores_the_one_before_with_its_hash(workspace):
+def test_a_better_model_takes_over_and_a_rollback_restores_the_one_before_with_its_hash(workspace, monkeypatch):
     export("one", kind=196)
     first = run()["manifest_sha256"]
     export("two")
+    monkeypatch.setenv("DPO_RUN", "calm-otter")
     run()
+    monkeypatch.delenv("DPO_RUN")
+    (told,) = outbox.pending()  # what Prefect's webhook is told: 196 of 200 answers were kind, and all are now
+    assert told.run == "calm-otter"
+    assert told.details.startswith("against version 1: ")
+    assert "samples/policy/kind +0.02" in told.details
+    assert told.details.endswith("; the same data")
     assert aliases() == {"champion": "2", "previous": "1", "challenger": "2"}
     said = rollback()
     assert "champion was version 2" in said

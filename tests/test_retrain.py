@@ -17,9 +17,11 @@ import pytest
 import yaml
 
 from flows import retrain
+from flows.workspace import Workspace
 from tasks.dataset import demo
 from tasks.dataset.drift import FIGURES, shifts
 from tasks.errors import UserError
+from tasks.files import write_json
 from tasks.params import dotted, load_params, overlay, read_yaml
 from tasks.watch import look, look_strictly
 from tests.workspaces import PROJECT, write_data
@@ -217,6 +219,24 @@ def test_drift_is_measured_against_the_earlier_card() -> None:
     assert [name for name, shift in found.items() if shift.too_far] == ["fewer_pairs", "tokens", "sources"]
     assert str(found["tokens"]) == "tokens of the chosen, mean 20 -> 25 (0.25, and 0.2 is allowed)"
     assert not any(shift.too_far for shift in shifts(dict.fromkeys(FIGURES, 0.2), old, card(1600, 20, 0.5, 0, 800)))
+
+
+def test_another_model_or_other_data_start_a_new_baseline(record: dict[str, Any], tmp_path: Path) -> None:
+    """As when a user moves from the demo to data of their own: nothing drifted, there is nothing to compare with."""
+    write_json(tmp_path / retrain.CARD, card(10, 90.0, 0.9, 500, 10))
+    write_json(tmp_path / retrain.WATCH, {})
+    place = Workspace(tmp_path, "second")
+    last = {**record, "card": card(800, 20.0, 0.5, 100, 400), "card_of": "first"}
+    assert retrain.other_baseline(last, record["params"]) is None
+    for key, value in (("source.data", "own.jsonl"), ("promote.model_name", "own")):
+        (tmp_path / "params.yaml").write_text(yaml.safe_dump(overlay(record["params"], dotted({key: value}))))
+        now = retrain.made_of({}, tmp_path)
+        assert f"{key} is {value} and was " in (retrain.other_baseline(last, now["params"]) or "")
+        retrain.check_drift(place, last)  # does not stop
+        left = retrain.outcome(place, NOW, now=now, last=last) or {}
+        assert left["card_of"] == "second"  # the measure from now on, promoted or not
+        assert retrain.other_baseline(left, now["params"]) is None
+        assert retrain.other_baseline({**left, "params": {}}, record["params"])  # a run in between changes nothing
 
 
 def test_a_figure_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -402,6 +402,10 @@ def test_runs_on_the_worker_tell_the_webhook_how_they_ended(
     up: Up, zombie: str, nightly: dict[str, Any], tmp_path: Path
 ) -> None:
     """One run asks for a command, a folder and an environment of its own, and gets none; one comes from a shell."""
+
+    def told() -> list[str]:
+        return [text for text in up.told if "is not promoted" not in text]  # of nights; the next test looks at them
+
     mark, smoke = tmp_path / "owned", up.api("deployments/name/dpo/smoke")
     hostile = {
         "command": f"touch {mark}",
@@ -427,17 +431,19 @@ def test_runs_on_the_worker_tell_the_webhook_how_they_ended(
     wait_for(lambda: {up.state(won), up.state(lost)} == {"COMPLETED", "FAILED"}, PATIENCE)
     assert not mark.exists()
     wait_for(lambda: up.state(zombie) == "CRASHED", PATIENCE)
-    wait_for(lambda: len(up.told) >= 3, 60)
+    wait_for(lambda: len(told()) >= 3, 60)
     page = up.note("prefect")["address"]
-    champion, failed, dead = (
-        next(text for text in up.told if word in text) for word in ("is now", "Failed", "Crashed")
-    )
-    assert champion.startswith("dpo-demo version 7 is now champion: it passed the gate. " + page)
+    champion, failed, dead = (next(text for text in told() if word in text) for word in ("is now", "Failed", "Crashed"))
+    gained = "it passed the gate, against version 6: kind +0.02; other data"
+    (name,) = re.findall(rf"^dpo-demo version 7 is now champion: {re.escape(gained)}\. Run (\S+)\. http", champion)
+    assert name.endswith(won[:8])
+    assert f"{up.note('mlflow')['address']}/#/experiments/" in champion
+    assert champion.endswith(f"{page}/runs/flow-run/{won}")
     assert "is Failed." in failed
     assert "pairs.jsonl line 3 is broken" in failed
     assert failed.endswith(f"{page}/runs/flow-run/{lost}")
     assert dead.startswith("The run zombie of dpo is Crashed. Its process gave no sign of life")
-    assert len(up.told) == 3, "\n".join(up.told)  # each once
+    assert len(told()) == 3, "\n".join(told())  # each once
     beats = {
         "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{won}"]}}
     }
@@ -454,6 +460,9 @@ def test_a_schedule_starts_runs_by_itself_and_missed_ones_do_not_pile_up(up: Up,
     wait_for(lambda: runs("COMPLETED"), PATIENCE)
     assert re.search(r"nightly: \* \* \* \* \* \(Asia/Tokyo\), on, next 20\d\d-\d\d-", up.command("status"))
     set_schedule(up, nightly, active=False)
+    night = runs("COMPLETED")[0]["id"]
+    refused = "dpo-demo version 7 is not promoted: rewards/accuracies is 0.5, below <0.9>. Run "
+    wait_for(lambda: any(text.startswith(refused) and text.endswith(night) for text in up.told), PATIENCE)
     assert runs("COMPLETED")[0]["auto_scheduled"]
     assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
     wait_for(lambda: not runs("PENDING", "RUNNING"), PATIENCE)

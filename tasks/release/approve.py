@@ -36,7 +36,7 @@ def approve(number: str, name: str) -> str:
                 now = f"version {champion.number}" if champion else "nobody"
                 raise UserError(f"{params.alias} is {now} by now: run the pipeline again, to compare with it.")
             found.tag(version, {"approved_by": name})
-            promotion = outbox.add(found.name, number, params.alias, f"approved by {name}")
+            promotion = outbox.add(found.name, number, params.alias, f"approved by {name}", version.tags.get("run", ""))
             found.move(to_champion(params.alias, version, champion, promotion.id), held)
         copies = outbox.complete(found, address)
     return f"{params.model_name} version {number} is now {params.alias}, approved by {name}{_copied(copies)}"

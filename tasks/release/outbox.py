@@ -30,6 +30,8 @@ class Promotion:
     why: str
     process: str
     event: bool  # a flow promotes: Prefect is told
+    run: str = ""  # that made the version
+    details: str = ""  # how it compares with the champion before, in words
     copied: bool = False  # nothing is left to do but to tell Prefect
 
     @property
@@ -51,9 +53,10 @@ def folder() -> Path:
     return home() / ".scratch" / "outbox"
 
 
-def add(model: str, version: str, alias: str, why: str) -> Promotion:
+def add(model: str, version: str, alias: str, why: str, run: str = "", details: str = "") -> Promotion:
     """Before the alias moves; its id goes onto the version with the move."""
-    promotion = Promotion(str(uuid.uuid4()), model, version, alias, why, this_process(), event="DPO_RUN" in os.environ)
+    flow = "DPO_RUN" in os.environ
+    promotion = Promotion(str(uuid.uuid4()), model, version, alias, why, this_process(), flow, run, details)
     promotion.write()
     return promotion
 
