@@ -89,15 +89,6 @@ class Page:
             time.sleep(0.3)
         self.ask(f"{find}.click()")
 
-    def press(self, element: str) -> None:
-        """The mouse on the middle of what a JavaScript expression finds: some menus do not open by `click()`."""
-        self.until(f"!!({element})", True)
-        middle = "[box.x + box.width / 2, box.y + box.height / 2]"
-        seen = "found.scrollIntoView({block: 'center'}); const box = found.getBoundingClientRect();"
-        x, y = self.ask(f"(() => {{ const found = {element}; {seen} return {middle} }})()")
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 

@@ -312,8 +312,11 @@ def submitted(up: Up, page: Page, form: str, choose: str) -> dict[str, Any]:
         set_value = f"e.value = '{choose}'; e.dispatchEvent(new Event('change', {{bubbles: true}}))"
         page.ask(f"(() => {{ const e = {field}.querySelector('select'); {set_value} }})()")
     elif choose:
-        page.press(f"{field}.querySelector('button')")
-        page.press(f"[...document.querySelectorAll('[role=option]')].find(e => e.innerText.trim() === '{choose}')")
+        option = f"[...document.querySelectorAll('[role=option]')].find(e => e.innerText.trim() === '{choose}')"
+        opened = "if (menu && menu.ariaExpanded !== 'true') menu.click()"
+        page.until(f"(() => {{ const menu = {field}?.querySelector('button'); {opened}; return !!{option} }})()", True)
+        page.ask(f"{option}.click()")
+        page.until("document.querySelectorAll('[role=option]').length", 0)  # the menu closes on a choice
     known = {run["id"] for run in up.api("flow_runs/filter", {})}
     page.click("Submit")
     made: list[dict[str, Any]] = []
