@@ -133,7 +133,7 @@ def test_a_crash_is_tried_again(repo: Path, prefect_api: Env) -> None:
     links = ask(prefect_api, "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
     links = [artifact for artifact in links if artifact["key"] == "dpo-links"]
     assert min(link["created"] for link in links) < min(task["start_time"] for task in tasks)  # before any stage
-    ids = json.loads((repo / ".scratch" / "runs" / f"{run['name']}-{run['id'][:8]}" / "run.json").read_text())
+    ids = json.loads((repo / ".scratch" / "runs" / run["name"] / "run.json").read_text())
     last = max(links, key=lambda link: link["created"])["data"]
     assert f"/#/experiments/1/runs/{ids['run_id']}?workflowType=machine_learning)" in last
     assert f"/runs/{ids['run_id']}/artifacts/report.html?" in last
