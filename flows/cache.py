@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from flows.workspace import cache_folder
-from tasks.errors import UserError
-from tasks.output import pipeable
+from tasks.output import as_command
 
 
 def damaged(cache: Path) -> list[Path]:
@@ -32,15 +31,12 @@ def _md5(path: Path) -> str:
         return hashlib.file_digest(file, "md5").hexdigest()
 
 
-@pipeable
+@as_command
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fix", action="store_true", help="remove damaged objects")
     asked = parser.parse_args()
-    try:
-        found = damaged(Path(cache_folder()))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    found = damaged(Path(cache_folder()))
     for path in found:
         if asked.fix:
             path.unlink()

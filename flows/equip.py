@@ -7,13 +7,13 @@ changes nothing, and a schedule that a person switched stays as it is.
 """
 
 import os
-import sys
 from collections.abc import Mapping
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 
 from flows import automations, deploy, stack
 from tasks.errors import UserError
+from tasks.output import as_command
 
 
 def equip(client: SyncPrefectClient, access: Mapping[str, str], asked: stack.Settings) -> None:
@@ -26,15 +26,13 @@ def equip(client: SyncPrefectClient, access: Mapping[str, str], asked: stack.Set
         print("No notifications: DPO_WEBHOOK_URL is not set (docs/operations.md)", flush=True)
 
 
+@as_command
 def main() -> None:
-    try:
-        if not os.environ.get("PREFECT_API_URL"):
-            raise UserError("PREFECT_API_URL is not set. Set it to the server's, as http://prefect:4200/api.")
-        with get_client(sync_client=True) as client:
-            deploy.make_pool(client, stack.POOL)
-            equip(client, {}, stack.settings(os.environ))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError("PREFECT_API_URL is not set. Set it to the server's, as http://prefect:4200/api.")
+    with get_client(sync_client=True) as client:
+        deploy.make_pool(client, stack.POOL)
+        equip(client, {}, stack.settings(os.environ))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import argparse
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from flows.open import OPENED
 from flows.workspace import Workspace, bookkeeping, cache_folder, remove_worktree
 from tasks.errors import UserError
 from tasks.machines.lock import held, holder
-from tasks.output import pipeable
+from tasks.output import as_command
 from tasks.params import load_cluster
 
 
@@ -205,19 +204,16 @@ def _human(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-@pipeable
+@as_command
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.gc", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="how many of the newest runs stay anyway")
     parser.add_argument("--yes", action="store_true", help="delete, and not only show")
     asked = parser.parse_args()
     os.environ["DPO_HOME"] = str(ROOT)
-    try:
-        if asked.keep < 0:
-            raise UserError(f"KEEP is how many of the newest runs stay, and it is {asked.keep}. Give 0 or more.")
-        delete(asked.keep) if asked.yes else show(look(asked.keep))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if asked.keep < 0:
+        raise UserError(f"KEEP is how many of the newest runs stay, and it is {asked.keep}. Give 0 or more.")
+    delete(asked.keep) if asked.yes else show(look(asked.keep))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from flows import ROOT, runs
 from flows.commits import commit_of, find, git
 from flows.workspace import Workspace, share_cache
 from tasks.errors import UserError
+from tasks.output import as_command
 
 OPENED = ROOT / ".scratch" / "open"
 
@@ -59,14 +60,12 @@ def _missing(place: Workspace) -> list[str]:
     return [path for path in every if not (place.root / path).exists()]
 
 
+@as_command
 def main() -> None:
-    try:
-        if len(sys.argv) < 2 or not sys.argv[1]:
-            raise UserError("Say which run: `make open RUN=name`, and where to if you like: TO=folder.")
-        target = Path(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2] else None
-        folder = open_run(sys.argv[1], target)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if len(sys.argv) < 2 or not sys.argv[1]:
+        raise UserError("Say which run: `make open RUN=name`, and where to if you like: TO=folder.")
+    target = Path(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2] else None
+    folder = open_run(sys.argv[1], target)
     print(f"{sys.argv[1]} is in {folder}\n`git worktree remove --force {folder}` closes it again.")
 
 

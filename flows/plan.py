@@ -5,7 +5,6 @@ hashes with what earlier runs have left in dvc.lock and in DVC's run cache.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from flows import ROOT, inputs, runs, workspace
 from flows.inputs import Entry, Inputs
 from flows.workspace import Files
 from tasks.configuration import read_yaml
-from tasks.errors import UserError
-from tasks.output import pipeable
+from tasks.output import as_command
 
 RUNS, RESTORED, UNCHANGED, MAYBE = "runs", "restored", "unchanged", "may run"
 
@@ -122,7 +120,7 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-@pipeable
+@as_command
 def main() -> None:
     from flows.dpo import override
 
@@ -130,11 +128,8 @@ def main() -> None:
     parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
     asked = parser.parse_args()
-    try:
-        files = workspace.plan(asked.recipe, dict(override(text) for text in asked.set))
-        show(look(files), files)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    files = workspace.plan(asked.recipe, dict(override(text) for text in asked.set))
+    show(look(files), files)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tasks.configuration import read_yaml
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json
 from tasks.machines.lock import workspace_lock
+from tasks.output import as_command
 from tasks.place import RECIPE
 
 GIVEN = ("watch", "source")  # fetched as it was: what lies behind its address may be gone by now
@@ -100,13 +101,11 @@ def _apart(place: Workspace) -> None:
     path.write_text(yaml.safe_dump({**recipe, "output_dir": str(place.root / ".scratch")}))
 
 
+@as_command
 def main() -> None:
-    try:
-        if len(sys.argv) != 2 or not sys.argv[1]:
-            raise UserError("Say which run: `make reproduce RUN=name`.")
-        different = reproduce(sys.argv[1])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if len(sys.argv) != 2 or not sys.argv[1]:
+        raise UserError("Say which run: `make reproduce RUN=name`.")
+    different = reproduce(sys.argv[1])
     if different:
         sys.exit("error: " + "\n".join([f"{sys.argv[1]} did not come out the same:", *different]))
     print(f"{sys.argv[1]}: every artefact, every file of the export and every metric came out the same")

@@ -6,7 +6,6 @@ small results: all that pages and tables show.
 
 import os
 import shutil
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -18,7 +17,7 @@ from tasks.errors import UserError
 from tasks.files import read_json, recall, write_json
 from tasks.machines.lock import holder
 from tasks.machines.process import is_alive, this_process
-from tasks.output import pipeable
+from tasks.output import as_command
 
 WORKTREES = ROOT / ".scratch" / "worktrees"
 RESULTS = "results"
@@ -206,7 +205,7 @@ def table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-@pipeable
+@as_command
 def main() -> None:
     found = records()
     for path in damaged():
@@ -223,7 +222,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    main()

@@ -9,12 +9,12 @@ from typing import Any
 from flows import services
 from flows.services import Service
 from flows.stack import PORTS, TITLES
-from tasks.output import pipeable
+from tasks.output import as_command
 
 RUNS = 5
 
 
-@pipeable
+@as_command
 def status() -> None:
     found = {name: services.running(name) for name in TITLES}
     for name, service in found.items():

@@ -1,18 +1,20 @@
-"""Commands that print lists, and whose reader may leave early: `make runs | head`."""
+"""How a command ends that is no stage: with a sentence where the user or the disk is at fault, never a traceback."""
 
 import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 
+from tasks.errors import UserError
+
 CLOSED = 141  # what a shell shows for a command that SIGPIPE ended
 
 
-def pipeable(main: Callable[[], None]) -> Callable[[], None]:
-    """Of a command's `main`: it ends without a traceback where its reader has gone."""
+def as_command(main: Callable[[], None]) -> Callable[[], None]:
+    """Of a command's `main`. A reader that has gone (`make runs | head`) ends it without a word."""
 
     @wraps(main)
-    def quiet() -> None:
+    def told() -> None:
         try:
             try:
                 main()
@@ -21,5 +23,13 @@ def pipeable(main: Callable[[], None]) -> Callable[[], None]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(CLOSED)
+        except UserError as error:
+            sys.exit(f"error: {error}")
+        except Exception as error:
+            from tasks import disk
 
-    return quiet
+            if (sentence := disk.explain(error)) is None:
+                raise
+            sys.exit(f"error: {sentence}")
+
+    return told

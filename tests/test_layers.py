@@ -49,10 +49,8 @@ HOMES = {
 
 # Code that every stage runs in and that cannot change what it computes.
 PLUMBING = {
-    *(
-        f"tasks/{name}.py"
-        for name in ("access", "configuration", "disk", "errors", "params", "paths", "place", "progress", "redact")
-    ),
+    *(f"tasks/{name}.py" for name in ("access", "configuration", "disk", "errors", "output", "params", "paths")),
+    *(f"tasks/{name}.py" for name in ("place", "progress", "redact")),
     *(f"tasks/{name}.py" for name in ("runs", "signing", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
     *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous")),

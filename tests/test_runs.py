@@ -173,7 +173,7 @@ def test_a_run_is_known_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch:
 
 
 def test_a_list_whose_reader_has_left_ends_without_a_traceback() -> None:
-    text = "from tasks.output import pipeable; pipeable(lambda: print('x' * 10))()"
+    text = "from tasks.output import as_command; as_command(lambda: print('x' * 10))()"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", text], stdout=write, stderr=subprocess.PIPE, text=True, cwd=PROJECT)

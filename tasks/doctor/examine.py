@@ -19,7 +19,7 @@ from tasks.doctor import locks, network, nodes, space
 from tasks.doctor.findings import Findings
 from tasks.errors import UserError
 from tasks.files import home, read_json
-from tasks.output import pipeable
+from tasks.output import as_command
 from tasks.paths import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,13 +148,10 @@ def _memory(found: Findings, params: parameters.Params, cluster: parameters.Clus
         found.good(sentence)
 
 
-@pipeable
+@as_command
 def main() -> None:
     given = [argument for argument in sys.argv[1:] if argument != "--fix"]
-    try:
-        sys.exit(look(given[0] if given else None, "--fix" in sys.argv))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(look(given[0] if given else None, "--fix" in sys.argv))
 
 
 if __name__ == "__main__":

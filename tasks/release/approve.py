@@ -7,6 +7,7 @@ import sys
 
 from tasks.access import check_push, configured
 from tasks.errors import UserError
+from tasks.output import as_command
 from tasks.params import load_cluster, load_params
 from tasks.promote import to_champion
 from tasks.release import outbox
@@ -46,13 +47,11 @@ def _copied(copies: list[str]) -> str:
     return "".join(f"; copied to {copy}" for copy in copies)
 
 
+@as_command
 def main() -> None:
-    try:
-        if len(sys.argv) != 3 or not all(sys.argv):
-            raise UserError("Say which and who: `make approve VERSION=3 BY=name`.")
-        print(approve(sys.argv[1], sys.argv[2]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if len(sys.argv) != 3 or not all(sys.argv):
+        raise UserError("Say which and who: `make approve VERSION=3 BY=name`.")
+    print(approve(sys.argv[1], sys.argv[2]))
 
 
 if __name__ == "__main__":

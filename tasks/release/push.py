@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.errors import UserError
 from tasks.files import read_json, sha256
+from tasks.output import as_command
 from tasks.paths import MODEL
 from tasks.release.verify import MANIFEST, SIGNATURE, SUM, require_whole
 
@@ -47,14 +48,12 @@ def _sha256(files, path: str) -> str:
     return digest.hexdigest()
 
 
+@as_command
 def main() -> None:
-    try:
-        if len(sys.argv) != 2 or not sys.argv[1]:
-            raise UserError("Say where to: `make push TO=s3://bucket/models`.")
-        require_whole(MODEL)
-        print(f"copied to {push(MODEL, sys.argv[1])}")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if len(sys.argv) != 2 or not sys.argv[1]:
+        raise UserError("Say where to: `make push TO=s3://bucket/models`.")
+    require_whole(MODEL)
+    print(f"copied to {push(MODEL, sys.argv[1])}")
 
 
 if __name__ == "__main__":

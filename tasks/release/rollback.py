@@ -5,13 +5,13 @@ One that was interrupted is completed by the next, which goes no further: a note
 python -m tasks.release.rollback (or `make rollback`)
 """
 
-import sys
 from datetime import datetime
 from pathlib import Path
 
 from tasks.errors import UserError
 from tasks.files import home, read_json, write_json
 from tasks.machines.process import is_alive, this_process
+from tasks.output import as_command
 from tasks.params import load_cluster, load_params
 from tasks.release.stored import require_stored
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
@@ -79,12 +79,10 @@ def _hash(version: Version) -> str:
     return f"manifest {version.tags['manifest_sha256'][:12]}"
 
 
+@as_command
 def main() -> None:
-    try:
-        print(rollback(), flush=True)
-        _note().unlink(missing_ok=True)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    print(rollback(), flush=True)
+    _note().unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

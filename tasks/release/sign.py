@@ -13,6 +13,7 @@ from pathlib import Path
 from tasks import signing
 from tasks.errors import UserError
 from tasks.files import sha256
+from tasks.output import as_command
 from tasks.params import load_cluster, load_params
 from tasks.paths import MODEL
 from tasks.release.verify import MANIFEST, SIGNATURE, problems
@@ -63,11 +64,9 @@ def _must_agree(broken: list[str], what: str) -> None:
         raise UserError(f"{what} is not as its manifest says, so it was not signed: {'; '.join(broken)}.")
 
 
+@as_command
 def main() -> None:
-    try:
-        print(sign(sys.argv[1] if len(sys.argv) > 1 else ""))
-    except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+    print(sign(sys.argv[1] if len(sys.argv) > 1 else ""))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from tasks import signing
 from tasks.errors import UserError
 from tasks.files import hash_files, read_json, sha256
+from tasks.output import as_command
 from tasks.paths import MODEL
 
 MANIFEST = "manifest.json"
@@ -64,12 +65,10 @@ def require_whole(folder: Path) -> None:
         )
 
 
+@as_command
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL
-    try:
-        require_whole(folder)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    require_whole(folder)
     manifest = read_json(folder / MANIFEST)
     print(f"{folder}: {manifest['model']}, {len(manifest['files'])} files, each as the signed manifest says")
 
