@@ -37,14 +37,22 @@ def test_the_same_command_completes_what_a_fault_stopped(bench: Bench, name: str
     for number in range(SAMPLE[name]):
         faults = [fault for fault in FAULTS if order[fault]]
         fault = faults[number % len(faults)]
-        first = sorted(order[fault][: len(order[fault]) // 2])
-        only, at = first[(2 * number + 1) * len(first) // (2 * SAMPLE[name])]
-        assert not bench.try_fault(name, fault, at, only), f"{name}, {fault} at {only}, no. {at}"
+        first = sorted(order[fault][: max(4, len(order[fault]) // 4)])
+        start = (2 * number + 1) * len(first) // (2 * SAMPLE[name])
+        wrong = None
+        for only, at in first[start : start + 3]:
+            wrong = bench.try_fault(name, fault, at, only)
+            if (
+                wrong is not None
+            ):  # otherwise it was not reached: a forwarder that is a little later sends in fewer calls
+                break
+        assert wrong == [], f"{name}, {fault} at {only}, no. {at}"
 
 
 @pytest.mark.parametrize("fault", ["enospc", "eio"])
 def test_a_disk_that_fails_in_the_middle_of_a_stage_is_a_sentence(bench: Bench, fault: str) -> None:
-    done = bench.run(bench.ready("source"), fault, 1, only="write /data/*/pairs.jsonl")
+    # The second write: where the first fails, shutil tries another way.
+    done = bench.run(bench.ready("source"), fault, 2, only="write /data/*/pairs.jsonl")
     (sentence,) = [line for line in done.said.splitlines() if line.startswith("error: ")]
     assert done.code == 2  # which no flow tries again
     full = f"file system {mount_of(bench.root)} is full ("

@@ -25,7 +25,7 @@ from tests.faults.forks import FORWARDER, NAME
 
 PROJECT = Path(__file__).resolve().parents[2]
 FAULTS = {"kill": 1, "enospc": 2, "eio": 3, "drop": 4}
-STATE = struct.Struct("7q256s")  # as in preload.c: at, kind, group, count, fired, port, matched, only
+STATE = struct.Struct("7q256s1024s")  # as in preload.c: at, kind, group, count, fired, port, matched, only, root
 PATIENCE = 240.0  # seconds for a command
 AFTERWARDS = 30.0  # seconds for what a command started to end by itself
 
@@ -47,13 +47,12 @@ class Harness:
         self.library = compiled(folder)
         self.server: subprocess.Popen[str] | None = None
 
-    def environment(self, root: Path) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPO_", "PREFECT_", "MLFLOW_", "FAULT_"))}
         return {
             **kept,
             "LD_PRELOAD": str(self.library),
             "FAULT_STATE": str(self.state),
-            "FAULT_ROOT": str(root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": str(PROJECT),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -85,10 +84,10 @@ class Harness:
         What goes to and comes from a server at `port` of this machine counts as an operation, too. `only` names
         operations as the trace does, with wildcards ("write /data/*.arrow"): the `at`-th of those is meant.
         """
-        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0, port, 0, only.encode()))
+        self.state.write_bytes(STATE.pack(at, FAULTS.get(fault, 0), 0, 0, 0, port, 0, only.encode(), os.fsencode(root)))
         for path in (self.output, Path(f"{self.state}.trace")):
             path.unlink(missing_ok=True)
-        given = {**self.environment(root), **(env or {})}
+        given = {**self.environment(), **(env or {})}
         code = self._forked(root, module, arguments, given) if forked else self._started(root, module, arguments, given)
         _, _, _, count, fired, *_ = STATE.unpack(self.state.read_bytes())
         trace = Path(f"{self.state}.trace")
@@ -96,7 +95,7 @@ class Harness:
         return Done(code, self.output.read_text(errors="replace"), count, bool(fired), lines)
 
     def _forked(self, root: Path, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> int:
-        server = self.server or self._serve(root)
+        server = self.server or self._serve()
         request = {"module": module, "arguments": list(arguments), "cwd": str(root), "env": dict(env)}
         assert server.stdin is not None
         assert server.stdout is not None
@@ -104,12 +103,12 @@ class Harness:
         server.stdin.flush()
         return int(server.stdout.readline())
 
-    def _serve(self, root: Path) -> subprocess.Popen[str]:
+    def _serve(self) -> subprocess.Popen[str]:
         """The server itself works in another folder, so that nothing of its own is counted."""
         self.state.write_bytes(bytes(STATE.size)) if not self.state.exists() else None
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "tests.faults.forks"]
-        env = self.environment(root)
+        env = self.environment()
         self.server = subprocess.Popen(command, cwd=PROJECT, env=env, stdin=pipe, stdout=pipe, text=True)
         assert self.server.stdout is not None
         while self.server.stdout.readline() != "ready\n":  # libraries have their say

@@ -1,8 +1,8 @@
 /* Counts durable operations below one folder, in every process of a run, and makes the N-th of them fail.
  *
- * Loaded with LD_PRELOAD into Python, git, DVC, Ray's workers and SQLite alike. FAULT_ROOT names the folder, FAULT_STATE
- * a file that holds `struct state` and that all processes map, so that they count together; <state>.trace gets a line
- * for each operation. What changes nothing is none: a folder that exists is made, a file that does not is deleted, or
+ * Loaded with LD_PRELOAD into Python, git, DVC, Ray's workers and SQLite alike. FAULT_STATE names a file that
+ * holds `struct state` and that all processes map, so that they count together; <state>.trace gets a line for each
+ * operation below `root`. What changes nothing is none: a folder that exists is made, a file that does not is deleted, or
  * one that does is opened and kept. What is not seen: writes through mmap, and what libc's stdio writes by itself.
  *
  * With `only` ("write /data/raw/pairs.jsonl", wildcards allowed) the N-th of such operations is meant. What goes to and
@@ -31,15 +31,14 @@
 #include <unistd.h>
 
 enum { NONE, KILLED, FULL, BROKEN, DROPPED };
-struct state { long at, kind, group, count, fired, port, matched; char only[256]; };
+struct state { long at, kind, group, count, fired, port, matched; char only[256], root[1024]; };
 
 static struct state *state;
-static char root[PATH_MAX], trace[PATH_MAX]; /* copies: setproctitle writes over the environment */
+static char trace[PATH_MAX]; /* a copy: setproctitle writes over the environment */
 
 __attribute__((constructor)) static void begin(void) {
-  const char *path = getenv("FAULT_STATE"), *below = getenv("FAULT_ROOT");
-  if (!path || !below) return;
-  snprintf(root, sizeof root, "%s", below);
+  const char *path = getenv("FAULT_STATE");
+  if (!path) return;
   snprintf(trace, sizeof trace, "%s.trace", path);
   int fd = syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC, 0);
   if (fd < 0) return;
@@ -59,8 +58,8 @@ static void note(long number, const char *what, const char *path) {
 
 /* 0, or the errno of the fault; KILLED as -1, so that a write can be torn before. */
 static int reached(const char *what, const char *path, int takes_space) {
-  size_t length = strlen(root);
-  if (strncmp(path, root, length) || path[length] != '/' || strstr(path, "/__pycache__")) return 0;
+  size_t length = strlen(state->root);
+  if (strncmp(path, state->root, length) || path[length] != '/' || strstr(path, "/__pycache__")) return 0;
   long number = __atomic_add_fetch(&state->count, 1, __ATOMIC_SEQ_CST);
   note(number, what, path);
   if (!state->at) return 0;
@@ -142,7 +141,7 @@ static int at_server(const char *what, int fd, const void *data, size_t size) {
   errno = saved;
   if (!ours) return 0;
   if (data) note_request(data, size, request);
-  snprintf(name, sizeof name, "%s/server%s", root, request);
+  snprintf(name, sizeof name, "%s/server%s", state->root, request);
   int fault = reached(what, name, 0);
   if (fault > 0) shutdown(fd, SHUT_RDWR);
   errno = saved;

@@ -20,7 +20,7 @@ from typing import Any
 from tests.faults.harness import FAULTS, PROJECT, harness
 from tests.faults.scenarios import SCENARIOS, Bench
 
-NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+|tmp\w+")
+NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+|tmp\w+|(?<=uploading\.)\w+")
 SPACE = ("open", "write", "mkdir", "link", "truncate")
 # Many operations of a library of others that leave one state, or undo themselves at the next start.
 TOGETHER = re.compile(r"/mlflow\.db(-journal)?$|/\.dvc/tmp/rwlock")
