@@ -196,4 +196,5 @@ def test_prefect_is_told_of_a_promotion_once(tmp_path, mlflow_server, prefect_ap
     (event,) = ask(prefect_api, "events/filter", wanted)["events"]
     assert event["id"] == promotion.id
     assert json.loads(note)["copied"]
-    assert event["payload"]["message"] == "told version 1 is now champion: it passed the gate."
+    said = "it passed the gate, there was no champion before. Run told."
+    assert event["payload"]["message"] == f"told version 1 is now champion: {said}"
