@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,10 +214,10 @@ class Bench:
         if any(unsent(path.parent) for path in self.root.glob(".scratch/runs/*/settings.json")):
             self.harness.run(self.root, "tasks.tracking.forward")  # `make sync`; a next run would send it as well
         wrong += [f"process left: {process}" for process in self.harness.leftovers(self.root)]
+        found = self.observe()
         wrong += [f"left behind: {path}" for path in locks(self.root)]
         if hash_files(self.folder / "base") != self.others:
             wrong.append("the base model of others was changed")
-        found = self.observe()
         wrong += [
             f"{part} differs: {_difference(expected[part], found[part])}"
             for part in expected
@@ -251,7 +251,7 @@ def _difference(expected: Any, found: Any) -> str:
 
 def _store(folder: Path) -> dict[str, Any]:
     """The registry and the tracked runs, read without MLflow: it takes seconds."""
-    with sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True) as store:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:  # SQLite undoes what was not committed
         ask = lambda query: [list(row) for row in store.execute(query)]  # noqa: E731
         tags = ask("SELECT name, version, value FROM model_version_tags WHERE key = 'manifest_sha256'")
         versions = ask("SELECT name, version FROM model_versions WHERE current_stage != 'Deleted_Internal'")
