@@ -16,6 +16,7 @@ from uuid import UUID, uuid5
 from httpx import HTTPError
 from prefect import get_client, get_run_logger, pause_flow_run, resume_flow_run, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import Event
 from prefect.input import RunInput
 
@@ -77,19 +78,23 @@ def tell() -> None:
     with locked(outbox.folder().with_suffix(".lock")), get_client(sync_client=True) as client:
         for promotion in outbox.pending():
             if promotion.copied:
-                event = _event(promotion)
-                client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
+                _send(client, PROMOTED, promotion.id, _payload(promotion))
                 promotion.path.unlink()
 
 
-def _event(promotion: outbox.Promotion) -> Event:
+def _payload(promotion: outbox.Promotion) -> dict[str, str]:
     model, version, alias = promotion.model, promotion.version, promotion.alias
-    resource = {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model}
     said = ", ".join(filter(None, [promotion.why, promotion.details]))
     message = f"{model} version {version} is now {alias}: {said}.{_of_run(promotion.run)}"
-    payload = {"model": model, "version": version, "alias": alias, "message": message}
-    content = {"id": promotion.id, "occurred": datetime.now().astimezone(), "event": PROMOTED}
-    return Event.model_validate({**content, "resource": resource, "related": _this_run(), "payload": payload})
+    return {"model": model, "version": version, "alias": alias, "message": message}
+
+
+def _send(client: SyncPrefectClient, name: str, key: str, payload: dict[str, str]) -> None:
+    model = payload["model"]
+    resource = {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model}
+    content = {"id": key, "occurred": datetime.now().astimezone(), "event": name, "payload": payload}
+    event = Event.model_validate({**content, "resource": resource, "related": _this_run()})
+    client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
 
 
 def tell_of_refusal(place: Workspace) -> None:
@@ -100,18 +105,10 @@ def tell_of_refusal(place: Workspace) -> None:
     model, version = found["model"], found["version"]
     why = redact("; ".join(found["reasons"]))
     message = f"{model} version {version} is not promoted: {why}.{_of_run(place.key)}"
-    event = {
-        "id": uuid5(UUID(str(runtime.flow_run.id)), REFUSED),
-        "occurred": datetime.now().astimezone(),
-        "event": REFUSED,
-        "resource": {"prefect.resource.id": f"dpo.model.{model}", "prefect.resource.name": model},
-        "related": _this_run(),
-        "payload": {"model": model, "version": version, "message": message},
-    }
+    key = str(uuid5(UUID(str(runtime.flow_run.id)), REFUSED))
     try:
         with get_client(sync_client=True) as client:
-            sent = [Event.model_validate(event).model_dump(mode="json")]
-            client.request("POST", "/events", json=sent).raise_for_status()
+            _send(client, REFUSED, key, {"model": model, "version": version, "message": message})
     except HTTPError as error:  # the decision stands and is on the run's page: no reason to fail
         get_run_logger().warning("promote: nobody is notified that the model is refused: %s", redact(str(error)))
 

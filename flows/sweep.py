@@ -24,6 +24,7 @@ from flows.space import Space, parse
 from flows.trials import FOLDER, Trial, plan
 from tasks.errors import UserError
 from tasks.files import read_json
+from tasks.output import as_command
 from tasks.reports import sweeps
 
 METRIC = "eval/rewards/accuracies"
@@ -235,12 +236,11 @@ def _terminated(number: int, frame: object) -> None:
     raise SystemExit(128 + number)  # so that what we started is ended
 
 
+@as_command
 def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         sys.exit(run_here(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
     except CancelledRun as error:
         sys.exit(f"{error} The same command again goes on with what is not finished.")
     except KeyboardInterrupt:

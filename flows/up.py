@@ -17,6 +17,7 @@ from flows.services import Service
 from flows.stack import POOL, TITLES, Settings
 from tasks.errors import UserError
 from tasks.machines.flock import locked
+from tasks.output import as_command
 
 PROJECT_SHELL = "source .venv/bin/activate"
 
@@ -150,11 +151,10 @@ def _say_passwords(asked: Settings) -> None:
     print(f"           writer:{mlflow['writer']}  to change them", flush=True)
 
 
+@as_command
 def main() -> None:
     try:
         up()
-    except UserError as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("Stopped waiting. What was started goes on: `make up` again waits for it, `make down` ends it.")
 

@@ -94,21 +94,23 @@ class Registry:
         tags = {**tags, "weights": weights, OWNER: owner()}
         source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
         with self.exclusively():  # another run may have registered the same export meanwhile
-            while not (made := self.with_manifest(tags["manifest_sha256"])):
-                self._create(source, run_id, tags, redact(description))
-            return made
+            return self.with_manifest(tags["manifest_sha256"]) or self._create(
+                source, run_id, tags, redact(description)
+            )
 
-    def _create(self, source: str, run_id: str, tags: dict[str, str], description: str) -> None:
+    def _create(self, source: str, run_id: str, tags: dict[str, str], description: str) -> Version:
         from mlflow.exceptions import MlflowException
 
         from tasks.tracking.record import sent_once
 
         try:
             with sent_once():
-                self.client.create_model_version(self.name, source, run_id, tags=tags, description=description)
+                made = self.client.create_model_version(self.name, source, run_id, tags=tags, description=description)
+                return _version(made)
         except MlflowException:
-            if not self.with_manifest(tags["manifest_sha256"]):  # otherwise only the answer was lost
-                raise
+            if made := self.with_manifest(tags["manifest_sha256"]):  # only the answer was lost
+                return made
+            raise
 
     def fetch(self, version: Version, what: str, file: str = "") -> Path:
         """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""

@@ -70,13 +70,6 @@ def _concerns(fault: str, what: str) -> bool:
     return {"kill": what != "fsync", "enospc": what in SPACE, "eio": not calls, "drop": calls}[fault]
 
 
-def kinds(trace: list[str]) -> dict[str, int]:
-    counted: dict[str, int] = defaultdict(int)
-    for line in trace:
-        counted[line.split(" ", 3)[2]] += 1
-    return dict(counted)
-
-
 def sweep(bench: Bench, names: list[str], results: Path, minutes: float, all_of_them: bool) -> dict[str, Any]:
     """Takes turns between scenarios, so that a limit on time leaves none out."""
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
@@ -86,8 +79,7 @@ def sweep(bench: Bench, names: list[str], results: Path, minutes: float, all_of_
         expected = bench.expected(name)
         entry = known.setdefault(name, {"tried": {}, "skipped": 0})
         chosen = points(expected["trace"], all_of_them)
-        entry |= {"operations": expected["operations"], "kinds": kinds(expected["trace"])}
-        entry["points"] = sum(len(some) for some in chosen.values())
+        entry |= {"operations": expected["operations"], "points": sum(len(some) for some in chosen.values())}
         turns = zip_longest(*chosen.values())
         every = [(fault, point) for turn in turns for fault, point in zip(FAULTS, turn, strict=True) if point]
         todo[name] = [(fault, point) for fault, point in every if _text(fault, point) not in entry["tried"]]
@@ -123,7 +115,7 @@ def table(known: dict[str, Any]) -> str:
             survived = sum(not wrong for wrong in outcomes)
             total[fault][0] += len(outcomes)
             total[fault][1] += survived
-            cells.append(f"{len(outcomes)}, {survived}")
+            cells.append(f"{len(outcomes)}, {survived}" if outcomes else "-")
         lines.append(f"| `{name}` | {entry['operations']} | {entry['points']} | {' | '.join(cells)} |")
     sums = [sum(entry[what] for entry in known.values()) for what in ("operations", "points")]
     lines.append(
