@@ -4,6 +4,7 @@ python -m pytest tests/test_gpu.py
 """
 
 import importlib.util
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tasks.tracking.journal import read_lines
 from tests import test_engine
+from tests.workspaces import make_workspace, run, start, wait_for_step, workers
 from training import adapters, head, loop
 from training.losses import Pairs
 from training.metrics import row_pairs
@@ -138,10 +141,10 @@ def test_float16_trains_with_loss_scaling(tmp_path: Path):
     stages = [test_engine.settings(tmp_path, model, f"zero{s}", pairs, zero_stage=s, **scaled) for s in (1, 2, 3)]
     huge = {"loss_scaling": {"initial_scale_power": 21}, "max_skipped_steps": 1}
     runs = [*stages, test_engine.settings(tmp_path, model, "huge", pairs, zero_stage=2, **huge)]
-    logs = test_engine.run_ranks(tmp_path, 1, [{**run, "dtype": "float16"} for run in runs], gpu=True)
+    logs = test_engine.run_ranks(tmp_path, 1, [{**each, "dtype": "float16"} for each in runs], gpu=True)
     expected = test_engine.plain_run(model, pairs[8:], Objective(*test_engine.OBJECTIVE))
-    for run in stages:
-        steps = [line for line in logs[str(run["name"])] if "loss" in line]
+    for stage in stages:
+        steps = [line for line in logs[str(stage["name"])] if "loss" in line]
         assert [line["loss"] for line in steps] == pytest.approx([line["loss"] for line in expected], abs=2e-3)
         assert [line["grad_norm"] for line in steps] == pytest.approx(
             [line["grad_norm"] for line in expected], rel=2e-2
@@ -187,7 +190,7 @@ def test_offload_takes_the_same_course_with_less_memory_and_mfu_is_a_share_of_th
         "none": {"zero_stage": 2},
     }
     runs = [settings(tmp_path, tmp_path / "model", name, pairs, **common, **mode) for name, mode in modes.items()]
-    logs = run_ranks(tmp_path, 1, runs, "cuda")
+    logs = run_ranks(tmp_path, 1, runs, gpu=True)
     courses = {name: [line for line in log if "loss" in line] for name, log in logs.items()}
     for name in ("optimizer", "all"):
         assert [line["loss"] for line in courses[name]] == pytest.approx(
@@ -197,3 +200,25 @@ def test_offload_takes_the_same_course_with_less_memory_and_mfu_is_a_share_of_th
     peaks = {name: max(line["peak_memory_gib"] for line in course) for name, course in courses.items()}
     assert all(0.0 < line["mfu"] < 1.0 for course in courses.values() for line in course)
     assert peaks["none"] - max(peaks["all"], peaks["optimizer"]) > 0.3 * states
+
+
+@pytest.mark.slow
+def test_a_preempted_worker_saves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path, tiny_base: Path):
+    """Through Ray: the worker handles the signal, and NCCL's next group meets by a file in the workspace."""
+    one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256}
+    cluster = {f"{group}.{name}": value for group in ("reference", "actor_train") for name, value in one.items()}
+    cluster |= {"actor_train.max_failures": 0, "actor_train.save_steps": 1000, "tensorboard": False}
+    precision = {f"{stage}.dtype": "bfloat16" for stage in ("reference", "train")}
+    workspace = make_workspace(tmp_path / "workspace", tiny_base, cluster=cluster, **precision, **{"train.epochs": 20})
+    run(workspace, "source", "prepare", "reference")
+    driver = start(workspace, "train")
+    group = workers(driver, 1)
+    journal = wait_for_step(driver, workspace)
+    group[0].terminate()
+    said, _ = driver.communicate(timeout=400)
+    assert driver.returncode == 0, said
+    (step,) = map(int, re.findall(r"a worker was asked to end: the checkpoint of step (\d+) is saved", said))
+    steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {})]
+    assert steps == list(range(1, len(steps) + 1))  # nothing was computed twice
+    assert 0 < step < len(steps)
+    print(said)

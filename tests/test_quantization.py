@@ -27,6 +27,7 @@ SAME = ("loss", "rewards/margins", "rewards/chosen", "logps/chosen", "kl")  # in
 GPU: dict[str, Any] = {
     **dict.fromkeys(("reference.gpus_per_worker", "actor_train.gpus_per_worker"), 1),
     **dict.fromkeys(("reference.row_tokens", "actor_train.row_tokens"), 4096),
+    "tensorboard": False,
 }
 
 

@@ -21,7 +21,7 @@ from tasks.tracking.forward import send_all
 from tasks.tracking.journal import read_lines, unsent
 from tests.proxy import proxied
 from tests.sockets import listeners, outside_loopback
-from tests.workspaces import run, start, tensorboard, wait_for, write_cluster
+from tests.workspaces import run, start, tensorboard, wait_for, wait_for_step, workers, write_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -35,24 +35,6 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workspace: Path) -> None
     while not checkpoints(workspace) - before:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it ended while we looked
-        return ""
-
-
-def workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The two of the training group, once they are there."""
-    found: list[psutil.Process] = []
-    while len(found) < 2:
-        assert driver.poll() is None, driver.communicate()[0]
-        family = psutil.Process(driver.pid).children(recursive=True)
-        found = [child for child in family if "RayTrainWorker" in title(child)]
-        time.sleep(0.1)
-    return found
 
 
 def test_a_dead_worker_ends_a_run_that_may_not_start_again(referenced, tmp_path):
@@ -119,14 +101,6 @@ def test_a_worker_that_gets_sigterm_saves_a_checkpoint_and_the_run_goes_on_from_
     assert 0 < step < len(steps)
     weights = "data/policy/adapter_model.safetensors"
     assert (workspace / weights).read_bytes() == (trained / weights).read_bytes()
-
-
-def wait_for_step(process: subprocess.Popen[str], workspace: Path) -> Path:
-    """Until a step is logged; the journal that rank 0 writes."""
-    while not (found := [p for p in workspace.glob(".scratch/train/*/metrics.jsonl") if '"loss"' in p.read_text()]):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    return found[0]
 
 
 def test_after_damage_and_a_stop_during_a_save_the_weights_are_the_same(trained, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tasks.dataset import demo
@@ -70,6 +71,32 @@ def run(workspace: Path, *stages: str) -> str:
         assert process.returncode == 0, f"{stage}: {said}"
         output += said
     return output
+
+
+def workers(driver: subprocess.Popen[str], count: int = 2) -> list[psutil.Process]:
+    """Those of the training group, once they are there."""
+    found: list[psutil.Process] = []
+    while len(found) < count:
+        assert driver.poll() is None, driver.communicate()[0]
+        family = psutil.Process(driver.pid).children(recursive=True)
+        found = [child for child in family if "RayTrainWorker" in _title(child)]
+        time.sleep(0.1)
+    return found
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended while we looked
+        return ""
+
+
+def wait_for_step(process: subprocess.Popen[str], workspace: Path) -> Path:
+    """Until a step is logged; the journal that rank 0 writes."""
+    while not (found := [p for p in workspace.glob(".scratch/train/*/metrics.jsonl") if '"loss"' in p.read_text()]):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    return found[0]
 
 
 def refusal(workspace: Path, stage: str) -> str:
