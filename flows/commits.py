@@ -14,7 +14,7 @@ from subprocess import DEVNULL, run
 from flows import ROOT
 from tasks.errors import UserError
 from tasks.machines.crashes import clear_git_lock
-from tasks.place import RECIPE
+from tasks.place import OVERRIDES, RECIPE
 
 BRANCHES = "refs/heads/runs"
 HIDDEN = "refs/runs"  # of runs in the checkout itself: they are kept, and `git branch` does not show them
@@ -64,7 +64,7 @@ def untracked(root: Path = ROOT) -> list[str]:
 def commit_run(root: Path, name: str) -> str:
     """A worktree's params, code and dvc.lock as the branch runs/<name>."""
     git(root, "add", "--update")
-    git(root, "add", "--force", "dvc.lock", *([str(RECIPE)] if (root / RECIPE).exists() else []))
+    git(root, "add", "--force", "dvc.lock", *(str(path) for path in (RECIPE, OVERRIDES) if (root / path).exists()))
     if git(root, "status", "--porcelain", "--untracked-files=no"):
         git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {name}")
     git(root, "update-ref", f"{BRANCHES}/{name}", "HEAD")

@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from flows import ROOT
 from tasks.configuration import section
+from tasks.errors import UserError
 from tasks.params import RECIPES, Params
+from tasks.place import CLUSTER, Cluster, groups, load_cluster
 from tasks.redact import redact
 
 # A form offers a choice or a text field only where nothing may be null: these words stand for it.
@@ -54,9 +56,15 @@ def keys(model: type[BaseModel] = Params, above: str = "") -> dict[str, FieldInf
     return found
 
 
+def settable() -> dict[str, FieldInfo]:
+    """What overrides may name: every key of params.yaml, and the machines' worker groups below `cluster.`."""
+    machines = {name: field for name, field in keys(Cluster).items() if name.split(".")[0] in groups()}
+    return {**keys(), **{f"cluster.{name}": field for name, field in machines.items()}}
+
+
 def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     """Each key is ours and each value has its type; whether they go together is seen when they are laid over."""
-    ours = keys()
+    ours = settable()
     for name, value in overrides.items():
         if name not in ours:
             near = difflib.get_close_matches(name, ours, n=1)
@@ -75,15 +83,16 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Of overrides: one field for each key, described by its comment and its value in params.yaml.
+    """Of overrides: one field for each key, described by its comment and its value when the flow is deployed.
 
     No field has a default: a form posts defaults, and an override that nobody chose would win over the recipe.
     """
-    text = (ROOT / "params.yaml").read_text()
-    said, values, fields = comments(text), {}, {}
-    with suppress(yaml.YAMLError):  # whoever reads the file next says what is wrong
-        values = yaml.safe_load(text)
-    for name, field in keys().items():
+    text, machines = (ROOT / "params.yaml").read_text(), (ROOT / CLUSTER).read_text()
+    values, fields = {}, {}
+    said = {**comments(text), **{f"cluster.{name}": found for name, found in comments(machines).items()}}
+    with suppress(yaml.YAMLError, UserError):  # whoever reads the file next says what is wrong
+        values = {**yaml.safe_load(text), "cluster": load_cluster(ROOT).model_dump()}
+    for name, field in settable().items():
         now = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
         described = ". ".join([*said.get(name, {}).values(), now])
         fields[name] = {**_field_schema(field), "title": name, "description": described}
@@ -100,6 +109,7 @@ def _field_schema(field: FieldInfo) -> dict[str, Any]:
     """A few fixed values are one choice: Prefect's form posts `false` for a boolean that nobody touched, and cannot
     change a constant that may be null."""
     made = _adapter(field).json_schema()
+    made.pop("default", None)
     if "$defs" in made:  # a nested model is checked when the run begins
         return {}
     values = [_values(kind) for kind in made.get("anyOf", [made])]

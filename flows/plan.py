@@ -1,11 +1,13 @@
-"""`python -m flows.plan [--recipe NAME] [--set KEY=VALUE ...]` (or `make plan`): which stages would run, why, how long.
+"""`python -m flows.plan [--recipe NAME] [--set KEY=VALUE ...]` (or `make plan`): which stages would run, why, how long,
+and each value that is not the default with where it comes from.
 
 Nothing is run and nothing is written. DVC decides when it comes to it; this compares the same command, params and
 hashes with what earlier runs have left in dvc.lock and in DVC's run cache.
 """
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import yaml
 from flows import ROOT, inputs, runs, workspace
 from flows.inputs import Entry, Inputs
 from flows.workspace import Files
-from tasks.configuration import read_yaml
+from tasks.configuration import Value, read_yaml
 from tasks.output import as_command
+from tasks.place import OVERRIDES, RECIPE
+from tasks.redact import redact
 
 RUNS, RESTORED, UNCHANGED, MAYBE = "runs", "restored", "unchanged", "may run"
 
@@ -80,10 +84,9 @@ def _run_cache() -> Iterator[Entry]:
 def show(steps: list[Step], files: Files) -> None:
     from tasks.doctor import needs
     from tasks.params import Params, load_cluster, validate
-    from tasks.place import RECIPE
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
-    cluster = load_cluster(ROOT, files.get(str(RECIPE), {}))
+    cluster = load_cluster(ROOT, *(files.get(str(path), {}) for path in (RECIPE, OVERRIDES)))
     rows, total, unknown = [], 0.0, False
     for step in steps:
         time, memory = "", ""
@@ -120,6 +123,14 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def show_origins(values: Mapping[str, Value]) -> None:
+    if not values:
+        print("\nEvery value is the default.")
+        return
+    rows = [(name, redact(json.dumps(found.value)), found.origin) for name, found in values.items()]
+    print("\nNot the default:\n" + runs.table(rows, ("key", "value", "from")))
+
+
 @as_command
 def main() -> None:
     from flows.dpo import override
@@ -128,8 +139,10 @@ def main() -> None:
     parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="train.beta=0.2, as in YAML")
     asked = parser.parse_args()
-    files = workspace.plan(asked.recipe, dict(override(text) for text in asked.set))
+    overrides = dict(override(text) for text in asked.set)
+    files = workspace.plan(asked.recipe, overrides)
     show(look(files), files)
+    show_origins(workspace.not_default(asked.recipe, overrides))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,12 @@ import yaml
 from flows import ROOT, commits, inputs, runs
 from flows.commits import git
 from flows.runs import Record
+from tasks.configuration import Layer, Value, changed, merge
 from tasks.errors import UserError
 from tasks.files import write_text
 from tasks.machines import crashes
 from tasks.machines.lock import TOKEN, alone, held
+from tasks.place import CLUSTER, OVERRIDES, RECIPE, SITE, groups, resolve
 from tasks.stage import QUIET
 
 Files = dict[str, dict[str, Any]]  # what a run's own configuration files hold, by name
@@ -77,27 +79,56 @@ class Workspace:
 
 
 def plan(recipe: str | None, overrides: dict[str, Any] | None) -> Files:
-    """What a run changes in the checkout's configuration, checked: params.yaml as a whole, the machines' as an overlay.
+    """What a run changes in the checkout's configuration, checked: params.yaml as a whole, the machines' as overlays.
 
-    The overlay stays one, so that the site's values lie below it on whichever machine the run is resumed.
+    They stay overlays, so that the site's values lie below them on whichever machine the run is resumed.
     """
-    from tasks.params import Params, dotted, load_cluster, overlay, read_recipe, read_yaml, validate
-    from tasks.place import RECIPE
+    from tasks.params import Params, load_cluster, validate
 
-    parts = [f"the recipe {recipe}"] if recipe else []
-    laid_over = " and ".join(parts + ["overrides"] * bool(overrides))
+    params, machines = layers(recipe, overrides)
+    laid_over = " and ".join(layer.origin for layer in params[1:])
     files: Files = {}
-    content = read_yaml(ROOT / "params.yaml")
-    given = validate(Params, content, ROOT / "params.yaml")
-    if recipe:
-        content = overlay(content, read_recipe(recipe))
-    content = overlay(content, dotted(overrides or {}))
+    given = validate(Params, dict(params[0].content), ROOT / "params.yaml")
+    content = merge(params, Params)
     if validate(Params, content, Path(f"params.yaml with {laid_over}")) != given:
         files["params.yaml"] = content
-    machines = read_recipe(recipe, "cluster") if recipe else {}
-    if load_cluster(ROOT, machines) != load_cluster(ROOT):
-        files[str(RECIPE)] = machines
+    part, own = (dict(layer.content) for layer in machines)
+    with_recipe = load_cluster(ROOT, part)
+    if with_recipe != load_cluster(ROOT):
+        files[str(RECIPE)] = part
+    if load_cluster(ROOT, part, own) != with_recipe:
+        files[str(OVERRIDES)] = own
     return files
+
+
+def not_default(recipe: str | None, overrides: dict[str, Any] | None) -> dict[str, Value]:
+    """Each value of a planned run that is not the default, with where it comes from; the machines' under `cluster.`.
+
+    The default of params.yaml is what the file holds, that of the machines the schema's.
+    """
+    from tasks.params import Params
+
+    params, machines = layers(recipe, overrides)
+    found = {f"cluster.{name}": value for name, value in resolve(ROOT, *machines).origins.items()}
+    return {**changed(params, Params), **found}
+
+
+def layers(recipe: str | None, overrides: dict[str, Any] | None) -> tuple[list[Layer], list[Layer]]:
+    """Of params.yaml: the file, the recipe, overrides. Of the machines: what the recipe and overrides lay over."""
+    from tasks.params import dotted, read_recipe, read_yaml
+
+    nested = dotted(overrides or {})
+    machines = nested.pop("cluster", {})
+    if operators := [name for name in machines if name not in groups()]:
+        raise UserError(
+            f"An override cannot set `cluster.{operators[0]}`, only keys of {', '.join(groups())}. "
+            f"Set it in {CLUSTER} or the site's overlay ({SITE})."
+        )
+    params = [Layer("params.yaml", read_yaml(ROOT / "params.yaml"))]
+    params += [Layer(f"the recipe {recipe}", read_recipe(recipe))] if recipe else []
+    params += [Layer("overrides", nested)] if nested else []
+    part = read_recipe(recipe, "cluster") if recipe else {}
+    return params, [Layer(f"the recipe {recipe}", part), Layer("overrides", machines)]
 
 
 def prepared(name: str | None, files: Files, *, own: bool, flow_run: str, label: str) -> Record:

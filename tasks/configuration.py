@@ -2,8 +2,9 @@
 
 import difflib
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +41,46 @@ def lay_over(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel])
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = lay_over(base[key], value, below) if below and both else value
     return merged
+
+
+class Layer(NamedTuple):
+    origin: str  # the file, or what else the values come from
+    content: Mapping[str, Any]
+
+
+class Value(NamedTuple):
+    value: Any
+    origin: str
+
+
+def merge(layers: Sequence[Layer], model: type[BaseModel]) -> dict[str, Any]:
+    """All layers as one; later layers win."""
+    content: dict[str, Any] = {}
+    for layer in layers:
+        content = lay_over(content, dict(layer.content), model)
+    return content
+
+
+def changed(layers: Sequence[Layer], model: type[BaseModel]) -> dict[str, Value]:
+    """Each key, by dotted name, whose value is not the first layer's, with the last layer that set it."""
+    values: dict[str, Value] = {}
+    for layer in layers:
+        for name, value in _leaves(layer.content, model):
+            # An optional section (`train.adapter`) may become null, or stop being null.
+            hidden = [old for old in values if old.startswith(f"{name}.") or name.startswith(f"{old}.")]
+            values = {old: found for old, found in values.items() if old not in hidden}
+            values[name] = Value(value, layer.origin)
+    defaults = dict(_leaves(layers[0].content, model))
+    return {name: found for name, found in values.items() if name not in defaults or found.value != defaults[name]}
+
+
+def _leaves(content: Mapping[str, Any], model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        below = section(model, key)
+        if below and isinstance(value, dict):
+            yield from _leaves(value, below, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def dotted(overrides: dict[str, Any]) -> dict[str, Any]:

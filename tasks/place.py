@@ -1,11 +1,12 @@
 """Where a run works and how fast: the schema of infra/cluster.yaml, and how the file and its overlays are resolved.
 
-Every reader calls `load_cluster`. Later layers win:
+Every reader calls `load_cluster`, or `resolve`, which also says where each value came from. Later layers win:
 
-1. infra/cluster.yaml, which holds every key (the schema has no defaults);
-2. the site's overlay, the file that DPO_CLUSTER names;
-3. the recipe's `cluster` part; a run keeps it in its worktree and its commit as infra/recipe.yaml;
-4. overrides.
+1. the defaults of the schema below;
+2. infra/cluster.yaml;
+3. the site's overlay, the file that DPO_CLUSTER names;
+4. the recipe's `cluster` part; a run keeps it in its worktree and its commit as infra/recipe.yaml;
+5. overrides, `cluster.actor_train.num_workers` say; a run keeps them as infra/overrides.yaml.
 """
 
 import ipaddress
@@ -13,25 +14,26 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tasks.configuration import Count, Positive, Section, lay_over, read_yaml, validate
+from tasks.configuration import Count, Layer, Positive, Section, Value, changed, merge, read_yaml, section, validate
 from tasks.errors import UserError
 from tasks.files import home
 
 CLUSTER = Path("infra/cluster.yaml")  # relative: a stage runs in the root of its workspace
-RECIPE = Path("infra/recipe.yaml")  # in a run's worktree
+RECIPE, OVERRIDES = Path("infra/recipe.yaml"), Path("infra/overrides.yaml")  # in a run's worktree
 SITE = "DPO_CLUSTER"
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+PROTOCOLS = ["file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"]
 Resources = dict[Annotated[str, Field(pattern=r"^[a-zA-Z]\w*$")], Positive]
 
 
 class Ray(Section):
-    address: str
-    interface: str | None
-    env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str]
+    address: str = "local"
+    interface: str | None = None
+    env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = Field(default={})
 
     @model_validator(mode="after")
     def _an_address_is_one_that_ray_train_can_use(self) -> "Ray":
@@ -48,11 +50,11 @@ class Ray(Section):
 class Access(Section):
     """What run parameters may name (tasks/access.py)."""
 
-    judge_keys: list[Annotated[str, Field(pattern=r"^\w+$")]]
-    judge_origins: list[Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+$")]]
-    protocols: list[Annotated[str, Field(pattern=r"^\w+$")]]
-    networks: list[str]
-    push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]]
+    judge_keys: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default=["JUDGE_KEY"])
+    judge_origins: list[Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+$")]] = Field(default=[])
+    protocols: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default=PROTOCOLS)
+    networks: list[str] = Field(default=[])
+    push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]] = Field(default=[])
 
     @model_validator(mode="after")
     def _networks_are_addresses(self) -> "Access":
@@ -65,33 +67,34 @@ class Access(Section):
 
 
 class PrepareGroup(Section):
-    num_workers: Count | None
+    num_workers: Count | None = None
 
 
 class Group(Section):
     """Workers on Ray that hold a model."""
 
-    num_workers: Count
-    cpus_per_worker: Positive
-    gpus_per_worker: Annotated[float, Field(ge=0.0)]
-    resources: Resources
-    placement: Placement
-    row_tokens: Annotated[int, Field(ge=64)]
-    compile: bool
+    num_workers: Count = 1
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
+    resources: Resources = Field(default={})
+    placement: Placement = "PACK"
+    row_tokens: Annotated[int, Field(ge=64)] = 1024
+    compile: bool = True
 
 
 class ReferenceGroup(Group):
-    shard_pairs: Count
+    shard_pairs: Count = 128
 
 
 class ActorTrainGroup(Group):
-    zero_stage: Literal[1, 2, 3]
-    offload: Literal["none", "optimizer", "all"]
-    activation_checkpointing: bool
-    save_steps: Count
-    keep_checkpoints: Count
-    keep_best: Annotated[int, Field(ge=0)]
-    max_failures: Annotated[int, Field(ge=0)]
+    num_workers: Count = 2
+    zero_stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "optimizer", "all"] = "none"
+    activation_checkpointing: bool = False
+    save_steps: Count = 20
+    keep_checkpoints: Count = 2
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    max_failures: Annotated[int, Field(ge=0)] = 2
 
     @model_validator(mode="after")
     def _parameters_leave_the_device_under_zero_3_alone(self) -> "ActorTrainGroup":
@@ -101,28 +104,47 @@ class ActorTrainGroup(Group):
 
 
 class Cluster(Section):
-    exp_name: str
-    tracking_uri: str
-    logging_dir: str
-    tensorboard: bool
-    output_dir: str
-    access: Access
-    ray: Ray
-    prepare: PrepareGroup
-    reference: ReferenceGroup
-    actor_train: ActorTrainGroup
+    exp_name: str = "dpo"
+    tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
+    logging_dir: str = ".scratch/runs"
+    tensorboard: bool = False
+    output_dir: str = ".scratch"
+    access: Access = Access()
+    ray: Ray = Ray()
+    prepare: PrepareGroup = PrepareGroup()
+    reference: ReferenceGroup = ReferenceGroup()
+    actor_train: ActorTrainGroup = ActorTrainGroup()
+
+
+class Resolved(NamedTuple):
+    cluster: Cluster
+    origins: dict[str, Value]  # by dotted name, of the values that are not the schema's defaults
 
 
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
     """What applies in the workspace `root`; `over` are more layers: a recipe's part that is only planned, overrides."""
-    recipe = read_yaml(root / RECIPE) if (root / RECIPE).exists() else {}
-    if "access" in recipe:
-        raise UserError(f"{root / RECIPE}: a recipe cannot set `access`. Set it in {CLUSTER} or the site's overlay.")
-    content = read_yaml(root / CLUSTER)
-    for layer in (site_overlay(), recipe, *over):
-        content = lay_over(content, dict(layer), Cluster)
+    return resolve(root, *(Layer("override", content) for content in over)).cluster
+
+
+def resolve(root: Path = Path(), *over: Layer) -> Resolved:
+    found = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
+    if content := site_overlay():
+        found.append(Layer(f"{os.environ[SITE]} ({SITE})", content))
+    found += [Layer(str(path), read_yaml(root / path)) for path in (RECIPE, OVERRIDES) if (root / path).exists()]
+    for layer in found:
+        if layer.origin in (str(RECIPE), str(OVERRIDES)) and "access" in layer.content:
+            refused = "a recipe cannot set `access`, nor can an override"
+            raise UserError(f"{root / layer.origin}: {refused}. Set it in {CLUSTER} or the site's overlay.")
+    found += over
     site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
-    return validate(Cluster, content, Path(f"{root / CLUSTER}{site}"))
+    cluster = validate(Cluster, merge(found, Cluster), Path(f"{root / CLUSTER}{site}"))
+    return Resolved(cluster, changed(found, Cluster))
+
+
+def groups() -> list[str]:
+    """The sections of which a run's overrides may set keys: the rest is the operator's."""
+    found = ((name, section(Cluster, name)) for name in Cluster.model_fields)
+    return [name for name, kind in found if kind and issubclass(kind, Group | PrepareGroup)]
 
 
 def site_overlay() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +62,12 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     nothing = plan(repo, env)
     assert all(nothing[stage].split() == [stage, "unchanged"] for stage in STAGES)
     assert "Nothing to run." in nothing["all"]
+    assert "Every value is the default." in nothing["all"]
 
     beta = plan(repo, env, "--set", "train.beta=0.2")
     assert beta["reference"].split() == ["reference", "unchanged"]
     assert "param train.beta 0.1 -> 0.2" in beta["train"]
+    assert re.search(r"(?m)^train.beta +0.2 +overrides$", beta["all"])
     assert "about 20 min" in beta["train"]
     assert "3.5 GiB measured" in beta["train"]
     assert "behind train: data/train may come out different" in beta["evaluate"]
@@ -74,6 +77,15 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     other = plan(repo, env, "--set", "source.seed=7")  # a run on other data says nothing about this one
     assert "param source.seed 0 -> 7" in other["source"]
     assert "about" not in other["train"]
+
+    (repo / "site.yaml").write_text("actor_train: {num_workers: 3, save_steps: 7}\n")
+    given = ["--recipe", "qwen2.5-0.5b-full", "--set", "cluster.actor_train.num_workers=5"]
+    origins = plan(repo, {**env, "DPO_CLUSTER": "site.yaml"}, *given)["all"].partition("Not the default:")[2]
+    assert {line.split()[0]: line.split(maxsplit=2)[1:] for line in origins.splitlines()[2:]}.items() >= {
+        "cluster.actor_train.zero_stage": ["1", "the recipe qwen2.5-0.5b-full"],
+        "cluster.actor_train.num_workers": ["5", "overrides"],
+        "train.adapter": ["null", "the recipe qwen2.5-0.5b-full"],
+    }.items()
 
     with (repo / "tasks" / "dummy.py").open("a") as file:
         file.write("# changed\n")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 
 from tasks.params import load_cluster, load_params
@@ -58,6 +59,9 @@ def test_a_stage_becomes_a_child_of_its_pipeline_run(workspace, monkeypatch):
     assert parent.info.run_name == "first"
     assert parent.data.tags["stage.train"] == "ran"
     assert parent.data.params["train.beta"] == "0.1"
+    recorded = yaml.safe_load(Path(client(workspace).download_artifacts(parent_id, "configuration.yaml")).read_text())
+    assert recorded["cluster"] == load_cluster().model_dump()
+    assert recorded["origins"]["actor_train.save_steps"] == "infra/cluster.yaml"
     assert child.data.params["adapter.rank"] == "4"
     assert parent.data.metrics["rewards/accuracies"] == 0.9
     history = client(workspace).get_metric_history(child_id, "loss")

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from tasks import disk
-from tasks.files import fingerprint, home, known_sha256, read_json, recall, write_json
+from tasks.files import fingerprint, home, known_sha256, read_json, recall, write_json, write_text
 from tasks.machines.flock import locked
 from tasks.machines.process import this_process
 from tasks.paths import BASE, CARD, METRICS, PAIRS, RAW, REFERENCE
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # the forwarder needs none of what they import
 
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
 LATER_SECONDS = 3.0  # the same once a stage of this run has waited in vain
+CONFIGURATION = "configuration.yaml"
 FLOW = "flow"  # the journal of the pipeline run itself
 ERROR, SLOW = "forward.error", "forward.slow"
 READERS = ("reference", "train", "evaluate")  # stages whose input are the pairs
@@ -125,7 +128,16 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     write_json(folder / "settings.json", {**since, **settings})
     (folder / "settings.json").chmod(0o600)  # an address may hold a password
     write_json(folder / "params.json", redacted(params.model_dump()))
+    _write_configuration(folder / CONFIGURATION, cluster, root)
     return folder
+
+
+def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
+    """The machines' configuration in effect, and the origin of each value that is not the default."""
+    from tasks.place import resolve
+
+    origins = {name: found.origin for name, found in resolve(root).origins.items()}
+    write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
 
 
 def begin(folder: Path, tags: Mapping[str, str]) -> None:
@@ -133,6 +145,7 @@ def begin(folder: Path, tags: Mapping[str, str]) -> None:
     run = Run(folder, FLOW)
     run.write("start", **this_process())
     run.tags(tags)
+    run.artifact(folder / CONFIGURATION)  # of a resumed run it may be another now
     start_forwarder(folder)
 
 

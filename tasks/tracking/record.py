@@ -21,7 +21,7 @@ from tasks.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.machines.flock import locked
 from tasks.redact import redact
 from tasks.tracking.experiment import experiment
-from tasks.tracking.journal import FLOW, flatten, read_lines
+from tasks.tracking.journal import CONFIGURATION, FLOW, flatten, read_lines
 
 Line = dict[str, Any]
 LONGEST_PARAM = 500
@@ -187,6 +187,8 @@ def _parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path
     run_id = _made_once(client, place, folder, "run", folder.name, tags, settings.get("began"))
     _tolerant(_log_params, client, run_id, flatten(read_json(folder / "params.json")))
     client.log_artifact(run_id, str(folder / "params.json"))
+    if (folder / CONFIGURATION).exists():
+        client.log_artifact(run_id, str(folder / CONFIGURATION))
     address = redact(settings["tracking_uri"])
     write_json(folder / "run.json", {"experiment_id": place, "run_id": run_id, "tracking_uri": address})
 
