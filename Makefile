@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
 READY := .venv/.ready
+DEV := .venv/.dev
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PREFECT_HOME := $(CURDIR)/.prefect
 export DO_NOT_TRACK := 1
@@ -74,13 +75,16 @@ reproduce: $(READY) ## repeat a run from its commit and compare hashes and metri
 report: $(READY) ## the page of the last run: .scratch/report.html
 	@python -m tasks.reports.page
 
-test: $(READY) ## all tests, in two processes, fast ones first
+test: $(DEV) ## all tests, in two processes, fast ones first
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(READY) ## tests without servers, clusters and several processes
+test-fast: $(DEV) ## tests without servers, clusters and several processes
 	@python -m pytest -m "not slow"
 
-test-faults: $(READY) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40"
+test-stack: $(DEV) ## infra/compose.yaml on a real container engine (about half an hour): see CONTRIBUTING.md
+	@python -m pytest tests/test_stack_containers.py -m stack -s -x
+
+test-faults: $(DEV) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40"
 	@nice -n 10 python -m tests.faults.sweep $(ONLY) $(ARGS)
 
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
@@ -89,7 +93,7 @@ doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name;
 sync: $(READY) ## send to MLflow what earlier runs could not
 	@python -m tasks.tracking.forward
 
-lint: $(READY) ## ruff and mypy, as pre-commit and CI run them
+lint: $(DEV) ## ruff and mypy, as pre-commit and CI run them
 	@ruff check .
 	@ruff format --check .
 	@mypy
@@ -110,7 +114,13 @@ logs: ## what the services of `make up` said last; SERVICE=worker one of them, F
 	@ls .services/$(or $(SERVICE),*).log >/dev/null 2>&1 || { echo "error: there is no such log; \`make up\` starts one"; exit 1; }
 	@tail -n 40 $(if $(FOLLOW),-F) .services/$(or $(SERVICE),*).log
 
-lock: $(READY) ## resolve pyproject.toml anew and pin what came out, with hashes; ARGS="--index URL --wheels FOLDER"
+backup: ## databases, object store and run commits of the running compose stack, into a new folder: TO=folder
+	@infra/backup.sh backup "$(TO)"
+
+restore: ## replace the compose stack's databases by those of a backup, and add its objects and commits: FROM=folder
+	@infra/backup.sh restore "$(FROM)"
+
+lock: $(DEV) ## resolve pyproject.toml anew and pin what came out, with hashes; ARGS="--index URL --wheels FOLDER"
 	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
 	@python infra/lock.py lock $(ARGS)
 
@@ -138,5 +148,12 @@ $(READY): requirements.lock infra/cuda.lock
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
 	@touch $(READY)
 
-.PHONY: help demo run retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-faults doctor sync lint bench up down \
-  status logs lock sbom plan runs resume open gc check-cache
+$(DEV): $(READY) requirements-dev.lock
+	@echo "Installing the packages that tests and linters need"
+	@python -m pip install --disable-pip-version-check --no-input --no-deps --require-hashes -r requirements-dev.lock > .venv/install-dev.log 2>&1 && \
+	  python -m pip check >> .venv/install-dev.log 2>&1 || { \
+	  echo "error: the packages could not be installed; see .venv/install-dev.log"; exit 1; }
+	@touch $(DEV)
+
+.PHONY: help demo run retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor sync lint bench up down \
+  status logs backup restore lock sbom plan runs resume open gc check-cache

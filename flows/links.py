@@ -1,6 +1,7 @@
 """Addresses of MLflow's pages. Without Prefect, whose import takes seconds: lists of runs need them too."""
 
 import json
+import os
 from typing import Any
 from urllib.parse import quote
 
@@ -34,6 +35,9 @@ def curves_link(address: str, experiment: str = "1") -> str:
 
 
 def _page(ids: dict[str, Any]) -> str:
+    """Where a browser reaches MLflow. DPO_MLFLOW_UI_URL: the name that containers use leads nowhere outside of them."""
+    if shown := os.environ.get("DPO_MLFLOW_UI_URL"):
+        return shown.rstrip("/")
     address = str(ids.get("tracking_uri", ""))
     served = services.known("mlflow")
     local = served.address if served else MLFLOW_PAGE

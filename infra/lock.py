@@ -1,11 +1,13 @@
-"""requirements.lock and infra/cuda.lock with the sha256 of every file that they may install, and a bill of materials.
+"""The three locks with the sha256 of every file that they may install, and a bill of materials.
 
     python infra/lock.py lock [--index URL] [--wheels FOLDER]   (`make lock`) pins what is installed here
-    python infra/lock.py sbom                                   writes CycloneDX JSON of both to standard output
+    python infra/lock.py sbom                                   writes CycloneDX JSON of what runs to standard output
 
-pip installs the locks with `--no-deps --require-hashes`: what is not in them is not installed, and what was replaced
-on the way is refused. torch has two builds of one version. The one of PyPI needs CUDA's packages, gigabytes, which are
-in infra/cuda.lock for those who have it; the CPU build (`--wheels`, or PyTorch's CPU index as `--index`) needs none.
+requirements.lock holds what the pipeline needs to run (`make demo`, the image), requirements-dev.lock what tests and
+linters need besides (`make test`, `make lint`). pip installs the locks with `--no-deps --require-hashes`: what is not
+in them is not installed, and what was replaced on the way is refused. torch has two builds of one version. The one of
+PyPI needs CUDA's packages, gigabytes, which are in infra/cuda.lock for those who have it; the CPU build (`--wheels`,
+or PyTorch's CPU index as `--index`) needs none.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import html
 import json
 import re
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -30,7 +33,7 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCK, CUDA = ROOT / "requirements.lock", ROOT / "infra" / "cuda.lock"
+LOCK, DEV, CUDA = ROOT / "requirements.lock", ROOT / "requirements-dev.lock", ROOT / "infra" / "cuda.lock"
 OURS = {"dpo-pipeline", "pip"}
 FILE = re.compile(r'href="([^"]+?)#sha256=([0-9a-f]{64})')
 TRIES = 6  # wheels of one version whose metadata is asked for
@@ -141,6 +144,22 @@ def elsewhere(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
     }
 
 
+def needed_to_run(here: dict[str, tuple[str, list[str]]]) -> set[str]:
+    """Names of the packages that pyproject.toml asks for outside its dependency groups, with all that those need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["production"]]
+    open_ends, extras = list(map(Requirement, asked)), dict[str, set[str]]()
+    while open_ends:
+        one = open_ends.pop()
+        name = canonicalize_name(one.name)
+        if name in extras and one.extras <= extras[name]:
+            continue
+        extras.setdefault(name, set()).update(one.extras)
+        below = map(Requirement, here[name][1] if name in here else [])
+        open_ends += [more for more in below if any(_applies(more, where, extras[name]) for where in environments())]
+    return set(extras)
+
+
 def _applies(asked: Requirement, where: dict[str, Any], extras: Iterable[str] = ()) -> bool:
     return asked.marker is None or any(asked.marker.evaluate({**where, "extra": extra}) for extra in ("", *extras))
 
@@ -195,8 +214,11 @@ def write(path: Path, pins: Pins, index: Index, head: str) -> None:
 def lock(addresses: list[str], wheels: list[Path]) -> None:
     index, here = Index(addresses, wheels), installed()
     pins: Pins = {name: (version, "") for name, (version, _) in here.items()}
+    pins, run = {**pins, **elsewhere(here, index)}, needed_to_run(here)
     head = "# Made by `make lock`. pip installs it with --no-deps --require-hashes: all that is needed is here."
-    write(LOCK, {**pins, **elsewhere(here, index)}, index, head)
+    write(LOCK, {name: pin for name, pin in pins.items() if name in run}, index, head)
+    head = "# Made by `make lock`: what tests and linters need beyond requirements.lock."
+    write(DEV, {name: pin for name, pin in pins.items() if name not in run}, index, head)
     head = (
         "# Made by `make lock`: what torch of PyPI needs on Linux beyond requirements.lock. The CPU build needs none."
     )

