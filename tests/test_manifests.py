@@ -443,8 +443,11 @@ def test_the_image_is_made_from_the_lock_without_secrets_by_nobody_special():
     assert not re.search(r"(?i)password|secret|token|_key", text)
     ignored = (ROOT / ".dockerignore").read_text().split()
     state = {
-        name for name in (ROOT / ".gitignore").read_text().split() if name.startswith((".s", ".m", ".p", "prefect"))
+        name
+        for name in (ROOT / ".gitignore").read_text().split()
+        if name.startswith((".s", ".m", ".p", ".r", "prefect"))
     }
-    kept_out = {name.rstrip("/") for name in state} - {".pytest_cache", ".mypy_cache"}
+    kept_out = {name.rstrip("/") for name in state}
+    assert {".pytest_cache", ".mypy_cache", ".ruff_cache"} <= kept_out
     assert {".services", ".prefect", ".mlflow", ".scratch", "prefect.toml"} <= kept_out
     assert kept_out | {".git", ".venv", "**/.env", "**/secrets.env", ".dvc/config.local"} <= set(ignored)
