@@ -69,12 +69,18 @@ def test_an_overlay_builds_and_every_reference_exists(overlay):
         check(document)
     names = {(document["kind"], document["metadata"]["name"]) for document in built} | {("Secret", "dpo")}
     secrets = set(re.findall(r"^(\w+)=", (K8S / "secrets.env.example").read_text(), re.M))
+    asked = yaml.safe_load((INFRA / overlay / "kustomization.yaml").read_text())["images"]
+    images = {
+        f"{image['name']}:{image['newTag']}" for image in asked
+    }  # each can be moved and pinned where it is applied
     known = {"configMap": ("ConfigMap", "name"), "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName")}
     for place, value in (found for document in built for found in walk(document)):
         key = place[-1] if place else None
         if key in known and isinstance(value, dict):
             kind, field = known[key]
             assert (kind, value[field]) in names
+        elif key == "image":
+            assert value in images
         elif key == "secretKeyRef":
             assert ("Secret", value["name"]) in names
             assert value["key"] in secrets
