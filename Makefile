@@ -27,6 +27,10 @@ run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it,
 plan: $(READY) ## which stages would run, and why, with time and memory as far as known: RECIPE=name SET="train.beta=0.2"
 	@python -m flows.plan $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
 
+follow: $(READY) ## start a run on the worker and show its stages: DEPLOYMENT=dpo/full, RECIPE= SET= NAME= as above; RUN=name shows one
+	@python -m flows.follow $(if $(RUN),--run "$(RUN)",$(or $(DEPLOYMENT),dpo/full)) $(if $(RECIPE),--recipe $(RECIPE)) \
+	  $(foreach value,$(SET),--set $(value)) $(if $(NAME),--name $(NAME))
+
 runs: $(READY) ## every run: its state, since when, what ran, its page in MLflow
 	@python -m flows.runs
 
@@ -155,5 +159,5 @@ $(DEV): $(READY) requirements-dev.lock
 	  echo "error: the packages could not be installed; see .venv/install-dev.log"; exit 1; }
 	@touch $(DEV)
 
-.PHONY: help demo run retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor sync lint bench up down \
+.PHONY: help demo run follow retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor sync lint bench up down \
   status logs backup restore lock sbom plan runs resume open gc check-cache

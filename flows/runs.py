@@ -24,6 +24,8 @@ RESULTS = "results"
 SMALL = (  # what reports, comparisons and drift checks read
     "params.yaml",
     "infra/cluster.yaml",
+    "infra/recipe.yaml",
+    "infra/overrides.yaml",
     "dvc.lock",
     "data/metrics",
     "data/raw/manifest.json",

@@ -19,7 +19,9 @@ class Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.pathname.startswith(HERE):  # the engine's own messages go to the same loggers
             return
-        line = record.getMessage()
+        self.show(record.getMessage())
+
+    def show(self, line: str) -> None:
         moving = self.in_place and bool(PROGRESS.match(line))
         print(f"{CLEAR if self.open else ''}{line}", end="" if moving else "\n", flush=True)
         self.open = moving

@@ -138,7 +138,7 @@ def _say_where(server: Service, mlflow: str, asked: Settings, found: bool) -> No
     if not found:
         print(f"  {passwords.CLIENT.name} is not ours and stays as it is. Set PREFECT_API_URL={server.address}/api and")
         print("  PREFECT_API_AUTH_STRING=user:password instead.")
-    print("  prefect deployment run dpo/smoke --watch")
+    print("  make follow DEPLOYMENT=dpo/smoke")
     print("`make status` says what runs, `make logs` what they say; `make down` ends them.", flush=True)
 
 

@@ -5,17 +5,7 @@
 set -euo pipefail
 
 checkout=/shared/dpo
-if [ ! -d "$checkout/.git" ]; then
-  if [ -n "${DPO_REPOSITORY:-}" ]; then
-    git clone "$DPO_REPOSITORY" "$checkout"
-  else # the pipeline as the image has it, in a repository of its own: a run is a commit
-    mkdir -p "$checkout"
-    cp --recursive /app/. "$checkout"
-    git -C "$checkout" init --quiet --initial-branch main
-    git -C "$checkout" add --all
-    git -C "$checkout" -c user.name=dpo -c user.email=dpo@localhost commit --quiet --message "As the image has it"
-  fi
-fi
+"$(dirname "$0")/checkout.sh" "$(dirname "$0")/.." "$checkout" # made once; a newer image upgrades it
 cd "$checkout"
 
 if [ -n "${DPO_S3_BUCKET:-}" ]; then # where `dvc push` and `dvc pull` go; keys come from the environment

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from tasks.files import read_json
 from tasks.release.verify import problems
-from tests.deployed import ask, newest_table, prefect, worker
+from tests.deployed import ask, newest_table, worker
 
 PROJECT = Path(__file__).resolve().parents[1]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
@@ -40,8 +41,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
     with worker(checkout, prefect_api):
-        said = prefect(checkout, prefect_api, "deployment", "run", "dpo/full", "--watch", timeout=800)
-        assert "Completed" in said
+        command = [sys.executable, "-m", "flows.follow", "dpo/full"]
+        done = subprocess.run(command, cwd=checkout, env=prefect_api, capture_output=True, text=True, timeout=800)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        first, *lines, last = done.stdout.splitlines()
+        assert "/runs/flow-run/" in first
+        stages = [line.partition(":")[0] for line in lines if line.partition(":")[0] in STAGES]
+        assert list(dict.fromkeys(stages)) == STAGES
+        assert any(re.match(r"train: \d+/\d+ steps, .*loss", line) for line in lines)
+        assert not [line for line in lines if "Finished in state" in line or "deployment" in line]  # Prefect's own
+        assert re.search(r"^[\w-]+: Completed after \d+ s$", last)
         assert os.listdir(checkout / "data") == [".gitignore"]  # it worked in a worktree of its own
         yield checkout
 

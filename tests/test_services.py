@@ -451,6 +451,11 @@ def test_runs_on_the_worker_tell_the_webhook_how_they_ended(
         "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{won}"]}}
     }
     assert up.api("events/filter", beats)["total"] >= 1
+    shown = following(up, lost)  # from the login of prefect.toml alone
+    said, _ = shown.communicate(timeout=PATIENCE)
+    assert shown.returncode == 1
+    assert "train: 1/2 steps, eta 0:01\na word before\n" in said
+    assert re.search(r": Failed after \d+ s\. UserError: pairs.jsonl line 3 is broken\.\nMend it\.\n$", said)
 
 
 @pytest.mark.slow
@@ -479,6 +484,15 @@ def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
     run, family = hanging(up, "cancelled", beta=0.7)
     assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
     assert not (up.root / "data").exists()
+    with following(up, "cancelled") as shown:
+        lines = iter(shown.stdout.readline, "")
+        assert any(line == "train: 1/2 steps, eta 0:01\n" for line in lines)
+        shown.send_signal(signal.SIGINT)
+        rest = "".join(lines)
+    assert shown.returncode == 130
+    assert "The run cancelled goes on. `make follow RUN=cancelled` " in rest
+    assert f"`prefect flow-run cancel {run}` cancels it.\n" in rest
+    assert all(map(lives, family))
     up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the button does
     wait_for(lambda: not any(map(lives, family)), 30)
     wait_for(lambda: up.state(run) == "CANCELLED", 60)
@@ -511,6 +525,20 @@ def test_nothing_outlives_a_killed_worker(up: Up) -> None:
     os.kill(up.pids()["worker"], signal.SIGKILL)
     wait_for(lambda: not any(map(lives, family)), 60)
     up.command("up")
+
+
+def following(up: Up, run: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "flows.follow", "--run", run]
+    return subprocess.Popen(
+        command,
+        cwd=up.root,
+        env=up.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Whoever runs tests in the background has Ctrl-C switched off, and we would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def hanging(up: Up, name: str, beta: float) -> tuple[str, list[int]]:
