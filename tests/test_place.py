@@ -105,7 +105,7 @@ def test_overrides_reach_worker_groups_and_nothing_that_the_operator_decides(roo
 
 WORKTREE = """
 import subprocess, sys
-from flows import runs, workspace
+from flows import workspace
 files = workspace.plan("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9})
 record = workspace.prepared("zero3", files, own=True, flow_run="1", label="zero3")
 with workspace.opened(record, "1") as place:
@@ -121,8 +121,12 @@ def test_a_stage_of_a_run_with_a_recipe_reads_zero_3_where_the_site_says_zero_2(
         "from tasks.place import load_cluster\nprint(load_cluster().model_dump_json())\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
-    env |= {"DPO_CLUSTER": str(dummy_repo / "infra/k8s/cluster.yaml"), "PYTHONPATH": ""}
+    site = yaml.safe_load((PROJECT / "infra/k8s/cluster.yaml").read_text())
+    site["logging_dir"] = str(dummy_repo.parent / "runs")  # not the machine's /shared
+    (dummy_repo / "site.yaml").write_text(yaml.safe_dump(site))
+    env |= {"DPO_CLUSTER": str(dummy_repo / "site.yaml"), "PYTHONPATH": ""}
     done = subprocess.run([sys.executable, "-c", WORKTREE], cwd=dummy_repo, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     found = Cluster.model_validate_json(done.stdout.splitlines()[-1])
     train = found.actor_train
     assert (train.zero_stage, train.num_workers, train.save_steps) == (3, 8, 9)  # recipe, recipe, override
