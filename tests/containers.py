@@ -40,7 +40,7 @@ def unable() -> str | None:
     """Why this machine cannot start the stack."""
     if not shutil.which("docker"):
         return "the command `docker` is not installed"
-    asked = subprocess.run(["docker", "info"], capture_output=True, text=True)
+    asked = subprocess.run(["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True)
     if asked.returncode:
         return f"no container engine answers: {asked.stderr.strip().splitlines()[-1]}"
     return None if compose_command() else "neither `docker compose` nor `docker-compose` is installed"

@@ -22,6 +22,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from flows.links import mlflow_link
 from infra.lock import OURS, _applies, environments, installed, needed_to_run, read, sbom
 from tasks.params import load_cluster, read_yaml
 from tests import kuberay, kustomize
@@ -435,6 +436,25 @@ def test_compose_services_find_each_other():
         "shared:/shared" in SERVICES[name]["volumes"] for name in ("ray-head", "ray-worker", "worker", "prefect")
     )
     assert SERVICES["worker"]["environment"]["DPO_CLUSTER"] == "/shared/dpo/infra/compose.cluster.yaml"
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_links_lead_where_a_browser_finds_the_pages(where, monkeypatch):
+    """The name `mlflow` is known inside the containers alone; the pages are on loopback ports of the operator."""
+    if where == "compose":
+        env = SERVICES["worker"]["environment"]
+        assert {port.rpartition(":")[0] for name in ("mlflow", "prefect") for port in SERVICES[name]["ports"]} == {
+            "127.0.0.1:5000",
+            "127.0.0.1:4200",
+        }
+    else:
+        (worker,) = [one for one in everything("Deployment") if one["metadata"]["name"] == "worker"]
+        variables = worker["spec"]["template"]["spec"]["containers"][0]["env"]
+        env = {one["name"]: one.get("value") for one in variables}
+    monkeypatch.setenv("DPO_MLFLOW_UI_URL", env["DPO_MLFLOW_UI_URL"])
+    ids = {"tracking_uri": "http://mlflow:5000", "experiment_id": "1", "run_id": "a"}
+    assert str(mlflow_link(ids)).startswith("http://127.0.0.1:5000/#/experiments/1/runs/a")
+    assert env["PREFECT_UI_URL"] == "http://127.0.0.1:4200"
 
 
 def test_the_image_is_made_from_the_lock_without_secrets_by_nobody_special():
