@@ -11,7 +11,10 @@ databases=(prefect mlflow)
 fail() { echo "error: $*" >&2; exit 2; }
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 in_worker() { "${compose[@]}" exec -T worker "$@"; }
-sql() { "${compose[@]}" exec -T postgres psql --username dpo --dbname postgres --quiet --set ON_ERROR_STOP=1 --command "$1"; }
+sql() {
+  "${compose[@]}" exec -T postgres psql --username dpo --dbname postgres --quiet --set ON_ERROR_STOP=1 \
+    --command "SET client_min_messages = warning" --command "$1"
+}
 
 backup() {
   [ ! -e "$folder" ] || fail "$folder exists already. Name a new folder: make backup TO=folder"

@@ -5,10 +5,14 @@ objects back and deletes none.
 """
 
 import os
+import shutil
 import sys
 import tarfile
+import tempfile
 
 import boto3
+
+MEMORY = 64 * 2**20  # bytes; larger objects go through a temporary file
 
 
 def dump() -> int:
@@ -38,7 +42,10 @@ def load() -> int:
         for entry in tar:
             content = tar.extractfile(entry)
             if content is not None:
-                s3.upload_fileobj(content, bucket, entry.name)
+                with tempfile.SpooledTemporaryFile(MEMORY) as spool:  # S3 reads an object again when a part fails
+                    shutil.copyfileobj(content, spool)
+                    spool.seek(0)
+                    s3.upload_fileobj(spool, bucket, entry.name)
                 count += 1
     return count
 
