@@ -108,6 +108,7 @@ class Cluster(Section):
     tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
     logging_dir: str = ".scratch/runs"
     tensorboard: bool = False
+    system_metrics: Positive | None = 10
     output_dir: str = ".scratch"
     access: Access = Access()
     ray: Ray = Ray()

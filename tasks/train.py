@@ -24,7 +24,7 @@ from tasks import continuation, disk, signing, stage
 from tasks.dataset.pairs import check_inputs, count_pairs, read_pairs, read_sources, with_reference
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, read_json, stage_code, write_json, write_text
-from tasks.machines import preemption
+from tasks.machines import preemption, usage
 from tasks.machines.lock import at_address, note_address
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, load_cluster, load_params
@@ -209,6 +209,7 @@ def _fit(settings: Settings, cluster: Cluster, folder: Path, bar: Bar, key: byte
                     "root": str(root),
                     "world": group.num_workers,
                     "driver": (socket.gethostname(), os.getpid()),
+                    "system_metrics": cluster.system_metrics,
                 },
                 torch_config=Rendezvous(folder=str(private) if private else None),
                 scaling_config=ScalingConfig(
@@ -245,6 +246,7 @@ def _worker(config: dict[str, Any], key: bytes) -> None:
 
     settings, root = config["settings"], Path(config["root"])
     threading.Thread(target=_die_with_driver, args=(*config["driver"], settings), daemon=True).start()
+    _sample_usage(Path(settings.folder), config["system_metrics"])
     journal, refusal = Path(settings.folder) / "metrics.jsonl", Path(settings.folder) / "refused"
     if refusal.exists():  # by the attempt before this one: a restart cannot mend it
         return
@@ -281,6 +283,15 @@ def _worker(config: dict[str, Any], key: bytes) -> None:
         if sentence := disk.explain(error, Path(settings.folder)):
             _refuse(settings, sentence)
         raise
+
+
+def _sample_usage(folder: Path, seconds: float | None) -> None:
+    """By one worker of each node."""
+    from ray.train import get_context
+
+    if seconds and get_context().get_local_rank() == 0:
+        given = (folder, get_context().get_node_rank(), seconds)
+        threading.Thread(target=usage.sample, args=given, daemon=True).start()
 
 
 def _read(settings: Settings, split: str, root: Path) -> list[Pair]:
@@ -341,7 +352,7 @@ def _watched(journal: Path, run: Run, bar: Bar, events: Events) -> Iterator[None
 
 
 def _watch(journal: Path, run: Run, bar: Bar, events: Events, over: threading.Event) -> None:
-    offset, last = 0, False
+    offset, last, step, readings = 0, False, 0, usage.Readings(journal.parent)
     while not last:
         last = over.wait(0.5)
         lines, offset = read_lines(journal, offset)
@@ -349,12 +360,14 @@ def _watch(journal: Path, run: Run, bar: Bar, events: Events, over: threading.Ev
             if line["kind"] == "note":
                 bar.say(f"train: {line['text']}")
                 continue
-            run.metrics(line["step"], line["values"])
+            step = line["step"]
+            run.metrics(step, line["values"])
             events.add(line["step"], line["values"])
             if "loss" in line["values"]:
                 values = line["values"]
                 note = f"loss {values['loss']:.3f}, reward accuracy {values['rewards/accuracies']:.2f}"
                 bar.update(line["step"], note)
+        run.metrics(step, readings.new())
 
 
 def _publish(run: Run, folder: Path) -> None:

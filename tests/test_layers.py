@@ -53,7 +53,7 @@ PLUMBING = {
     *(f"tasks/{name}.py" for name in ("place", "progress", "redact")),
     *(f"tasks/{name}.py" for name in ("runs", "signing", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
-    *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous")),
+    *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous", "usage")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),
 }
 

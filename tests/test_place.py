@@ -78,6 +78,7 @@ def test_each_value_that_is_not_the_default_has_an_origin(root, monkeypatch):
     (root / OVERRIDES).write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
     assert {name: tuple(found) for name, found in resolve().origins.items()} == {
         "tensorboard": (True, "infra/cluster.yaml"),
+        "system_metrics": (0.2, "infra/cluster.yaml"),
         "reference.shard_pairs": (16, "infra/cluster.yaml"),
         "actor_train.row_tokens": (256, "infra/cluster.yaml"),
         "actor_train.resources": ({"trainer": 1.0}, f"{root}/site.yaml (DPO_CLUSTER)"),

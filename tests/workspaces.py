@@ -25,7 +25,13 @@ SMALL = {
     "evaluate.prompts": 4,
     "evaluate.max_new_tokens": 8,
 }
-GROUPS = {"tensorboard": True, "reference.shard_pairs": 16, "actor_train.save_steps": 4, "actor_train.row_tokens": 256}
+GROUPS = {
+    "tensorboard": True,
+    "system_metrics": 0.2,
+    "reference.shard_pairs": 16,
+    "actor_train.save_steps": 4,
+    "actor_train.row_tokens": 256,
+}
 
 
 def make_workspace(
