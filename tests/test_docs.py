@@ -38,12 +38,9 @@ def messages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return [
-        text
-        for folder in ("flows", "tasks", "training")
-        for path in (PROJECT / folder).rglob("*.py")
-        for text in said(path)
-    ]
+    code = [path for folder in ("flows", "tasks", "training") for path in (PROJECT / folder).rglob("*.py")]
+    scripts = [path.read_text() for path in (PROJECT / "infra").glob("*.sh")]
+    return [*scripts, *(text for path in code for text in said(path))]
 
 
 def test_every_quoted_message_is_one_that_the_code_says(texts):
