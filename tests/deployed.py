@@ -14,13 +14,6 @@ from flows import child
 Env = dict[str, str]
 
 
-def prefect(root: Path, env: Env, *arguments: str, timeout: float = 300) -> str:
-    command = [sys.executable, "-m", "prefect", *arguments]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{env['PREFECT_API_URL']}/{path}", data, {"Content-Type": "application/json"})
