@@ -92,7 +92,7 @@ def show(steps: list[Step], files: Files) -> None:
         time, memory = "", ""
         if step.what in (RUNS, MAYBE):
             found = needs.measured(runs.runs_folder(), params, step.stage)
-            gib = needs.train_memory(params, cluster, ROOT) if step.stage == "train" else None
+            gib = needs.worker_memory(params, cluster, ROOT, step.stage)
             time = f"about {_duration(found.seconds)}" if found.seconds is not None else "unknown"
             memory = _memory(found.gib, gib)
             total, unknown = total + (found.seconds or 0), unknown or found.seconds is None

@@ -139,7 +139,7 @@ def _estimate(stage: str, params: "Params", cluster: "Cluster") -> list[tuple[Pa
         "source": lambda: [(RAW, _data(params)), (BASE, _merged(params))],
         "prepare": lambda: [(PAIRS, 3.0 * _size(RAW))],  # shards, pairs, the card's quarantine
         "reference": lambda: [(PAIRS, 1.0 * _size(PAIRS)), (home() / cluster.output_dir, 1.0 * _size(PAIRS))],
-        "export": lambda: [(Path("data"), _exported(params))],
+        "export": lambda: [(Path("data"), _exported(params)), *_through_storage(params, cluster)],
     }
     return known.get(stage, lambda: [(Path("data"), 0.0)])()
 
@@ -168,6 +168,11 @@ def training(params: "Params", cluster: "Cluster", folder: Path) -> list[tuple[P
     parts = needed(params, cluster, measure(base_folder(params.source.model), adapter, params.train.quantization))
     policy = parts["policy"] / 3
     return [(folder, max(0.0, parts["checkpoints"] + policy - _size(folder))), (Path("data"), policy)]
+
+
+def _through_storage(params: "Params", cluster: "Cluster") -> list[tuple[Path, float]]:
+    """Where a worker of another node writes the export before it is moved here."""
+    return [] if cluster.ray.address == "local" else [(home() / cluster.output_dir, _exported(params))]
 
 
 def _exported(params: "Params") -> float:

@@ -1,5 +1,8 @@
 """Stage `evaluate`: the policy on held-out pairs, and its answers beside the base model's on held-out prompts.
 
+Ray actors of the worker group `evaluate` hold the models; this process holds none. Where one worker on this machine is
+configured, the worker is this process itself (tasks/machines/pool.py).
+
 Writes data/metrics: evaluate.json (the training metrics' names, intervals, win rate, health), samples.jsonl (answers
 side by side), pairs.jsonl (every pair, worst disagreement first), calibration.csv and margins.csv (DVC plots).
 """
@@ -7,17 +10,19 @@ side by side), pairs.jsonl (every pair, worst disagreement first), calibration.c
 import csv
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tasks import stage
 from tasks.dataset.pairs import read_pairs, read_rows, with_reference
-from tasks.errors import UserError
-from tasks.evaluation.answers import Record, Row, held_out_prompts, records, sampled, side_by_side
+from tasks.evaluation.answers import Record, Row, held_out_prompts, records, side_by_side
 from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.held_out import calibration, disagreements, held_out, histogram
+from tasks.evaluation.sharding import answer_ratios, evaluators, pair_values, sampled, token_values
 from tasks.files import write_json
+from tasks.machines.cluster import warn_of_slow_dtype
+from tasks.machines.pool import Workers
 from tasks.models import base_folder, local_path
 from tasks.params import Evaluate, Params, load_cluster, load_params
 from tasks.paths import METRICS, PAIRS, POLICY
@@ -25,72 +30,57 @@ from tasks.progress import Bar
 from tasks.reports import plots
 from tasks.tracking.journal import Run, curves, evaluation
 from training.objective import Objective
+from training.outputs import Answer, PairValues
+from training.packing import Pair
 
 
 def evaluate(run: Run) -> None:
-    params = load_params()
-    from training.model import best_device, load_tokenizer
-
-    device, folder = best_device(), base_folder(params.source.model)
-    tokenizer = load_tokenizer(folder)
-    rows = read_rows(PAIRS / "eval.parquet")
+    params, cluster = load_params(), load_cluster()
+    rows, pairs = read_rows(PAIRS / "eval.parquet"), _pairs(params)
     prompts = held_out_prompts(rows, params.evaluate.prompts)
-    base = load_base(params, device)
-    able = {"base": _harness(params.evaluate, base, tokenizer)}
-    with Bar("evaluate", 2 * len(prompts), "answers") as bar:
-        before = sampled(params.evaluate, base, _where(params, folder, None), tokenizer, prompts, bar, 0)
-        policy = _policy(params, base, device)
-        where = _where(params, folder, POLICY) if params.train.adapter else (POLICY, None)
-        after = sampled(params.evaluate, policy, where, tokenizer, prompts, bar, len(prompts))
-    metrics, values = _on_pairs(params, policy, rows, device)
+    ids, total = [row["prompt_ids"] for row in prompts], 2 * len(prompts) + len(pairs)
+    with evaluators(cluster, "evaluate") as workers:
+        base, policy = _models(params, workers)
+        with Bar("evaluate", total, "answers and pairs") as bar:
+            before, after = (sampled(workers, params.evaluate, model, ids, bar.more) for model in (base, policy))
+            values = token_values(workers, policy, pairs, bar.more)
+        metrics, found = _on_pairs(params, workers, pairs, values, rows)
+        listed = disagreements(found, rows, lambda ids: workers.map("texts", [(base.tokenizer, ids)])[0])
+        drifted = _kl(params, workers, (base, policy), prompts, before, after) if prompts else None
+        able = _harness(params.evaluate, workers, base, policy) if params.evaluate.harness else None
+        said = [records(workers, params.evaluate, prompts, answers) for answers in (before, after)] if prompts else None
     lines: list[dict[str, Any]] = []
-    if prompts:
-        first, second = (records(params.evaluate, prompts, answers) for answers in (before, after))
-        judged, lines = _judge(params.evaluate, prompts, first, second)
-        drifted = _kl(params, base, policy, prompts, before, after, device)
+    if drifted and said:  # a judge behind an endpoint may take hours, which no GPU waits for
+        judged, lines = _judge(params.evaluate, prompts, *said)
         metrics = _joined(metrics, judged, drifted)
-    if params.evaluate.harness:
-        metrics["harness"] = {**able, "policy": _harness(params.evaluate, policy, tokenizer)}
-    _publish(run, metrics, lines, disagreements(values, rows, lambda ids: str(tokenizer.decode(ids))))
-    _plots(run, calibration(values), histogram(values))
+    metrics |= {"harness": able} if able else {}
+    _publish(run, metrics, lines, listed)
+    _plots(run, calibration(found), histogram(found))
     _tell(metrics)
 
 
-def load_base(params: Params, device: Any) -> Any:
-    """The base as training had it: the adapter was trained on it, and the reference values are its own."""
-    from training.model import load_model
-
-    try:
-        return load_model(base_folder(params.source.model), params.evaluate.dtype, device, params.train.quantization)
-    except ValueError as error:
-        raise UserError(f"source.model: {error}.") from error
+def _pairs(params: Params) -> list[Pair]:
+    pairs = read_pairs("eval")
+    return with_reference(pairs, "eval") if params.train.needs_reference else pairs
 
 
-def _where(params: Params, folder: Path, adapter: Path | None) -> tuple[Path, Path | None] | None:
-    return None if params.train.quantization else (folder, adapter)
+def _models(params: Params, workers: Workers) -> tuple[Weights, Weights]:
+    """Base and policy. The base is as training had it: the adapter was trained on it, the reference values are its."""
+    warn_of_slow_dtype("evaluate", params.evaluate.dtype, workers.cluster.evaluate.gpus_per_worker)
+    folder = str(workers.folder(base_folder(params.source.model)))
+    base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
+    trained = str(workers.folder(Path.cwd(), POLICY) / POLICY)
+    if params.train.adapter:
+        return base, replace(base, adapter=trained)
+    return base, Weights(trained, folder, params.evaluate.dtype)
 
 
-def _policy(params: Params, base: Any, device: Any) -> Any:
-    from training import adapters
-    from training.model import load_model
-
-    return (
-        adapters.load_adapter(base, POLICY)
-        if params.train.adapter
-        else load_model(POLICY, params.evaluate.dtype, device)
-    )
-
-
-def _on_pairs(params: Params, policy: Any, rows: list[Row], device: Any) -> tuple[dict[str, Any], list[Any]]:
+def _on_pairs(
+    params: Params, workers: Workers, pairs: list[Pair], tokens: list[Any], rows: list[Row]
+) -> tuple[dict[str, Any], list[PairValues]]:
     """The training metrics on held-out pairs, and what each pair adds to them."""
-    from training.evaluation import pair_values
-    from training.proof import scoring
-
-    pairs, row_tokens = read_pairs("eval"), load_cluster().reference.row_tokens
     objective = Objective(params.train.loss, params.train.loss_options())
-    pairs = with_reference(pairs, "eval") if objective.needs_reference else pairs
-    with scoring(policy, pairs, device) as scorer:
-        means, values = pair_values(scorer, objective, pairs, row_tokens, device)
+    means, values = pair_values(workers, objective, pairs, tokens)
     values = [
         replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row["rejected_mask"]))
         for value, row in zip(values, rows, strict=True)  # of the responses alone, where the prompt counts too
@@ -99,22 +89,19 @@ def _on_pairs(params: Params, policy: Any, rows: list[Row], device: Any) -> tupl
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
 
 
-def _harness(params: Evaluate, model: Any, tokenizer: Any) -> dict[str, float]:
-    """What the model can do besides, by lm-evaluation-harness; nothing where params ask for nothing."""
-    if params.harness is None:
-        return {}
-    if find_spec("lm_eval") is None:
-        raise UserError(
-            "evaluate.harness needs lm-evaluation-harness, which is not installed. Run `.venv/bin/pip install "
-            "lm_eval`, or set evaluate.harness to null."
-        )
-    from training.harness import scores
-
-    folder = local_path(params.harness.folder) if params.harness.folder else None
-    try:
-        return scores(model, tokenizer, params.harness.tasks, params.harness.limit, folder, params.seed)
-    except ValueError as error:
-        raise UserError(f"evaluate.harness: {error}. Mend evaluate.harness.") from error
+def _harness(params: Evaluate, workers: Workers, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
+    """What both can do besides, by lm-evaluation-harness: a task of the harness is one of ours."""
+    assert params.harness is not None
+    folder = str(workers.folder(local_path(params.harness.folder))) if params.harness.folder else None
+    more = (params.harness.limit, folder, params.seed)
+    models = {"base": base, "policy": policy}
+    tasks = [(name, task) for name in models for task in params.harness.tasks]
+    found: dict[str, dict[str, float]] = {name: {} for name in models}
+    for (name, _), scores in zip(
+        tasks, workers.map("harness", [(models[name], [task], *more) for name, task in tasks]), strict=True
+    ):
+        found[name] |= scores
+    return found
 
 
 def _judge(
@@ -127,16 +114,17 @@ def _judge(
 
 
 def _kl(
-    params: Params, base: Any, policy: Any, prompts: list[Row], before: list[Any], after: list[Any], device: Any
+    params: Params,
+    workers: Workers,
+    models: tuple[Weights, Weights],
+    prompts: list[Row],
+    before: list[Answer],
+    after: list[Answer],
 ) -> dict[str, Any]:
     """KL(policy, base) per answer, on what the policy really says."""
-    from training import adapters
-    from training.evaluation import answer_ratios
-
+    base, policy = models
     asked = [(row["prompt_ids"], new.ids, old.ids) for row, new, old in zip(prompts, after, before, strict=True)]
-    row_tokens = load_cluster().reference.row_tokens
-    reference = adapters.switched_off(policy) if params.train.adapter else base
-    ratios = answer_ratios(policy, reference, asked, row_tokens, device)
+    ratios = answer_ratios(workers, policy, base, asked)
     found = mean_interval(ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
     return {"kl/answers": found.mean, "intervals": {"kl/answers": found.bounds()}}
 

@@ -1,4 +1,6 @@
-"""Stage `export`: merge the adapter in one process, prove that nothing changed, and write a model that stands alone.
+"""Stage `export`: merge the adapter, prove that nothing changed, and write a model that stands alone.
+
+One worker of the group `evaluate` loads and writes the model (tasks/machines/pool.py); this process adds the rest.
 
 Writes data/model: safetensors, tokenizer, the adapter, GGUF files with a Modelfile where asked for, README.md (the
 model card) and manifest.json (the birth certificate: what the model was made from and by, and a hash per file). A check
@@ -13,8 +15,9 @@ from tasks import stage
 from tasks.dataset.pairs import check, read_rows
 from tasks.errors import UserError
 from tasks.files import hash_files, publish, read_json, write_json
+from tasks.machines.pool import Caller, Workers
 from tasks.models import base_folder
-from tasks.params import Params, load_params
+from tasks.params import Params, load_cluster, load_params
 from tasks.paths import CARD, MODEL, PAIRS, POLICY
 from tasks.release import serve
 from tasks.release.card import model_card
@@ -26,10 +29,15 @@ CHECKED_PROMPTS = 8
 
 
 def export(run: Run) -> None:
-    params = load_params()
+    params, cluster = load_params(), load_cluster()
     base = base_folder(params.source.model)
+    check(PAIRS / "eval.parquet", "prepare")
+    prompts = [row["prompt_ids"] for row in read_rows(PAIRS / "eval.parquet")[:CHECKED_PROMPTS]]
     with publish(MODEL) as out:
-        checks = _write_model(params, base, out)
+        with Workers(cluster, cluster.evaluate, Caller, "export", most=1) as workers:
+            folders = workers.folder(base), workers.folder(Path.cwd(), POLICY) / POLICY
+            with workers.output(out) as target:
+                (checks,) = workers.map("call", [(_write_model, params, *folders, target, prompts)])
         if params.train.adapter:
             shutil.copytree(POLICY, out / "adapter")
         _share(out)
@@ -48,17 +56,16 @@ def export(run: Run) -> None:
     run.summary({"merge_difference": checks["largest_logit_difference"]})
 
 
-def _write_model(params: Params, base: Path, out: Path) -> dict[str, Any]:
+def _write_model(params: Params, base: Path, policy: Path, out: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """In a worker of the group `evaluate`: the model's own files, and what was checked."""
     from training import merging
 
-    check(PAIRS / "eval.parquet", "prepare")
-    prompts = [row["prompt_ids"] for row in read_rows(PAIRS / "eval.parquet")[:CHECKED_PROMPTS]]
     adapter, dtype, shard = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:
-        checks, logits = merging.export(base, POLICY, adapter, dtype, out, shard, prompts)
+        checks, logits = merging.export(base, policy, adapter, dtype, out, shard, prompts)
         if params.train.quantization:
             given = (params.evaluate.dtype, params.train.quantization, logits, prompts)
-            checks["quantized_policy"] = _rounded(merging.quantization_difference(base, POLICY, *given))
+            checks["quantized_policy"] = _rounded(merging.quantization_difference(base, policy, *given))
         checks |= {f"gguf_{kind}": _write_gguf(out, kind, logits, prompts) for kind in params.export.gguf}
     except ValueError as error:
         raise UserError(

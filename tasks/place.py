@@ -79,15 +79,16 @@ class Group(Section):
     resources: Resources = Field(default={})
     placement: Placement = "PACK"
     row_tokens: Annotated[int, Field(ge=64)] = 1024
-    compile: bool = True
 
 
 class ReferenceGroup(Group):
     shard_pairs: Count = 128
+    compile: bool = True
 
 
 class ActorTrainGroup(Group):
     num_workers: Count = 2
+    compile: bool = True
     zero_stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "optimizer", "all"] = "none"
     activation_checkpointing: bool = False
@@ -103,6 +104,10 @@ class ActorTrainGroup(Group):
         return self
 
 
+class EvaluateGroup(Group):
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+
+
 class Cluster(Section):
     exp_name: str = "dpo"
     tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
@@ -115,6 +120,7 @@ class Cluster(Section):
     prepare: PrepareGroup = PrepareGroup()
     reference: ReferenceGroup = ReferenceGroup()
     actor_train: ActorTrainGroup = ActorTrainGroup()
+    evaluate: EvaluateGroup = EvaluateGroup()
 
 
 class Resolved(NamedTuple):

@@ -18,7 +18,7 @@ EVERY_SECONDS = 2.0
 class Bar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
         self.stage, self.total, self.unit = stage, total, unit
-        self.spoke = time.monotonic()
+        self.spoke, self.done = time.monotonic(), 0
         self.began: tuple[float, int] | None = None  # when the first figure came, and which
         self.bar: Progress | None = None
 
@@ -34,9 +34,13 @@ class Bar:
         if self.bar:
             self.bar.stop()
 
+    def more(self, count: int) -> None:
+        """So many more are done."""
+        self.update(self.done + count)
+
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total; neither starting up nor what a resumed run found done counts towards its speed."""
-        self.began = self.began or (time.monotonic(), done)
+        self.began, self.done = self.began or (time.monotonic(), done), done
         if self.bar:
             self.bar.update(self.task, completed=done, note=note)
         elif done == self.total or time.monotonic() - self.spoke >= EVERY_SECONDS:

@@ -14,7 +14,9 @@ from tasks.access import check_push, configured
 from tasks.errors import UserError
 from tasks.evaluation.compare import Comparison, compare, read_side, version_side
 from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
+from tasks.evaluation.sharding import evaluators
 from tasks.files import read_json, sha256, write_json
+from tasks.machines.pool import Workers
 from tasks.params import Params, load_cluster, load_params
 from tasks.paths import METRICS, MODEL, PAIRS
 from tasks.release import outbox
@@ -34,8 +36,10 @@ def promote(run: Run) -> None:
     params = load_params()
     require_whole(MODEL)
     address = params.promote.push and check_push(params.promote.push, configured())
-    with registry(load_cluster(), params.promote.model_name, run.folder) as found:
-        decision = _settled(params, found, _version(found, run))
+    cluster = load_cluster()
+    with registry(cluster, params.promote.model_name, run.folder) as found:
+        with evaluators(cluster, "promote") as workers:
+            decision = _settled(workers, params, found, _version(found, run))
         copies = outbox.complete(found, address)
     write_json(METRICS / "promote.json", decision)
     version = f"{found.name} {decision['version']}"
@@ -49,14 +53,14 @@ def promote(run: Run) -> None:
         print(f"promote: copied to {copy}", flush=True)
 
 
-def _settled(params: Params, found: Registry, version: Version) -> dict[str, Any]:
+def _settled(workers: Workers, params: Params, found: Registry, version: Version) -> dict[str, Any]:
     """Decide, and move the aliases while nobody else can; decide again where the champion changed in between.
 
     Deciding may take minutes, since models answer prompts for it, so the model's lock is held for the moves alone.
     """
     alias = params.promote.alias
     while True:
-        decision = decide(params, found, version)
+        decision = decide(workers, params, found, version)
         with found.exclusively() as held:
             champion = found.at(alias)
             if (champion.number if champion else None) == decision["champion_before"]:
@@ -84,7 +88,7 @@ def against(comparison: Comparison, version: Version, champion: Version | None) 
     return f"against version {champion.number}: {margins}; {'the same' if same else 'other'} data"
 
 
-def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
+def decide(workers: Workers, params: Params, found: Registry, version: Version) -> dict[str, Any]:
     """Whether the version becomes champion, and why not. Nothing is moved here."""
     manifest, champion = read_json(MODEL / "manifest.json"), found.at(params.promote.alias)
     already = champion is not None and champion.number == version.number
@@ -92,8 +96,8 @@ def decide(params: Params, found: Registry, version: Version) -> dict[str, Any]:
     comparison: Comparison = {}
     earlier: Earlier | None = None
     if champion is not None and not already:
-        comparison, more = _against(params, found, champion)
-        earlier = on_earlier_pairs(params, found, champion)
+        comparison, more = _against(workers, params, found, champion)
+        earlier = on_earlier_pairs(workers, params, found, champion)
         reasons += more + _against_earlier(params, earlier, champion)
     person = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
     waiting = person and not already and not reasons
@@ -161,9 +165,9 @@ def _description(manifest: dict[str, Any], run: str) -> str:
     return f"{', '.join(figures) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
 
 
-def _against(params: Params, found: Registry, champion: Version) -> tuple[Comparison, list[str]]:
+def _against(workers: Workers, params: Params, found: Registry, champion: Version) -> tuple[Comparison, list[str]]:
     try:
-        comparison = compare(params.evaluate, read_side(METRICS), version_side(found, champion))
+        comparison = compare(params.evaluate, read_side(METRICS), version_side(workers, found, champion))
     except UserError as error:
         return {}, [str(error)] if params.promote.max_regression else []
     return comparison, regressions(params.promote, comparison, champion.number)

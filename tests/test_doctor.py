@@ -41,13 +41,18 @@ def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
     assert "ok     no lock was left behind" in said
     assert f"ok     MLflow's store is {workspace}/.mlflow/mlflow.db" in said
     assert "on each of 2 workers" in said
+    assert "ok     evaluate needs 0.0 GiB for the weights, and room to sample, on each of 1 workers" in said
 
 
 def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     text = (workspace / "infra/cluster.yaml").read_text()
-    (workspace / "infra/cluster.yaml").write_text(text.replace("row_tokens: 256", "row_tokens: 900000000"))
+    text = text.replace("row_tokens: 256", "row_tokens: 900000000").replace(
+        "num_workers: 1\n", "num_workers: 10000000\n"
+    )
+    (workspace / "infra/cluster.yaml").write_text(text)
     assert examine.look(None) == 1
     said = capsys.readouterr().out
+    assert "10000000 workers, more than this machine's memory: set evaluate.dtype to bfloat16, or use GPUs" in said
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in said
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.dataset import demo
 from tasks.evaluation.compare import version_side
+from tasks.evaluation.sharding import evaluators
 from tasks.files import fingerprint, hash_files, read_json, write_json
 from tasks.params import load_cluster, load_params
 from tasks.promote import promote
@@ -56,7 +57,8 @@ def write_pairs(split: str, rows: list[dict[str, Any]], base: Path) -> None:
     Path("data/pairs").mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.Table.from_pylist(made, PAIR_SCHEMA), f"data/pairs/{split}.parquet")
     params = load_params()
-    held = ready_for(params, HeldOut(made, read_pairs(split)), {"params": params.model_dump()})
+    with evaluators(load_cluster(), "prepare") as workers:
+        held = ready_for(workers, params, HeldOut(made, read_pairs(split)), {"params": params.model_dump()})
     Path("data/reference").mkdir(exist_ok=True)
     values = [{"id": p.id, "chosen_logps": p.ref_chosen, "rejected_logps": p.ref_rejected} for p in held.pairs]
     parquet.write_table(pa.Table.from_pylist(values, REFERENCE_SCHEMA), f"data/reference/{split}.parquet")
@@ -88,7 +90,8 @@ def make_model(base: Path, seed: int) -> None:
         "checks": {},
         "made": {"commit": "c" * 40},
     }
-    answers, margins = ask(params, MODEL, todays(params), manifest)
+    with evaluators(load_cluster(), "evaluate") as workers:
+        answers, margins = ask(workers, params, MODEL, todays(params), manifest)
     METRICS.mkdir(parents=True, exist_ok=True)
     samples = [{"prompt": prompt, "policy": answer} for prompt, answer in answers.items()]
     for name, lines in (("samples", samples), ("pairs", list(margins.values()))):
@@ -127,8 +130,8 @@ def test_new_and_champion_are_compared_on_both_held_out_sets(workspace: Path, ti
     asked = [line["margin"] > 0 for line in champions.values() if line["prompt"] not in {r["prompt"] for r in rows[:5]}]
     assert old["theirs"] == pytest.approx(mean(asked), abs=1e-6)
     # The champion says of a pair what it said when it was evaluated, though it is asked among others and from a copy.
-    with registry(load_cluster(), "dpo-demo") as found:
-        theirs = version_side(found, found.versions()[0])
+    with registry(load_cluster(), "dpo-demo") as found, evaluators(load_cluster(), "compare") as workers:
+        theirs = version_side(workers, found, found.versions()[0])
     both = theirs.pairs.keys() & champions.keys()
     assert len(both) == 10
     for name in both:

@@ -8,7 +8,9 @@ import pytest
 
 from tasks.errors import UserError
 from tasks.evaluate import _harness
-from tasks.params import Evaluate, dotted, overlay, read_yaml
+from tasks.evaluation.evaluator import Weights
+from tasks.evaluation.sharding import evaluators
+from tasks.params import Evaluate, dotted, load_cluster, overlay, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = """\
@@ -29,21 +31,24 @@ def params(harness: dict) -> Evaluate:
     return Evaluate.model_validate(content["evaluate"])
 
 
+def measured(harness: dict, model: Path) -> dict[str, dict[str, float]]:
+    weights = Weights(str(model), str(model), "float32")
+    with evaluators(load_cluster(ROOT), "evaluate") as workers:
+        return _harness(params(harness), workers, weights, weights)
+
+
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
 def test_without_the_library_it_says_what_to_do():
     with pytest.raises(UserError, match=r"not installed. Run `.venv/bin/pip install lm_eval`"):
-        _harness(params({"tasks": ["arc_easy"], "limit": None, "folder": None}), None, None)
+        measured({"tasks": ["arc_easy"], "limit": None, "folder": None}, ROOT)
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval")
 def test_a_task_is_measured(tmp_path: Path, tiny_base: Path):
-    from training.model import load_model, load_tokenizer
-
     rows = [{"question": "The cup is under the", "choices": [" bed", " zzqx"], "answer": 0}] * 4
     (tmp_path / "cups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "cups.yaml").write_text(TASK.replace("FILE", str(tmp_path / "cups.jsonl")))
-    both = load_model(tiny_base, "float32"), load_tokenizer(tiny_base)
-    found = _harness(params({"tasks": ["cups"], "limit": 3, "folder": str(tmp_path)}), *both)
-    assert found == {"cups/acc": 1.0}
+    found = measured({"tasks": ["cups"], "limit": 3, "folder": str(tmp_path)}, tiny_base)
+    assert found == {"base": {"cups/acc": 1.0}, "policy": {"cups/acc": 1.0}}
     with pytest.raises(UserError, match="has no task nothing"):
-        _harness(params({"tasks": ["nothing"], "limit": 3, "folder": str(tmp_path)}), *both)
+        measured({"tasks": ["nothing"], "limit": 3, "folder": str(tmp_path)}, tiny_base)

@@ -1,6 +1,7 @@
 """What evaluation makes of held-out pairs: intervals, calibration, tables, and the pairs that look mislabelled."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -8,10 +9,14 @@ import pytest
 import torch
 
 from tasks.evaluation.bootstrap import interval, mean_interval
+from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
-from training.evaluation import PairValues, answer_ratios, pair_values
+from tasks.evaluation.sharding import answer_ratios, evaluators
+from tasks.params import load_cluster
+from training.evaluation import pair_values, row_values, stored_pair_values
 from training.logps import plain_logps
 from training.objective import Objective
+from training.outputs import PairValues
 from training.packing import Pair
 from training.proof import scoring
 
@@ -101,7 +106,9 @@ def test_tables_by_source_and_by_length_of_the_longer_answer():
 def test_the_strongest_disagreement_comes_first_with_its_texts():
     values = [value(str(n), float(n)) for n in range(-1, 60)]
     rows = [row(f"p{n}") for n in range(-1, 60)]
-    lines = disagreements(list(reversed(values)), list(reversed(rows)), lambda ids: f"text {ids[0]}")
+    lines = disagreements(
+        list(reversed(values)), list(reversed(rows)), lambda texts: [f"text {ids[0]}" for ids in texts]
+    )
     assert [line["margin"] for line in lines[:3]] == [-1.0, 0.0, 1.0]
     assert (lines[0]["chosen"], lines[0]["rejected"]) == ("text 1", "text 2")
     assert "chosen" not in lines[-1]  # far from a bad label: no need to carry its text
@@ -135,6 +142,10 @@ def test_values_of_pairs_are_those_of_plain_passes_and_have_the_training_metrics
     objective, cpu = Objective({"sigmoid": 1.0}, {"beta": 0.3}), torch.device("cpu")
     with scoring(model, pairs, cpu) as scorer:
         means, values = pair_values(scorer, objective, pairs, 64, cpu)
+        stored = row_values(scorer, pairs, [[4, 0], [1, 3, 2]], cpu)  # in other rows
+    again, each = stored_pair_values(stored, objective, pairs, 64)
+    assert again == pytest.approx(means, abs=1e-4)
+    assert [v.margin for v in each] == pytest.approx([v.margin for v in values], abs=1e-4)
     for pair, given in zip(pairs, values, strict=True):
         live = plain_logps(model, pair.prompt, pair.chosen, cpu).tolist()
         assert given.chosen_reward == pytest.approx(0.3 * sum(x + 5.0 for x in live[1:]), abs=1e-3)
@@ -156,19 +167,13 @@ def test_scoring_leaves_the_model_ready_to_generate(model):
     assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), before)
 
 
-def test_a_policy_that_is_its_reference_has_no_kl(model):
+def test_an_adapter_is_switched_off_to_be_its_own_reference(tiny_base: Path, adapter: Path):
     asked = [([5, 6, 7], [8, 9], [10]), ([5], [6], [7, 8])]
-    assert answer_ratios(model, model, asked, 64, torch.device("cpu")) == [0.0, 0.0]
-
-
-def test_an_adapter_is_switched_off_to_be_its_own_reference(tiny_base: Path):
-    from training import adapters
-    from training.model import load_model
-
-    policy = adapters.add_adapter(load_model(tiny_base, "float32"), 4, 8, "all-linear", False, False, seed=0)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.data.fill_(0.05)
-    asked = [([5, 6, 7], [8, 9], [10])]
-    (ratio,) = answer_ratios(policy, adapters.switched_off(policy), asked, 64, torch.device("cpu"))
-    assert abs(ratio) > 1e-3
+    base = Weights(str(tiny_base), str(tiny_base), "float32")
+    policy = replace(base, adapter=str(adapter))
+    with evaluators(load_cluster(Path(__file__).parents[1]), "evaluate") as workers:
+        assert answer_ratios(workers, base, base, asked) == [0.0, 0.0]
+        first = answer_ratios(workers, policy, base, asked)
+        assert answer_ratios(workers, base, policy, asked) == [-ratio for ratio in first]
+        assert answer_ratios(workers, base, base, asked) == [0.0, 0.0]  # the adapter is loaded, and off
+    assert min(map(abs, first)) > 1e-3

@@ -14,6 +14,7 @@ import pytest
 from tasks.errors import UserError
 from tasks.evaluation import endpoint, judges
 from tasks.evaluation.endpoint import Judge, Pace
+from tasks.evaluation.sharding import evaluators
 from tasks.params import Endpoint, Evaluate, dotted, load_cluster, load_params, overlay, read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,6 +210,11 @@ def test_requests_keep_their_pace():
     assert time.monotonic() - began >= 0.2
 
 
+def verdicts(chosen: Evaluate, prompts: list[str], answers: list[str]) -> list[judges.Verdicts]:
+    with evaluators(load_cluster(ROOT), "evaluate") as workers:
+        return judges.verdicts(workers, chosen, prompts, answers)
+
+
 def params(**changes: Any) -> Evaluate:
     content = overlay(read_yaml(ROOT / "params.yaml"), dotted({f"evaluate.{n}": v for n, v in changes.items()}))
     return Evaluate.model_validate(content["evaluate"])
@@ -216,7 +222,7 @@ def params(**changes: Any) -> Evaluate:
 
 def test_the_program_prefers_the_answer_with_more_that_is_right():
     demo = load_params(ROOT / "params.yaml").evaluate
-    first, second = ([{"text": text, **judges.verdicts(demo, [PROMPT], [text])[0]}] for text in (RUDE, KIND))
+    first, second = ([{"text": text, **verdicts(demo, [PROMPT], [text])[0]}] for text in (RUDE, KIND))
     assert first[0]["kind"] is False
     assert judges.outcomes(demo, [PROMPT], first, second) == [1.0]
     assert judges.outcomes(demo, [PROMPT], second, first) == [0.0]
@@ -245,7 +251,7 @@ def test_a_reward_model_scores_each_answer_as_it_would_alone(reward_model: Path)
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     chosen = params(judge="reward", reward_model={"model": str(reward_model), "label": None})
-    said = judges.verdicts(chosen, [PROMPT, "Hi"], [KIND, RUDE])
+    said = verdicts(chosen, [PROMPT, "Hi"], [KIND, RUDE])
     model, tokenizer = (
         kind.from_pretrained(reward_model) for kind in (AutoModelForSequenceClassification, AutoTokenizer)
     )
@@ -262,17 +268,17 @@ def test_a_reward_model_scores_each_answer_as_it_would_alone(reward_model: Path)
 def test_a_classifier_of_several_labels_must_be_told_which_counts(tmp_path: Path, tiny_base: Path):
     folder = str(classifier(tmp_path / "two", tiny_base, labels=2))
     with pytest.raises(UserError, match=r"the labels LABEL_0, LABEL_1.*Set evaluate.reward_model.label"):
-        judges.verdicts(params(judge="reward", reward_model={"model": folder, "label": None}), [PROMPT], [KIND])
+        verdicts(params(judge="reward", reward_model={"model": folder, "label": None}), [PROMPT], [KIND])
     named = params(judge="reward", reward_model={"model": folder, "label": "LABEL_1"})
     other = params(judge="reward", reward_model={"model": folder, "label": "LABEL_0"})
-    one, two = (judges.verdicts(p, [PROMPT], [KIND])[0]["reward"] for p in (named, other))
+    one, two = (verdicts(p, [PROMPT], [KIND])[0]["reward"] for p in (named, other))
     assert 2.718281828**one + 2.718281828**two == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_reward_model_that_is_not_there_is_a_sentence(tmp_path: Path):
     chosen = params(judge="reward", reward_model={"model": str(tmp_path / "none"), "label": None})
     with pytest.raises(UserError, match="there is no model in"):
-        judges.verdicts(chosen, [PROMPT], [KIND])
+        verdicts(chosen, [PROMPT], [KIND])
 
 
 @pytest.mark.parametrize(

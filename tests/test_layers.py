@@ -20,6 +20,7 @@ HOMES = {
     "ray": {
         "tasks/machines/cluster.py",
         "tasks/machines/nodes.py",
+        "tasks/machines/pool.py",
         "tasks/machines/rendezvous.py",
         "tasks/reference.py",
         "tasks/train.py",
@@ -53,7 +54,7 @@ PLUMBING = {
     *(f"tasks/{name}.py" for name in ("place", "progress", "redact")),
     *(f"tasks/{name}.py" for name in ("runs", "signing", "stage", "reports/plots")),
     *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
-    *(f"tasks/machines/{name}.py" for name in ("preemption", "rendezvous", "usage")),
+    *(f"tasks/machines/{name}.py" for name in ("pool", "preemption", "rendezvous", "usage")),
     *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),
 }
 

@@ -79,7 +79,7 @@ def test_the_page_says_what_happened(root: Path):
 def test_costs_are_those_of_the_stages_that_ran(root: Path):
     """Reference: 10 pairs of 10 + 5 + 3 tokens on 2 workers in 4 s. Train: 1200 tokens on 4 workers in 10 s, of which
     it measured 500 / 100 + 700 / 350 = 7 s of training."""
-    write_cluster(root, {"reference.num_workers": 2, "actor_train.num_workers": 4})
+    write_cluster(root, {"reference.num_workers": 2, "actor_train.num_workers": 4, "evaluate.num_workers": 3})
     (root / CARD).mkdir(parents=True)
     tokens = {"prompt": {"mean": 10.0}, "chosen": {"mean": 5.0}, "rejected": {"mean": 3.0}}
     (root / CARD / "report.json").write_text(json.dumps({"pairs": {"train": 8, "eval": 2}, "tokens": tokens}))
@@ -90,10 +90,12 @@ def test_costs_are_those_of_the_stages_that_ran(root: Path):
     run.metrics(2, {"loss": 0.5, "tokens": 700.0, "tokens_per_second": 350.0})
     run.summary({"loss": 0.5})
     states = [{"stage": "reference", "state": "ran", "seconds": 4.0}, *STATES]
+    states.append({"stage": "evaluate", "state": "ran", "seconds": 5.0})
     assert costs(root, states, logs=root / "logs") == [
         ("reference", "ran", "4.0", "8.0", "180", "45"),
         ("train", "ran", "10.0", "40.0", "1,200", "171"),
         ("export", "cached", "", "", "", ""),
+        ("evaluate", "ran", "5.0", "15.0", "", ""),
     ]
 
 

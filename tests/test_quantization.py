@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tasks.errors import UserError
-from tasks.evaluate import evaluate
-from tasks.evaluation.asked import load_evaluated
+from tasks.evaluate import _models
+from tasks.evaluation.asked import evaluated_weights
+from tasks.evaluation.sharding import evaluators, sampled
 from tasks.files import hash_files, read_json, write_json
-from tasks.params import load_params
+from tasks.params import load_cluster, load_params
 from tasks.reference import Scorer
 from tests.benchmarks.workload import make_model
 from tests.settings import make_settings
@@ -59,12 +60,14 @@ def test_without_bitsandbytes_no_stage_falls_back_to_16_bits(workspace: Path, ti
     loads: list[Callable[[], Any]] = [
         lambda: Scorer(0, str(tiny_base), "float32", params.reference.quantization, False),
         lambda: build_policy(trained, torch.device("cpu")),
-        lambda: evaluate(None),  # type: ignore[arg-type]  # it ends before it tracks anything
-        lambda: load_evaluated(params, workspace / "data/model", manifest, torch.device("cpu")),
+        lambda: sampled(workers, params.evaluate, _models(params, workers)[1], [[1]], lambda count: None),
+        lambda: sampled(workers, params.evaluate, asked, [[1]], lambda count: None),
     ]
-    for load in loads:
-        with pytest.raises((ValueError, UserError), match="nf4 needs `pip install bitsandbytes`"):
-            load()
+    with evaluators(load_cluster(), "evaluate") as workers:
+        asked = evaluated_weights(workers, params, workspace / "data/model", manifest)
+        for load in loads:
+            with pytest.raises((ValueError, UserError), match="nf4 needs `pip install bitsandbytes`"):
+                load()
 
 
 @pytest.fixture

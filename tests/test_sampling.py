@@ -15,6 +15,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, **given):
         assert given["enable_lora"] and given["max_lora_rank"] == 8 and given["generation_config"] == "vllm"
+        assert given["gpu_memory_utilization"] == 0.5
     def generate(self, asked, how, lora_request):
         assert lora_request[:2] == ("policy", 1) and len({h.given["seed"] for h in how}) == len(how)
         end = how[0].given["stop_token_ids"]
@@ -80,6 +81,7 @@ def test_vllm_gets_the_prompts_and_seeds_and_its_answers_come_back(both, tiny_ba
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{project}")
     _, tokenizer = both
     how = {"dtype": "float32", "max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 3}
+    how["gpu_memory_utilization"] = 0.5
     found = vllm_sampling.sample(tiny_base, tmp_path / "adapter", tokenizer, PROMPTS, how, tmp_path / "files")
     assert [answer.ids[:-1] for answer in found] == [tuple(prompt[:2]) for prompt in PROMPTS]
     assert all(answer.finished and answer.tokens == 2 for answer in found)

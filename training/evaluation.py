@@ -1,33 +1,46 @@
-"""What a policy makes of each pair: implied rewards, and how far it moved from the reference."""
+"""What a policy makes of each pair: implied rewards, and how far it moved from the reference.
+
+The forward passes come first, in rows that any process may compute (`row_values`); the metrics read their values.
+"""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from training import loop
-from training.logps import score_pairs
+from training.logps import row_logps
 from training.objective import Objective
-from training.packing import Pair, Row
-from training.proof import scoring
+from training.outputs import PairValues
+from training.packing import Pair, Row, build_row
+
+Values = np.ndarray  # (3, response tokens) of one pair: log-probability, entropy, collision; chosen before rejected
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairValues:
-    """Of one pair; rewards as the training metrics have them."""
+@torch.no_grad()
+def row_values(
+    scorer: nn.Module, pairs: Sequence[Pair], rows: Sequence[Sequence[int]], device: torch.device
+) -> list[Values]:
+    """Of each pair, computed in the given rows of pair numbers; every pair is in one of them."""
+    found: dict[int, Values] = {}
+    for members in rows:
+        tokens = row_logps(scorer, build_row(pairs, members).to(device))
+        values = torch.stack([tokens.logps, tokens.entropy, tokens.collision]).float().cpu().numpy()
+        ends = np.cumsum([len(pairs[number].chosen) + len(pairs[number].rejected) for number in members])
+        found |= dict(zip(members, np.split(values, ends[:-1], axis=1), strict=True))
+    return [found[number] for number in range(len(pairs))]
 
-    id: str
-    chosen_reward: float
-    rejected_reward: float
-    chosen_tokens: int  # that count
-    rejected_tokens: int
-    kl: float  # half the squared log-ratio per counted token, as in training.metrics
 
-    @property
-    def margin(self) -> float:
-        return self.chosen_reward - self.rejected_reward
+class Stored(nn.Module):
+    """Stands in for a scorer with values that were computed before."""
+
+    def __init__(self, values: Sequence[Values]) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self, row: Row) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(np.concatenate([self.values[number] for number in row.pairs], axis=1)))
 
 
 def pair_values(
@@ -53,25 +66,8 @@ def pair_values(
     return means, [found[number] for number in range(len(pairs))]
 
 
-@torch.no_grad()
-def answer_ratios(
-    policy: nn.Module,
-    reference: nn.Module | AbstractContextManager[nn.Module],
-    answers: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
-    row_tokens: int,
-    device: torch.device,
-) -> list[float]:
-    """log policy(y|x) - log reference(y|x) of each prompt's own answer; their mean estimates KL(policy, reference).
-
-    An item is (prompt, the policy's answer, the reference's): a pair, so that its prompt is computed once for both.
-    """
-    pairs = [
-        Pair(str(number), prompt, own, other, [1] * len(own), [1] * len(other))
-        for number, (prompt, own, other) in enumerate(answers)
-    ]
-    with scoring(policy, pairs, device) as scorer:
-        live = score_pairs(scorer, pairs, row_tokens, device)
-    entered = nullcontext(reference) if isinstance(reference, nn.Module) else reference
-    with entered as model, scoring(model, pairs, device) as scorer:
-        stored = score_pairs(scorer, pairs, row_tokens, device)
-    return [sum(new[0]) - sum(old[0]) for new, old in zip(live, stored, strict=True)]
+def stored_pair_values(
+    values: Sequence[Values], objective: Objective, pairs: Sequence[Pair], row_tokens: int
+) -> tuple[dict[str, float], list[PairValues]]:
+    """`pair_values` of what `row_values` gave."""
+    return pair_values(Stored(values), objective, pairs, row_tokens, torch.device("cpu"))

@@ -66,7 +66,7 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     wide = DTYPES[settings.dtype].itemsize
     shard = 1 / world
     whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
-    weights = (sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55
+    weights = _weights(sizes, wide)
     states = sizes.trainable * shard if settings.offload == "none" else 0.0
     rows = tokens * _kept(sizes, settings.activation_checkpointing) * wide
     logits = _logits(sizes, targets, wide)
@@ -144,6 +144,15 @@ def measure(folder: Path, adapter: dict[str, Any] | None, quantization: str | No
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
     )
+
+
+def weights(folder: Path, dtype: str, quantization: str | None) -> float:
+    """Bytes of the model in a folder as it is loaded to sample and to score."""
+    return _weights(measure(folder, None, quantization), DTYPES[dtype].itemsize)
+
+
+def _weights(sizes: Sizes, wide: int) -> float:
+    return (sizes.parameters - sizes.quantized) * wide + sizes.quantized * 0.55
 
 
 def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int:

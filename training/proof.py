@@ -3,7 +3,7 @@ reference."""
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,22 +30,29 @@ _SLOWER = {
 }
 
 
-def make_scorer(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Scorer:
+def _to_stderr(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
+
+
+def make_scorer(
+    model: nn.Module, pairs: Sequence[Pair], device: torch.device, say: Callable[[str], None] = _to_stderr
+) -> Scorer:
     """A scorer in the fastest way that gives the model's own numbers; a slower one is said."""
     scorer = Scorer(model)
-    note = find_way(scorer, pairs, device)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
+    if note := find_way(scorer, pairs, device):
+        say(note)
     return scorer
 
 
 @contextmanager
-def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Iterator[Scorer]:
+def scoring(
+    model: nn.Module, pairs: Sequence[Pair], device: torch.device, say: Callable[[str], None] = _to_stderr
+) -> Iterator[Scorer]:
     """A scorer for a while: afterwards the model is as it was, ready to generate."""
     causal = Scorer(model).causal
     own, training = causal.config._attn_implementation, model.training
     try:
-        yield make_scorer(model.eval(), pairs, device)
+        yield make_scorer(model.eval(), pairs, device, say)
     finally:
         causal.set_attn_implementation(own)
         model.train(training)

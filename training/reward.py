@@ -1,7 +1,9 @@
 """A reward model, or any sequence classifier, as a judge: one number for a prompt and its answer."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -22,15 +24,7 @@ def scores(
     batch_size: int = 16,
 ) -> list[float]:
     """Of (prompt, answer) texts: the logit of a one-label model, or the log-probability of `label`."""
-    refuse_kernels(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True, trust_remote_code=False
-    )
-    model.to(device).eval()
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id  # by it the model finds the last real token
+    model, tokenizer = load(folder, dtype, device)
     place = _place(model.config, label)
     found: list[float] = []
     for start in range(0, len(exchanges), batch_size):
@@ -46,6 +40,21 @@ def scores(
         found += (logits[:, 0] if place is None else logits.log_softmax(-1)[:, place]).tolist()
         report(len(found))
     return found
+
+
+@lru_cache(maxsize=1)
+def load(folder: Path, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """Model and tokenizer, kept for the next answers."""
+    refuse_kernels(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True, trust_remote_code=False
+    )
+    model.to(device).eval()
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id  # by it the model finds the last real token
+    return model, tokenizer
 
 
 def _text(tokenizer, prompt: str, answer: str) -> str:

@@ -6,11 +6,12 @@ batch's size, and two models answer a prompt with the same draws, which makes th
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+
+from training.outputs import Answer
 
 # A model's own generation config may say otherwise (Qwen's has a repetition penalty), and would say so silently.
 PLAIN = {
@@ -23,17 +24,6 @@ PLAIN = {
     "no_repeat_ngram_size": 0,
     "min_new_tokens": None,
 }
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    ids: tuple[int, ...]  # with the token that ended it
-    finished: bool  # ended by itself, and not by the limit
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids) - self.finished
 
 
 class OwnDraws(LogitsProcessor):

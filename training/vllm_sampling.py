@@ -3,22 +3,19 @@
 python -m training.vllm_sampling REQUEST.json ANSWERS.json
 """
 
+import ctypes
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from training.sampling import Answer
-
-
-def is_there() -> bool:
-    return find_spec("vllm") is not None
+from training.outputs import Answer
 
 
 def sample(
@@ -29,7 +26,10 @@ def sample(
     request: dict[str, Any],
     folder: Path,
 ) -> list[Answer]:
-    """`request` has dtype, max_new_tokens, temperature, top_p and seed; `folder` is for the two files."""
+    """`request` has dtype, max_new_tokens, temperature, top_p, seed and gpu_memory_utilization.
+
+    `folder` is for the two files.
+    """
     ends = _ends(model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     asked, told = folder / "request.json", folder / "answers.json"
@@ -63,6 +63,7 @@ def _generate(request: dict[str, Any]) -> list[list[int]]:
         model=request["model"],
         dtype=request["dtype"],
         seed=request["seed"],
+        gpu_memory_utilization=request["gpu_memory_utilization"],  # of the whole GPU
         enable_lora=adapter is not None,
         max_lora_rank=rank,
         generation_config="vllm",  # nothing of the model's own
@@ -89,6 +90,8 @@ def _seed(prompt: Sequence[int], seed: int) -> int:
 
 
 def main() -> None:
+    if sys.platform == "linux":  # a killed worker must not leave vLLM on its GPU
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
     asked, told = map(Path, sys.argv[1:3])
     told.write_text(json.dumps(_generate(json.loads(asked.read_text()))))
 

@@ -10,7 +10,6 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -126,24 +125,33 @@ def _model(params: parameters.Params) -> Path | None:
 def _memory(found: Findings, params: parameters.Params, cluster: parameters.Cluster, folder: Path) -> None:
     from tasks.train import make_settings
     from training import memory
-    from training.hardware import gpus
 
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
-    group = cluster.actor_train
-    needed: Any = memory.estimate(settings, group.num_workers)
-    sentence = f"train needs about {needed} on each of {group.num_workers} workers"
-    cards = gpus()
+    needed = memory.estimate(settings, cluster.actor_train.num_workers)
+    _holds(found, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
+    weights = memory.weights(folder, params.evaluate.dtype, params.train.quantization)
+    sentence = f"evaluate needs {weights / GIB:.1f} GiB for the weights, and room to sample,"
+    advice = "set evaluate.dtype to bfloat16, or use GPUs with more memory"
+    _holds(found, cluster, "evaluate", sentence, weights, advice)
+
+
+def _holds(found: Findings, cluster: parameters.Cluster, name: str, sentence: str, needed: float, advice: str) -> None:
+    """Whether a worker of a group has as much memory as it needs."""
+    from training.hardware import gpus
+
+    group, cards = getattr(cluster, name), gpus()
+    sentence = f"{sentence} on each of {group.num_workers} workers"
     if group.gpus_per_worker and not cards and cluster.ray.address == "local":
         found.wrong(
-            f"{sentence}, actor_train.gpus_per_worker asks for GPUs, and there is none here. "
+            f"{sentence}, {name}.gpus_per_worker asks for GPUs, and there is none here. "
             "Set it to 0, or ray.address to a cluster."
         )
     elif group.gpus_per_worker and not cards:
         found.note(f"{sentence}; there is no GPU on this machine to hold it against")
-    elif group.gpus_per_worker and needed.total > cards[0][1]:
-        found.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {memory.advice(settings)}.")
-    elif not group.gpus_per_worker and needed.total * group.num_workers > psutil.virtual_memory().total:
-        found.wrong(f"{sentence}, more than this machine's memory: {memory.advice(settings)}.")
+    elif group.gpus_per_worker and needed > cards[0][1]:
+        found.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {advice}.")
+    elif not group.gpus_per_worker and needed * group.num_workers > psutil.virtual_memory().total:
+        found.wrong(f"{sentence}, more than this machine's memory: {advice}.")
     else:
         found.good(sentence)
 

@@ -39,8 +39,11 @@ def _same_source(path: Path, params: Params) -> bool:
     return path.exists() and read_json(path).get("source") == params.source.model_dump()
 
 
-def train_memory(params: Params, cluster: Cluster, root: Path) -> float | None:
-    """GiB on each worker, counted from the model's shapes; None where the model is not here."""
+def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> float | None:
+    """GiB on each worker of the stages train and evaluate, counted from the model's shapes.
+
+    Of evaluate the weights alone. None for other stages, and where the model is not here.
+    """
     from tasks.models import local_path
     from tasks.train import make_settings
     from training import memory
@@ -48,8 +51,10 @@ def train_memory(params: Params, cluster: Cluster, root: Path) -> float | None:
     folder = root / BASE if params.source.model == "demo" else local_path(params.source.model)
     if params.source.model.startswith("hub:"):
         folder = _hub(params, root) or folder
-    if not (folder / "config.json").exists():
+    if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
         return None
+    if stage == "evaluate":
+        return memory.weights(folder, params.evaluate.dtype, params.train.quantization) / 2**30
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
     return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
 

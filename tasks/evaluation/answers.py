@@ -1,17 +1,15 @@
-"""Answers to held-out prompts: sampled, judged, and put side by side."""
+"""Answers to held-out prompts: judged, and put side by side."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tasks.errors import UserError
 from tasks.evaluation import health, judges
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.win_rate import win_rate
-from tasks.files import home
+from tasks.machines.pool import Workers
 from tasks.params import Evaluate
-from tasks.progress import Bar
+from training.outputs import Answer
 
 Row = dict[str, Any]  # of the pairs artefact
 Record = dict[str, Any]  # an answer with what is known of it
@@ -26,36 +24,8 @@ def held_out_prompts(rows: Sequence[Row], count: int) -> list[Row]:
     return list(found.values())[:count]
 
 
-def sampled(
-    params: Evaluate,
-    model: Any,
-    where: tuple[Path, Path | None] | None,
-    tokenizer: Any,
-    prompts: Sequence[Row],
-    bar: Bar,
-    done: int = 0,
-) -> list[Any]:
-    """One answer per prompt by the chosen engine.
-
-    `where` is the model's folder and its adapter's for vLLM; None for a quantized base, which vLLM would load in 16
-    bits: the answers would not be those of the policy that was trained.
-    """
-    from training import sampling, vllm_sampling
-
-    ids, report = [row["prompt_ids"] for row in prompts], lambda count: bar.update(done + count)
-    if params.engine == "vllm" and not vllm_sampling.is_there():
-        raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
-    if prompts and where and params.engine != "transformers" and vllm_sampling.is_there():
-        how = {name: getattr(params, name) for name in ("dtype", "max_new_tokens", "temperature", "top_p", "seed")}
-        answers = vllm_sampling.sample(*where, tokenizer, ids, how, home() / ".scratch" / "vllm")
-        report(len(answers))
-        return answers
-    how_long, randomness = params.max_new_tokens, (params.temperature, params.top_p, params.seed)
-    return sampling.sample(model, tokenizer, ids, how_long, *randomness, report=report)
-
-
-def records(params: Evaluate, prompts: Sequence[Row], answers: Sequence[Any]) -> list[Record]:
-    said = judges.verdicts(params, [row["prompt"] for row in prompts], [answer.text for answer in answers])
+def records(workers: Workers, params: Evaluate, prompts: Sequence[Row], answers: Sequence[Answer]) -> list[Record]:
+    said = judges.verdicts(workers, params, [row["prompt"] for row in prompts], [answer.text for answer in answers])
     return [
         {
             "text": answer.text,

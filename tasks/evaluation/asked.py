@@ -9,10 +9,13 @@ from typing import Any
 
 from tasks.dataset.pairs import read_pairs, read_rows, with_reference
 from tasks.errors import UserError
-from tasks.evaluation.answers import Record, Row, held_out_prompts, records, sampled
+from tasks.evaluation.answers import Record, Row, held_out_prompts, records
+from tasks.evaluation.evaluator import Weights
+from tasks.evaluation.sharding import logps, pair_values, sampled, token_values
 from tasks.files import home, sha256
+from tasks.machines.pool import Workers
 from tasks.models import base_folder
-from tasks.params import Params, load_cluster
+from tasks.params import Params
 from tasks.paths import PAIRS
 from tasks.progress import Bar
 from training.objective import Objective
@@ -51,56 +54,43 @@ def earlier(file: Path) -> HeldOut:
     return HeldOut(read_rows(copy), read_pairs("eval", place))
 
 
-def ready_for(params: Params, held: HeldOut, manifest: dict[str, Any]) -> HeldOut:
+def ready_for(workers: Workers, params: Params, held: HeldOut, manifest: dict[str, Any]) -> HeldOut:
     """The same set with the reference that the manifest's model was trained against, computed where it is missing."""
     quantization = _quantization(manifest)
     known = bool(held.pairs) and held.pairs[0].ref_chosen is not None and held.quantization == quantization
     if not objective_of(manifest).needs_reference or not held.pairs or known:
         return held
-    from training.logps import score_pairs
-    from training.model import best_device, load_model
-    from training.proof import scoring
-
-    device = best_device()
-    model = load_model(base_folder(params.source.model), params.reference.dtype, device, quantization)
-    with scoring(model, held.pairs, device) as scorer:
-        scores = score_pairs(scorer, held.pairs, load_cluster().reference.row_tokens, device)
-    pairs = [replace(p, ref_chosen=a, ref_rejected=b) for p, (a, b) in zip(held.pairs, scores, strict=True)]
-    return HeldOut(held.rows, pairs, quantization)
+    base = str(workers.folder(base_folder(params.source.model)))
+    values = token_values(workers, Weights(base, base, params.reference.dtype, quantization), held.pairs)
+    scores = zip(held.pairs, logps(values, held.pairs), strict=True)
+    return HeldOut(held.rows, [replace(p, ref_chosen=a, ref_rejected=b) for p, (a, b) in scores], quantization)
 
 
-def ask(params: Params, folder: Path, held: HeldOut, manifest: dict[str, Any]) -> tuple[dict[str, Record], Margins]:
+def ask(
+    workers: Workers, params: Params, folder: Path, held: HeldOut, manifest: dict[str, Any]
+) -> tuple[dict[str, Record], Margins]:
     """What the exported model in a folder answers to the set's prompts, and its margins of the set's pairs."""
-    from training.model import best_device, load_tokenizer
-
-    prompts, device = held_out_prompts(held.rows, params.evaluate.prompts), best_device()
-    model, tokenizer = load_evaluated(params, folder, manifest, device), load_tokenizer(folder)
-    where = None if _quantization(manifest) else (folder, None)
-    with Bar("promote", len(prompts), "answers to held-out prompts") as bar:
-        answers = sampled(params.evaluate, model, where, tokenizer, prompts, bar)
-    said = records(params.evaluate, prompts, answers) if prompts else []
-    margins = _margins(model, held, objective_of(manifest), device) if held.pairs else {}
+    prompts = held_out_prompts(held.rows, params.evaluate.prompts)
+    model = evaluated_weights(workers, params, folder, manifest)
+    with Bar(workers.stage, len(prompts) + len(held.pairs), "answers and held-out pairs") as bar:
+        answers = sampled(workers, params.evaluate, model, [row["prompt_ids"] for row in prompts], bar.more)
+        values = token_values(workers, model, held.pairs, bar.more)
+    margins = _margins(workers, held, objective_of(manifest), values) if held.pairs else {}
+    said = records(workers, params.evaluate, prompts, answers) if prompts else []
     return {row["prompt"]: record for row, record in zip(prompts, said, strict=True)}, margins
 
 
-def load_evaluated(params: Params, folder: Path, manifest: dict[str, Any], device: Any) -> Any:
+def evaluated_weights(workers: Workers, params: Params, folder: Path, manifest: dict[str, Any]) -> Weights:
     """The policy that `evaluate` measured: after QLoRA the adapter on the quantized base, else the merged model."""
-    from training import adapters
-    from training.model import load_model
-
-    quantization = _quantization(manifest)
+    quantization, exported = _quantization(manifest), str(workers.folder(folder))
     if quantization is None:
-        return load_model(folder, params.evaluate.dtype, device)
-    base = load_model(base_folder(params.source.model), params.evaluate.dtype, device, quantization)
-    return adapters.load_adapter(base, folder / "adapter")
+        return Weights(exported, exported, params.evaluate.dtype)
+    base = str(workers.folder(base_folder(params.source.model)))
+    return Weights(base, exported, params.evaluate.dtype, quantization, str(Path(exported) / "adapter"))
 
 
-def _margins(model: Any, held: HeldOut, objective: Objective, device: Any) -> Margins:
-    from training.evaluation import pair_values
-    from training.proof import scoring
-
-    with scoring(model, held.pairs, device) as scorer:
-        _, values = pair_values(scorer, objective, held.pairs, load_cluster().reference.row_tokens, device)
+def _margins(workers: Workers, held: HeldOut, objective: Objective, tokens: list[Any]) -> Margins:
+    _, values = pair_values(workers, objective, held.pairs, tokens)
     return {
         value.id: {"id": value.id, "prompt": row["prompt"], "margin": value.margin}
         for value, row in zip(values, held.rows, strict=True)

@@ -15,7 +15,9 @@ from tasks.evaluation.answers import Record, judged
 from tasks.evaluation.asked import ask, ready_for, refuse_other_tokens, todays
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.judges import outcomes
+from tasks.evaluation.sharding import evaluators
 from tasks.files import home, read_json
+from tasks.machines.pool import Workers
 from tasks.params import Evaluate, load_cluster, load_params
 from tasks.paths import METRICS, MODEL
 from tasks.tracking.registry import Registry, Version, registry
@@ -71,7 +73,7 @@ def read_side(folder: Path, which: str = "policy") -> Side:
     return Side({line["prompt"]: line[which] for line in samples}, known)
 
 
-def version_side(found: Registry, version: Version) -> Side:
+def version_side(workers: Workers, found: Registry, version: Version) -> Side:
     """What a version of the registry did; asked anew where it was evaluated on other prompts or in another way."""
     theirs, ours = manifest_of(found, version), read_json(MODEL / "manifest.json")
     same_pairs = eval_hash(theirs) == eval_hash(ours)
@@ -80,7 +82,8 @@ def version_side(found: Registry, version: Version) -> Side:
     params, folder = load_params(), weights_of(found, version)
     refuse_other_tokens(ours, theirs)
     print(f"compare: version {version.number} answers the held-out prompts of today", flush=True)
-    return Side(*ask(params, folder, ready_for(params, todays(params), theirs), theirs))
+    held = ready_for(workers, params, todays(params), theirs)
+    return Side(*ask(workers, params, folder, held, theirs))
 
 
 def eval_hash(manifest: dict[str, Any]) -> str:
@@ -108,11 +111,11 @@ def side_named(name: str) -> Side:
     for kept in (home() / load_cluster().logging_dir / name / "results", home() / ".scratch" / "worktrees" / name):
         if (kept / METRICS / "samples.jsonl").exists():
             return read_side(kept / METRICS)
-    params = load_params()
-    with registry(load_cluster(), params.promote.model_name) as found:
+    params, cluster = load_params(), load_cluster()
+    with registry(cluster, params.promote.model_name) as found, evaluators(cluster, "compare") as workers:
         version = found.version(name) if name.isdecimal() else found.at(name) or found.of_run(name)
         if version is not None:
-            return version_side(found, version)
+            return version_side(workers, found, version)
         known = [f"{v.number} (run {v.tags.get('run')})" for v in found.versions()]
     raise UserError(
         f"There is nothing named '{name}' to compare with: give base, champion, previous, a run that `make runs` "

@@ -11,6 +11,7 @@ from tasks.errors import UserError
 from tasks.evaluation.asked import HeldOut, ask, earlier, ready_for, refuse_other_tokens
 from tasks.evaluation.compare import Comparison, Side, compare, eval_hash, manifest_of, read_side, weights_of
 from tasks.files import read_json
+from tasks.machines.pool import Workers
 from tasks.params import Params
 from tasks.paths import MODEL, PAIRS
 from tasks.tracking.registry import Registry, Version
@@ -32,7 +33,7 @@ class Earlier:
         return {"comparison": self.comparison, **counts}
 
 
-def on_earlier_pairs(params: Params, found: Registry, champion: Version) -> Earlier | None:
+def on_earlier_pairs(workers: Workers, params: Params, found: Registry, champion: Version) -> Earlier | None:
     """None where the champion was evaluated on the very pairs of today."""
     ours, theirs = read_json(MODEL / "manifest.json"), manifest_of(found, champion)
     if eval_hash(ours) == eval_hash(theirs):
@@ -40,25 +41,25 @@ def on_earlier_pairs(params: Params, found: Registry, champion: Version) -> Earl
     try:
         held = earlier(_file(found, champion))
         refuse_other_tokens(ours, theirs)
-        return _compared(params, found, champion, held)
+        return _compared(workers, params, found, champion, held)
     except UserError as error:
         return Earlier({}, why_not=str(error))
 
 
-def _compared(params: Params, found: Registry, champion: Version, held: HeldOut) -> Earlier:
+def _compared(workers: Workers, params: Params, found: Registry, champion: Version, held: HeldOut) -> Earlier:
     ours, theirs = read_json(MODEL / "manifest.json"), manifest_of(found, champion)
     left = held.without({row["prompt"] for row in read_rows(PAIRS / "train.parquet")})
     trained_on = len(held.pairs) - len(left.pairs)
     if not left.pairs:
         return Earlier({}, 0, trained_on, "all of the champion's held-out prompts are trained on by now")
     print(f"compare: the new model answers version {champion.number}'s held-out prompts", flush=True)
-    left = ready_for(params, left, ours)
-    new = Side(*ask(params, MODEL, left, ours))
+    left = ready_for(workers, params, left, ours)
+    new = Side(*ask(workers, params, MODEL, left, ours))
     if theirs["params"]["evaluate"] == ours["params"]["evaluate"]:
         old = read_side(found.fetch(champion, "evaluation"))
     else:
-        left = ready_for(params, left, theirs)
-        old = Side(*ask(params, weights_of(found, champion), left, theirs))
+        left = ready_for(workers, params, left, theirs)
+        old = Side(*ask(workers, params, weights_of(found, champion), left, theirs))
     return Earlier(compare(params.evaluate, new, old), len(left.pairs), trained_on)
 
 

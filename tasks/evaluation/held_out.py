@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tasks.evaluation.bootstrap import DIGITS, mean_interval
-from training.evaluation import PairValues
+from training.outputs import PairValues
 
 Row = dict[str, Any]  # of the pairs artefact
 BUCKETS = (32, 64, 128, 256, 512)  # tokens of the longer response; a bucket ends with its number
@@ -89,15 +89,17 @@ def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, fl
 
 
 def disagreements(
-    values: Sequence[PairValues], rows: Sequence[Row], decode: Callable[[list[int]], str]
+    values: Sequence[PairValues], rows: Sequence[Row], decode: Callable[[list[list[int]]], list[str]]
 ) -> list[dict[str, Any]]:
     """Every pair, the one that the policy most prefers the wrong way first: bad labels are found there."""
     ordered = sorted(zip(values, rows, strict=True), key=lambda item: (item[0].margin, item[0].id))
-    return [_line(value, row, decode, number < SHOWN) for number, (value, row) in enumerate(ordered)]
+    shown = [item for number, item in enumerate(ordered) if number < SHOWN or item[0].margin <= 0]
+    texts = iter(decode([row[f"{name}_ids"] for _, row in shown for name in ("chosen", "rejected")]))
+    written = {value.id: {"chosen": next(texts), "rejected": next(texts)} for value, _ in shown}
+    return [_line(value, row, written.get(value.id, {})) for value, row in ordered]
 
 
-def _line(value: PairValues, row: Row, decode: Callable[[list[int]], str], shown: bool) -> dict[str, Any]:
-    texts = {name: decode(row[f"{name}_ids"]) for name in ("chosen", "rejected")}
+def _line(value: PairValues, row: Row, texts: dict[str, str]) -> dict[str, Any]:
     return {
         "id": value.id,
         "prompt": row["prompt"],
@@ -108,7 +110,7 @@ def _line(value: PairValues, row: Row, decode: Callable[[list[int]], str], shown
         "rejected_reward": round(value.rejected_reward, DIGITS),
         "chosen_tokens": value.chosen_tokens,
         "rejected_tokens": value.rejected_tokens,
-        **(texts if shown or value.margin <= 0 else {}),
+        **texts,
     }
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from tasks.dataset import demo
 from tasks.errors import UserError
+from tasks.evaluation import sharding
 from tasks.evaluation.endpoint import Judge
+from tasks.machines.pool import Workers
 from tasks.models import HUB, hub_address, hub_snapshot, local_path
 from tasks.params import Evaluate
 
@@ -18,12 +20,12 @@ Outcome = float | None
 Report = Callable[[int], None]
 
 
-def verdicts(params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[Verdicts]:
+def verdicts(workers: Workers, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[Verdicts]:
     """What the judge says of each answer alone."""
     if params.judge == "demo":
         return [dict(demo.judge(prompt, answer)) for prompt, answer in zip(prompts, answers, strict=True)]
     if params.judge == "reward":
-        return [{"reward": round(score, 4)} for score in _rewards(params, prompts, answers)]
+        return [{"reward": round(score, 4)} for score in _rewards(workers, params, prompts, answers)]
     return [{} for _ in answers]
 
 
@@ -57,10 +59,7 @@ def _texts(answers: Sequence[Verdicts]) -> list[str]:
     return [answer["text"] for answer in answers]
 
 
-def _rewards(params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-    from training.model import best_device
-    from training.reward import scores
-
+def _rewards(workers: Workers, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
     assert params.reward_model is not None
     address, label = params.reward_model.model, params.reward_model.label
     folder = hub_snapshot(*hub_address(address)) if address.startswith(HUB) else local_path(address)
@@ -70,6 +69,7 @@ def _rewards(params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -
             "sequence-classification model, or `hub:owner/name@revision`."
         )
     try:
-        return scores(folder, label, list(zip(prompts, answers, strict=True)), params.dtype, best_device())
+        exchanges = list(zip(prompts, answers, strict=True))
+        return sharding.rewards(workers, str(workers.folder(folder)), label, exchanges, params.dtype)
     except ValueError as error:
         raise UserError(f"evaluate.reward_model: {address}: {error}.") from error

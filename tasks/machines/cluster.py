@@ -35,7 +35,7 @@ AGENT_FAILED = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in ray
 LOG_LINES = 12  # of a log that are shown
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface
 
-Group = place.ReferenceGroup | place.ActorTrainGroup
+Group = place.Group
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def costs(root: Path, states: Sequence[Mapping[str, Any]], *, logs: Path | None)
 
 
 def _workers(cluster: Cluster, stage: str) -> int:
-    return {"reference": cluster.reference.num_workers, "train": cluster.actor_train.num_workers}.get(stage, 1)
+    groups = {"reference": cluster.reference, "train": cluster.actor_train, "evaluate": cluster.evaluate}
+    return groups[stage].num_workers if stage in groups else 1
 
 
 def _pair_tokens(root: Path) -> float | None:
