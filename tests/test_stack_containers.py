@@ -259,7 +259,7 @@ def kill(stack: Stack, service: str) -> None:
 
 def current(stack: Stack) -> dict[str, str]:
     found = stack.prefect("/task_runs/filter", {"sort": "EXPECTED_START_TIME_DESC", "limit": 8})
-    return {task["name"]: task["state"]["name"] for task in found}
+    return {task["name"]: task["state"]["name"] for task in reversed(found)}
 
 
 def step(stack: Stack) -> int:
