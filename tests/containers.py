@@ -122,6 +122,19 @@ class Stack:
             or (one["State"]["Status"], one["State"]["ExitCode"]) not in (("running", 0), ("exited", 0))
         ]
 
+    def up(self) -> None:
+        """Until every container is healthy. Compose gives up on a container that Docker restarts meanwhile."""
+
+        def started() -> bool:
+            words = [*self.command, "up", "--detach", "--no-build"]
+            return not subprocess.run(words, capture_output=True).returncode
+
+        def why() -> str:
+            return f"not healthy: {self.unhealthy()}\n{self.logs()}"
+
+        wait(started, 900, why)
+        wait(lambda: not self.unhealthy(), 600, why)
+
     def restart(self, service: str) -> float:
         """Kill one container of a service and start it again; seconds until it is healthy."""
         name = sorted(self.containers(service))[0]

@@ -39,8 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     say(f"the image has {int(docker('image', 'inspect', '--format', '{{.Size}}', made.image())) / 1e9:.2f} GB")
     try:
         say(f"starts the project {made.project}, Prefect on {made.ports['prefect']}, MLflow on {made.ports['mlflow']}")
-        made.compose("up", "--detach", "--no-build")
-        wait(lambda: not made.unhealthy(), 600, lambda: f"not healthy: {made.unhealthy()}\n{made.logs()}")
+        made.up()
         say("every container is healthy")
         yield made
     finally:
