@@ -174,6 +174,7 @@ class Train(Section):
     stop_on_alarm: bool
     resume_from_checkpoint: Annotated[str, Field(min_length=1)]
     seed: int
+    deterministic: bool
 
     def loss_options(self) -> dict[str, options.Option]:
         """The options that were given, by name."""

@@ -41,7 +41,7 @@ from training.settings import Mismatch, Settings
 
 PREEMPTED = "preempted"  # a file in the training's folder: its workers were asked to end, and have saved a checkpoint
 RESERVE, RESERVED = ".reserve", 4096  # a file of so many bytes, for what is to be said when the disk is full
-NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib")
+NOT_OF_THE_RESULT = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib", "checkpoint_seconds")
 
 
 def train(run: Run) -> None:
@@ -153,6 +153,7 @@ def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path, o
         kl_limit=train.kl_limit,
         stop_on_alarm=train.stop_on_alarm,
         seed=train.seed,
+        deterministic=train.deterministic,
         zero_stage=group.zero_stage,
         offload=group.offload,
         row_tokens=group.row_tokens,
@@ -389,7 +390,8 @@ def _by_step(journal: Path) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for line in (line for line in read_lines(journal)[0] if line["kind"] == "metrics"):
         kept = {name: value for name, value in line["values"].items() if name not in NOT_OF_THE_RESULT}
-        steps.setdefault(line["step"], {}).update(kept)
+        if kept:
+            steps.setdefault(line["step"], {}).update(kept)
     return dict(sorted(steps.items()))
 
 

@@ -31,6 +31,7 @@ PLAIN: dict[str, Any] = {
     "kl_limit": None,
     "stop_on_alarm": False,
     "seed": 0,
+    "deterministic": False,
     "zero_stage": 2,
     "offload": "none",
     "row_tokens": 8192,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tasks.files import sha256
 from tasks.tracking.journal import read_lines
 from tests import test_engine
 from tests.workspaces import make_workspace, run, start, wait_for_step, workers
@@ -222,3 +223,31 @@ def test_a_preempted_worker_saves_a_checkpoint_and_the_run_goes_on_from_it(tmp_p
     assert steps == list(range(1, len(steps) + 1))  # nothing was computed twice
     assert 0 < step < len(steps)
     print(said)
+
+
+@pytest.mark.parametrize("adapter", [None, test_engine.LORA], ids=["full", "lora"])
+def test_deterministic_runs_and_a_resumed_one_end_with_the_same_bits(tmp_path: Path, adapter: dict | None):
+    """Compiled, each in a process of its own. Prints whether two runs without it were equal too."""
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}, **HEADS)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    pairs = make_pairs(8 + 160)
+    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as reference:
+        pairs = with_scores(pairs, reference)
+    common = {"objective": ({"sigmoid": 1.0}, {"beta": 0.1}), "dtype": "bfloat16", "row_tokens": 4096, "save_steps": 5}
+    common |= {"global_batch_size": 16, "learning_rate": 1e-4, "adapter": adapter, "keep_checkpoints": 10, "epochs": 2}
+
+    def make(name: str, deterministic: bool) -> dict:
+        return test_engine.settings(tmp_path, tmp_path / "model", name, pairs, **common, deterministic=deterministic)
+
+    def weights_of(given: dict) -> str:
+        test_engine.run_ranks(tmp_path, 1, [given], gpu=True)
+        (weights,) = (Path(given["folder"]) / "policy").glob("*.safetensors")
+        return sha256(weights)
+
+    first = make("first", deterministic=True)
+    expected = weights_of(first)
+    assert weights_of(make("second", deterministic=True)) == expected
+    assert weights_of({**first, "again_from": 10}) == expected
+    free = {weights_of(make(name, deterministic=False)) for name in ("free", "free-again")}
+    print("without train.deterministic:", "equal" if len(free) == 1 else "not equal")

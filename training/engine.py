@@ -45,9 +45,10 @@ def deepspeed_config(
     }
 
 
-def start_distributed() -> tuple[int, int]:
+def start_distributed(deterministic: bool) -> tuple[int, int]:
     """Join the process group that the launcher (Ray Train, torchrun) described, or be a group of one."""
     on_gpu = torch.cuda.is_available()
+    _set_deterministic(deterministic)
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -63,6 +64,14 @@ def start_distributed() -> tuple[int, int]:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     return dist.get_rank(), dist.get_world_size()
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """Only sums whose order is fixed, FlashAttention's gradients included; an operation that has none raises."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA multiplies for the first time
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
 
 
 @contextmanager

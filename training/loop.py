@@ -6,6 +6,7 @@ Runs under any launcher that sets the usual rank variables (Ray Train here, torc
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def train(
     Where `asked_to_end` is true on any rank, all save a checkpoint and raise Preempted. `key` authenticates
     checkpoints; it is no part of the settings, so that nothing that shows them shows it.
     """
-    rank, world = engine.start_distributed()
+    rank, world = engine.start_distributed(settings.deterministic)
     log, say = (log, say) if rank == 0 else (_silent, _silent)
     note = settings.objective.check_pairs(pairs)
     if note:
@@ -116,8 +117,9 @@ def train(
     def save(step: int) -> int:
         state = {**course.state(), "loss_scale": engine.loss_scale_state(policy), "origin": settings.origin}
         tensors = {REFERENCE_FILE: moving.gathered()} if moving else None
-        best = course.best.steps
+        best, begun = course.best.steps, time.monotonic()
         checkpoint.save(policy, folder, settings.attempt, step, state, settings.keep_checkpoints, best, key, tensors)
+        log(step, {"checkpoint_seconds": time.monotonic() - begun})
         return step
 
     done, looked, saved = first, -1, first if found and found.own else -1

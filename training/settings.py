@@ -40,6 +40,7 @@ class Settings:
     keep_best: int  # more of them, the best by `select`
     origin: dict[str, Any]  # what determines this training, in plain JSON; each checkpoint holds it
     seed: int
+    deterministic: bool  # on a GPU: the same weights bit for bit, in any run and after any interruption
     zero_stage: int
     offload: str
     activation_checkpointing: bool

@@ -21,7 +21,7 @@ from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import LENGTHS, SHAPES
 
-VARIANTS = ("full", "lora", "full-checkpointed", "lora-checkpointed")
+VARIANTS = tuple(f"{what}{how}" for what in ("full", "lora") for how in ("", "-checkpointed", "-deterministic"))
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 
 
@@ -54,7 +54,12 @@ def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str)
     for variant, side in product(given.variants, sides):
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
-            kind = {"lora": variant.startswith("lora"), "checkpointing": variant.endswith("checkpointed")}
+            what, _, how = variant.partition("-")
+            kind = {
+                "lora": what == "lora",
+                "checkpointing": how == "checkpointed",
+                "deterministic": how == "deterministic",
+            }
             yield name, job_of(given, side, size, model, pairs, dtype=dtype, alive=given.alive, **kind)
 
 

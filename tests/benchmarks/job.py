@@ -33,6 +33,7 @@ class Job:
     dtype: str = "float32"
     lora: bool = False
     checkpointing: bool = False
+    deterministic: bool = False
     loss: tuple[str, ...] = ("sigmoid",)
     beta: float = 0.1
     learning_rate: float = 1e-6

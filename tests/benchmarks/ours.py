@@ -109,6 +109,7 @@ def _settings(job: Job, folder: str) -> Settings:
         logging_steps=job.logging_steps,
         save_steps=10**9,
         seed=job.seed,
+        deterministic=job.deterministic,
         zero_stage=job.zero_stage,
         activation_checkpointing=job.checkpointing,
     )
