@@ -94,6 +94,9 @@ test-faults: $(DEV) ## a fault at every durable operation of every command (hour
 doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
 	@python -m tasks.doctor.examine $(RECIPE) $(if $(FIX),--fix)
 
+gpu-check: $(READY) ## all stages on this machine's GPUs, a worker killed in training, and a table: ARGS="--shape 1.5b --full"
+	@python -m tests.gpu_check $(ARGS)
+
 sync: $(READY) ## send to MLflow what earlier runs could not
 	@python -m tasks.tracking.forward
 
@@ -159,5 +162,5 @@ $(DEV): $(READY) requirements-dev.lock
 	  echo "error: the packages could not be installed; see .venv/install-dev.log"; exit 1; }
 	@touch $(DEV)
 
-.PHONY: help demo run follow retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor sync lint bench up down \
+.PHONY: help demo run follow retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor gpu-check sync lint bench up down \
   status logs backup restore lock sbom plan runs resume open gc check-cache

@@ -1,0 +1,182 @@
+"""`make gpu-check`: every stage through Ray on this machine's GPUs, without network, with a table of what each took.
+
+python -m tests.gpu_check [--shape 0.5b] [--pairs 512] [--full] [--compile]
+
+Random weights of the shape, random words in the lengths of UltraFeedback. Training runs twice, with a worker killed in
+the second run: with `train.deterministic` both must end with the same weights, bit for bit. Two or more GPUs train as
+one group with ZeRO-2 and once more with ZeRO-3. `--cpu` tries the script itself out: two workers, any machine.
+"""
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.dataset import demo
+from tasks.dataset.pairs import read_pairs
+from tasks.files import sha256
+from tasks.tracking.journal import read_lines
+from tests.benchmarks.table import markdown
+from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_apart
+from tests.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data
+from training import tiny
+from training.model import load_tokenizer
+
+BATCH, SAVES = 32, 2  # pairs of an update, checkpoints of a training
+LONGEST = 1024  # tokens of a sequence
+FIGURES = {"pairs/s": "pairs_per_second", "MFU": "mfu", "GiB": "peak_memory_gib", "checkpoint s": "checkpoint_seconds"}
+HEADS = ["stage", "seconds", *FIGURES]
+
+
+def main() -> None:
+    given = _arguments()
+    gpus = torch.cuda.device_count()
+    if not gpus and not given.cpu:
+        sys.exit("error: there is no NVIDIA GPU here, or torch does not see it (`nvidia-smi`, `make doctor`).")
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        rows, equal = check(given, gpus, Path(folder))
+    print("\n" + markdown(HEADS, rows))
+    if not equal:
+        sys.exit("error: the run whose worker was killed ended with other weights than the undisturbed one.")
+    print("\nA worker was killed in training: the run went on and ended with the same weights, bit for bit.")
+
+
+def check(given: argparse.Namespace, gpus: int, folder: Path) -> tuple[list[list[Any]], bool]:
+    """The table's rows, and whether the disturbed training ended with the weights of the other."""
+    print(
+        f"gpu-check: {_hardware(gpus)}; {given.shape} {'full' if given.full else 'LoRA'}, {given.pairs} pairs",
+        flush=True,
+    )
+    first = make(given, gpus, folder)
+    rows = [measure(first, stage) for stage in ("source", "prepare", "reference", "train", "evaluate", "export")]
+    disturbed = Path(shutil.copytree(first, folder / "disturbed", ignore=shutil.ignore_patterns("train", "model")))
+    shutil.rmtree(disturbed / "data/policy")
+    rows.append(measure(disturbed, "train", "train, a worker killed", kill=True))
+    if gpus > 1:
+        third = Path(
+            shutil.copytree(first, folder / "zero3", ignore=shutil.ignore_patterns("train", "model", "policy"))
+        )
+        write_cluster(third, {**cluster(gpus), "actor_train.zero_stage": 3})
+        rows.append(measure(third, "train", "train, ZeRO-3"))
+    return rows, weights(first) == weights(disturbed)
+
+
+def make(given: argparse.Namespace, gpus: int, folder: Path) -> Path:
+    """A workspace with a model of random weights and pairs of random words."""
+    dtype = "float32" if given.cpu else "bfloat16"
+    base = make_model_apart(given.shape, dtype, folder)
+    tiny.make(folder / "tiny", demo.conversations(0)[:300], seed=0, steps=1)
+    load_tokenizer(folder / "tiny").save_pretrained(base)
+    steps = given.pairs * 4 // 5 // BATCH
+    params: dict[str, Any] = {
+        **{f"{stage}.dtype": dtype for stage in ("reference", "train", "evaluate", "export")},
+        "prepare.max_tokens": LONGEST,
+        "prepare.over_length": "truncate_response",
+        "train.global_batch_size": BATCH,
+        "train.epochs": 1,
+        "train.logging_steps": max(1, steps // 10),
+        "train.deterministic": True,
+        "train.learning_rate": 1e-6,
+        "train.eval_steps": None,
+        "evaluate.prompts": 16,
+        "evaluate.max_new_tokens": 32,
+        "evaluate.judge": "none",
+    }
+    if given.full:
+        params["train.adapter"] = None
+    where = {**cluster(gpus), "actor_train.save_steps": max(1, steps // SAVES)}
+    where |= dict.fromkeys(("reference.compile", "actor_train.compile"), given.compile)
+    workspace = make_workspace(folder / "workspace", base, cluster=where, **params)
+    write_data(workspace / "pairs.jsonl", texts(given.pairs))
+    return workspace
+
+
+def cluster(gpus: int) -> dict[str, Any]:
+    """One worker for each GPU; without any, two on CPUs."""
+    groups = ("reference", "actor_train")
+    count, tokens = gpus or 2, 16384 if gpus else 1024
+    one = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
+    return {f"{group}.{name}": value for group in groups for name, value in one.items()} | {"tensorboard": False}
+
+
+def texts(count: int) -> list[dict[str, str]]:
+    """Rows of random words, as many in each part as UltraFeedback has tokens."""
+    rng = random.Random(0)
+    words = sorted({word for _, answer in demo.conversations(0)[:300] for word in answer.split()})
+
+    def words_of(part: tuple[float, float]) -> str:
+        return " ".join(rng.choices(words, k=max(1, min(LONGEST, round(rng.lognormvariate(*part)))) // 2 + 1))
+
+    names = ("prompt", "chosen", "rejected")
+    return [
+        {name: words_of(part) for name, part in zip(names, LENGTHS["ultrafeedback"], strict=True)} for _ in range(count)
+    ]
+
+
+def measure(workspace: Path, stage: str, name: str | None = None, kill: bool = False) -> list[Any]:
+    """A stage's row of the table."""
+    begun = time.monotonic()
+    driver = start(workspace, stage)
+    if kill:
+        group = workers(driver, 1)
+        wait_for(lambda: driver.poll() is not None or list(workspace.glob(".scratch/train/*/step-*")), 600)
+        group[0].kill()
+    said, _ = driver.communicate()
+    if driver.returncode:
+        sys.exit(f"{said}\nerror: the stage {stage} failed.")
+    seconds = time.monotonic() - begun
+    print(f"gpu-check: {name or stage} {seconds:.0f} s", flush=True)
+    if kill and "the workers start again" not in said:
+        sys.exit(f"{said}\nerror: training ended before its worker was killed. Take more pairs.")
+    figures = training(workspace) if stage == "train" else scoring(workspace, said) if stage == "reference" else {}
+    return [name or stage, seconds, *(figures.get(figure) for figure in FIGURES.values())]
+
+
+def training(workspace: Path) -> dict[str, float]:
+    """Medians over the logged steps, without the first, which compiles; the longest checkpoint."""
+    (journal,) = workspace.glob(".scratch/train/*/metrics.jsonl")
+    values = [line["values"] for line in read_lines(journal)[0] if line["kind"] == "metrics"]
+    logged: dict[str, list[float]] = {}
+    for line in values:
+        for name in FIGURES.values():
+            if name in line:
+                logged.setdefault(name, []).append(line[name])
+    return {name: statistics.median(found[1:] or found) for name, found in logged.items()}
+
+
+def scoring(workspace: Path, said: str) -> dict[str, float]:
+    """Pairs a second of all workers, from what they took for the shards alone."""
+    (journal,) = workspace.glob(".scratch/runs/*/reference.jsonl")
+    lines = read_lines(journal)[0]
+    rates = [value for line in lines for name, value in line.get("values", {}).items() if "tokens_per_second" in name]
+    lengths = [len(pair) for split in ("train", "eval") for pair in read_pairs(split, workspace)]
+    return {"pairs_per_second": sum(rates) / statistics.mean(lengths)} if rates else {}
+
+
+def weights(workspace: Path) -> list[str]:
+    return [sha256(path) for path in sorted((workspace / "data/policy").glob("*.safetensors"))]
+
+
+def _hardware(gpus: int) -> str:
+    return f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "no GPU, two workers on CPUs"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.5b", choices=SHAPES, help="Qwen2.5's shape of that size")
+    parser.add_argument("--pairs", type=int, default=512)
+    parser.add_argument("--full", action="store_true", help="train all weights: checkpoints take longer")
+    parser.add_argument("--compile", action="store_true", help="compile layers as training does: a minute each time")
+    parser.add_argument("--cpu", action="store_true", help="try the script out without a GPU, with --shape tiny")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
