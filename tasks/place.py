@@ -84,6 +84,7 @@ class Group(Section):
 class ReferenceGroup(Group):
     shard_pairs: Count = 128
     compile: bool = True
+    zero_stage: Literal[0, 3] = 0
 
 
 class ActorTrainGroup(Group):

@@ -5,7 +5,9 @@ determines it (the pair's tokens, the base model, the precision, how we compute)
 cluster or one changed pair computes only what is not there yet. A loss without a reference needs none.
 """
 
+import socket
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tasks.machines.lock import at_address
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
+from tasks.place import ReferenceGroup
 from tasks.progress import Bar
 from tasks.tracking.journal import Run
 from training.packing import Pair
@@ -31,6 +34,11 @@ Shard = tuple[list[Pair], list[str]]
 
 def reference(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
+    if params.reference.quantization and cluster.reference.zero_stage == 3:
+        raise UserError(
+            "infra/cluster.yaml: reference.zero_stage 3 cannot split a base of 4 bits. Set it to 0, or "
+            "reference.quantization and train.quantization to null."
+        )
     basis = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
     if not params.train.needs_reference:
         print(f"reference: loss {', '.join(params.train.loss)} has no reference; nothing to compute")
@@ -99,9 +107,10 @@ def _compute(
     from tasks.machines.cluster import nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype, worker
 
     group = cluster.reference
-    workers = min(group.num_workers, len(missing))
+    split = group.zero_stage == 3
+    workers = group.num_workers if split else min(group.num_workers, len(missing))
     warn_of_slow_dtype("reference", params.dtype, group.gpus_per_worker)
-    with ray_cluster(cluster.ray, workers * group.cpus_per_worker), Bar("reference", total, "pairs") as bar:
+    with ray_cluster(cluster.ray, workers * group.cpus_per_worker) as private, Bar("reference", total, "pairs") as bar:
         import ray
         from ray.util import ActorPool
 
@@ -109,8 +118,11 @@ def _compute(
         tally = Tally(found, bar)
         with room_for(cluster.ray, group, workers) as placed, nodes_told(cluster.ray, bar):
             given = (str(on_nodes(cluster, model)), params.dtype, params.quantization, group.compile)
-            actors = [worker(group, Scorer, placed, number).remote(number, *given) for number in range(workers)]
             try:
+                if split:
+                    _together(work, group, placed, given[:2], private, tally)
+                    return tally.rates()
+                actors = [worker(group, Scorer, placed, number).remote(number, *given) for number in range(workers)]
                 for done in ActorPool(actors).map_unordered(lambda actor, shard: actor.score.remote(*shard), work):
                     tally.add(*done)
             except ray.exceptions.RayTaskError as error:
@@ -118,6 +130,53 @@ def _compute(
                     raise UserError(f"source.model: {error.cause}. Choose another model.") from None
                 raise
     return tally.rates()
+
+
+def _together(
+    work: Sequence[tuple[Any, ...]],
+    group: ReferenceGroup,
+    placed: Any,
+    model: tuple[str, str],
+    private: Path | None,
+    tally: "Tally",
+) -> None:
+    """All workers compute each shard, its rows dealt out; when one is lost the group starts again with what is left.
+
+    `model` is its folder and precision.
+    """
+    import ray
+
+    from tasks.machines.cluster import RESTARTS, worker
+
+    left, actors = list(work), []
+    for attempt in range(RESTARTS + 1):
+        try:
+            actors = [
+                worker(group, SplitScorer, placed, number, restarts=0).remote(number, group.num_workers, *model)
+                for number in range(group.num_workers)
+            ]
+            meeting = ray.get(actors[0].meeting.remote(str(private) if private else None))
+            ray.get([actor.join.remote(meeting) for actor in actors])
+            futures = [[actor.score.remote(*shard) for actor in actors] for shard in map(_stored, left)]
+            while left:
+                for done in ray.get(futures.pop(0)):
+                    tally.add(*done)
+                left.pop(0)
+            return
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # its own, or of those it left
+            if attempt == RESTARTS or isinstance(getattr(error, "cause", None), ValueError):
+                raise
+            tally.bar.say("reference: a worker was lost; the group starts again with the shards that are missing")
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+
+def _stored(shard: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With its pairs in Ray's store, once for all workers."""
+    import ray
+
+    return (ray.put(shard[0]), *shard[1:])
 
 
 class Tally:
@@ -165,6 +224,7 @@ class Scorer:
         return self.number, len(pairs), sum(map(len, pairs)), time.monotonic() - begun, self.note
 
     def _scorer(self, pairs: list[Pair]) -> Any:
+        """In the fastest way that gives the model's own numbers."""
         from training import logps
         from training.model import compile_layers
         from training.proof import find_way
@@ -174,6 +234,53 @@ class Scorer:
         if self.compiled and self.device.type == "cuda" and scorer.packs:
             compile_layers(self.model)
         return scorer
+
+
+class SplitScorer:
+    """A worker of a group that shares one copy of the base model (ZeRO-3): each holds a part of the weights."""
+
+    def __init__(self, number: int, world: int, model: str, dtype: str) -> None:
+        self.number, self.world, self.model, self.dtype = number, world, model, dtype
+        self.ready = False
+        self.note: str | None = None
+
+    def meeting(self, folder: str | None) -> str:
+        """Where the workers find each other: a file on one machine, a port of this worker's on several."""
+        import ray
+
+        if folder:
+            return f"file://{folder}/reference-{uuid.uuid4().hex}"
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
+
+    def join(self, meeting: str) -> None:
+        from training import engine
+        from training.model import best_device
+        from training.split import load_split
+
+        engine.join(meeting, self.number, self.world)
+        self.device = best_device()
+        self.scorer, self.engine = load_split(Path(self.model), self.dtype)
+
+    def score(
+        self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int
+    ) -> tuple[int, int, int, float, str | None]:
+        """Compute this worker's rows of a shard and publish their pairs. A collective."""
+        from training.logps import score_share
+        from training.proof import find_way
+
+        if not self.ready:
+            self.note, self.ready = find_way(self.scorer, pairs, self.device), True
+            if self.scorer.how == "plain":
+                raise ValueError(f"{self.note}. Workers would differ in their passes: set reference.zero_stage to 0")
+        begun = time.monotonic()
+        scores = score_share(self.engine, pairs, row_tokens, self.device, rank=self.number, world=self.world)
+        numbers = sorted(scores)
+        if numbers:
+            write_shard(Path(folder), [keys[n] for n in numbers], [scores[n] for n in numbers])
+        tokens = sum(len(pairs[n]) for n in numbers)
+        return self.number, len(numbers), tokens, time.monotonic() - begun, self.note
 
 
 if __name__ == "__main__":

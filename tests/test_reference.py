@@ -1,5 +1,6 @@
 """The reference stage on a real Ray: resumable by shard, and the same values from any number of workers."""
 
+import json
 import math
 import os
 import shutil
@@ -7,16 +8,27 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flows import cache
 from tasks.dataset.pairs import check_inputs, read_rows
 from tasks.errors import UserError
 from tasks.models import base_folder
-from tests.workspaces import refusal, run, start, write_cluster
+from tests.workspaces import refusal, run, start, wait_for, workers, write_cluster
+from training import engine
+from training.logps import score_pairs, score_share
+from training.model import load_model
+from training.packing import Pair
+from training.proof import find_way, make_scorer
+from training.split import load_split
 
 pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
 
 
 def shards(workspace: Path) -> dict[Path, int]:
@@ -95,6 +107,72 @@ def test_values_do_not_depend_on_workers_and_rows(referenced, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, logps in ours.items():
         assert logps == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_workers_that_share_one_copy_of_the_model_give_the_same_values(referenced, tmp_path):
+    """Also when one of them is killed: the group starts again, and computes only the shards that are missing."""
+    other = Path(shutil.copytree(referenced, tmp_path / "split"))
+    shutil.rmtree(other / ".scratch/reference")
+    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 16}
+    write_cluster(other, {**cluster, "reference.zero_stage": 3})
+    driver = start(other, "reference")
+    group = workers(driver, 2, "SplitScorer")
+    wait_for(lambda: shards(other) or driver.poll() is not None, 300)
+    group[0].kill()
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0, said
+    assert said.count("a worker was lost; the group starts again") == 1
+    ours, theirs = values(referenced), values(other)
+    assert ours.keys() == theirs.keys()
+    for name, logps in ours.items():
+        assert logps == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_a_worker_of_two_holds_at_most_60_percent_of_the_model(tmp_path):
+    """Its own half, and the layers that are whole while they compute; the values are those of the whole model."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4, vocab_size=200
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    multiprocessing.start_processes(score_a_half, (str(tmp_path),), nprocs=2, start_method="spawn")
+    pairs, whole = split_pairs(), make_scorer(load_model(tmp_path / "model", "float32").eval(), split_pairs(), CPU)
+    expected = score_pairs(whole, pairs, 64, CPU)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    scores = {int(number): scores for half in found for number, scores in half["scores"].items()}
+    assert len(scores) == len(pairs)
+    for number, (chosen, rejected) in enumerate(expected):
+        assert scores[number][0] == pytest.approx(chosen, abs=1e-5)
+        assert scores[number][1] == pytest.approx(rejected, abs=1e-5)
+    assert [half["share"] < 0.6 for half in found] == [True, True], [half["share"] for half in found]
+
+
+def split_pairs() -> list[Pair]:
+    rng = np.random.default_rng(0)
+    parts = [[rng.integers(0, 200, rng.integers(3, 12)) for _ in range(3)] for _ in range(9)]
+    return [Pair(str(n), p, c, r, np.ones(len(c)), np.ones(len(r))) for n, (p, c, r) in enumerate(parts)]
+
+
+def score_a_half(rank: int, folder: str) -> None:
+    """A process of its own: one of the two ranks."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    engine.LIVE = 5_000  # as a large model has few of its layers whole at a time
+    engine.join(f"file://{folder}/meeting", rank, 2)
+    scorer, ready = load_split(Path(folder) / "model", "float32")
+    find_way(scorer, split_pairs(), CPU)
+    live: list[int] = []
+
+    def look(*_: object) -> None:
+        whole = [parameter for parameter in scorer.parameters() if parameter.numel()]
+        live.append(sum(parameter.ds_numel for parameter in whole))
+
+    for module in scorer.modules():
+        module.register_forward_hook(look)
+    scores = score_share(ready, split_pairs(), 64, CPU, rank=rank, world=2)
+    own = sum(engine.held(parameter).numel() for parameter in scorer.parameters())
+    total = sum(parameter.ds_numel for parameter in scorer.parameters())
+    found = {"scores": scores, "share": (own + max(live)) / total}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # gloo's threads may outlive the interpreter
 
 
 def test_another_beta_computes_nothing(referenced, tmp_path):

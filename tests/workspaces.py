@@ -79,13 +79,13 @@ def run(workspace: Path, *stages: str) -> str:
     return output
 
 
-def workers(driver: subprocess.Popen[str], count: int = 2) -> list[psutil.Process]:
-    """Those of the training group, once they are there."""
+def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrainWorker") -> list[psutil.Process]:
+    """Those of the training group, or another one, once they are there."""
     found: list[psutil.Process] = []
     while len(found) < count:
         assert driver.poll() is None, driver.communicate()[0]
         family = psutil.Process(driver.pid).children(recursive=True)
-        found = [child for child in family if "RayTrainWorker" in _title(child)]
+        found = [child for child in family if title in _title(child)]
         time.sleep(0.1)
     return found
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 BUCKET = 10**8  # gradients that travel together, at most; there are two buckets, beside the gradients
+LIVE = 10**9  # parameters that a rank of ZeRO-3 inference has whole, at most
 # Dynamic loss scaling of float16: start at 2**16, halve at every overflow, double after 1000 steps without one.
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -64,6 +65,14 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
     return dist.get_rank(), dist.get_world_size()
+
+
+def join(meeting: str, rank: int, world: int) -> None:
+    """Form a process group at a meeting point, file:// or tcp://, for workers that no launcher has described."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))  # Ray shows a worker its own GPU alone
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=world)
+    start_distributed(deterministic=False)
 
 
 def _set_deterministic(wanted: bool) -> None:
@@ -128,6 +137,32 @@ def _look_once_at_gradients(optimizer: Any) -> None:
 
     optimizer.get_grad_norm_direct = norm
     optimizer.check_overflow = lambda **_: None
+
+
+def inference_config(dtype: str) -> dict[str, Any]:
+    """ZeRO-3 without an optimizer: the ranks share one copy of the weights; a layer is whole while it computes."""
+    zero = {
+        "stage": 3,
+        "stage3_max_live_parameters": LIVE,
+        "stage3_max_reuse_distance": LIVE,
+        "stage3_prefetch_bucket_size": LIVE // 10,
+        "stage3_param_persistence_threshold": LIVE // 10**4,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+    }
+
+
+def shard(model: nn.Module, config: dict[str, Any]) -> nn.Module:
+    """A model that was loaded `sharded_from_birth`, for passes without gradients. A collective, as each pass is."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model.requires_grad_(False), config=config)
+    engine.eval()
+    return engine
 
 
 def forget_gradients(engine: Any) -> None:

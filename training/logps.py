@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from training.attention import can_flash, row_inputs
+from training.batches import rank_rows
 from training.head import Shaping, gather, head_logps
-from training.packing import Ints, Pair, Row, build_row, pack
+from training.packing import Ints, Pair, Row, build_row
 
 # Of a token, in the mean.
 ROUNDING = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
 AT_ONCE = 512  # pairs that are packed into rows together
+Scores = tuple[list[float], list[float]]  # log-probabilities of a pair's chosen and rejected tokens
 
 
 @dataclass(frozen=True)
@@ -142,22 +144,31 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-@torch.no_grad()
-def score_pairs(
-    scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device
-) -> list[tuple[list[float], list[float]]]:
+def score_pairs(scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device) -> list[Scores]:
     """Log-probabilities of each pair's chosen and rejected tokens, in the order of the pairs."""
-    scores: list[tuple[list[float], list[float]]] = [([], [])] * len(pairs)
+    scores = score_share(scorer, pairs, row_tokens, device, rank=0, world=1)
+    return [scores[number] for number in range(len(pairs))]
+
+
+@torch.no_grad()
+def score_share(
+    scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device, *, rank: int, world: int
+) -> dict[int, Scores]:
+    """Those of a rank's share of the pairs, by their number. Every rank makes as many passes: they are collectives."""
+    scores: dict[int, Scores] = {}
+    lengths = [len(pair) for pair in pairs]
     for start in range(0, len(pairs), AT_ONCE):
-        lengths = [len(pair) for pair in pairs[start : start + AT_ONCE]]
-        rows = [build_row(pairs, [start + i for i in row]) for row in pack(lengths, lengths, row_tokens)]
+        numbers = range(start, min(start + AT_ONCE, len(pairs)))
+        dealt = rank_rows(numbers, lengths, lengths, row_tokens, rank, world)
+        rows = [build_row(pairs, members) for members, _ in dealt]
         computed = [row_logps(scorer, row.to(device)).logps for row in rows]
-        for row, values in zip(rows, computed, strict=True):
-            _hand_out(row, pairs, values.tolist(), scores)
+        for row, values, (_, counts) in zip(rows, computed, dealt, strict=True):
+            if counts:
+                _hand_out(row, pairs, values.tolist(), scores)
     return scores
 
 
-def _hand_out(row: Row, pairs: Sequence[Pair], values: list[float], scores: list[Any]) -> None:
+def _hand_out(row: Row, pairs: Sequence[Pair], values: list[float], scores: dict[int, Scores]) -> None:
     for number in row.pairs:
         chosen, rejected = len(pairs[number].chosen), len(pairs[number].rejected)
         scores[number] = (values[:chosen], values[chosen : chosen + rejected])

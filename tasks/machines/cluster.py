@@ -249,7 +249,7 @@ def nodes_told(where: place.Ray, bar: Bar) -> Iterator[None]:
         yield
 
 
-def worker(group: Group, actor: type, placed: Any, number: int) -> Any:
+def worker(group: Group, actor: type, placed: Any, number: int, restarts: int = RESTARTS) -> Any:
     """The actor of a group's worker in its place; when the worker or its node is lost, it starts again."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -258,8 +258,8 @@ def worker(group: Group, actor: type, placed: Any, number: int) -> Any:
         num_cpus=group.cpus_per_worker,
         num_gpus=group.gpus_per_worker,
         resources=group.resources,
-        max_restarts=RESTARTS,
-        max_task_retries=RESTARTS,
+        max_restarts=restarts,
+        max_task_retries=restarts,
         scheduling_strategy=PlacementGroupSchedulingStrategy(placed, number),
     )(actor)
 
