@@ -100,7 +100,7 @@ def make(given: argparse.Namespace, gpus: int, folder: Path) -> Path:
 
 def cluster(gpus: int) -> dict[str, Any]:
     """One worker for each GPU; without any, two on CPUs."""
-    groups = ("reference", "actor_train")
+    groups = ("reference", "actor_train", "evaluate")
     count, tokens = gpus or 2, 16384 if gpus else 1024
     one = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
     return {f"{group}.{name}": value for group in groups for name, value in one.items()} | {"tensorboard": False}
