@@ -211,7 +211,7 @@ def check_mlflow(root: Path, name: str) -> None:
     assert (own.info.run_name, own.info.status) == (name, "FINISHED")
     assert own.data.tags["best"] == f"{name}-3-beta-0.5"
     assert own.data.metrics[MARGINS] == 0.5
-    kept = {"sweep.csv", "sweep.png", "sweep.md"}
+    kept = {"sweep.csv", "sweep.png", "sweep.md", "configuration.yaml"}
     assert kept == {file.path for file in client.list_artifacts(own.info.run_id)} - {"params.json"}
     parents = [run for run in found if "mlflow.parentRunId" not in run.data.tags and run.info.run_id != own.info.run_id]
     assert {run.data.params["train.beta"] for run in parents} == {"0.2", "0.3", "0.5"}

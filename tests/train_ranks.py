@@ -40,12 +40,17 @@ def run(given: dict) -> list[dict]:
             if int(path.name.removeprefix("step-")) > again_from:
                 shutil.rmtree(path)
     log: list[dict] = []
+
+    def note(step: int, values: dict) -> None:
+        if "checkpoint_seconds" not in values:  # no two are equal
+            log.append({"step": step, **values})
+
     try:
         loop.train(
             settings,
             pairs[8:],
             held_out,
-            log=lambda step, values: log.append({"step": step, **values}),
+            log=note,
             say=lambda sentence: log.append({"said": sentence}),
             key=KEY,
         )
