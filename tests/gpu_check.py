@@ -1,4 +1,4 @@
-"""`make gpu-check`: every stage through Ray on this machine's GPUs, without network, with a table of what each took.
+"""`make gpu-check`: every stage on this machine's GPUs, without network, with a table of what each took.
 
 python -m tests.gpu_check [--shape 0.5b] [--pairs 512] [--full] [--compile]
 
@@ -135,7 +135,7 @@ def measure(workspace: Path, stage: str, name: str | None = None, kill: bool = F
     print(f"gpu-check: {name or stage} {seconds:.0f} s", flush=True)
     if kill and "the workers start again" not in said:
         sys.exit(f"{said}\nerror: training ended before its worker was killed. Take more pairs.")
-    figures = training(workspace) if stage == "train" else scoring(workspace, said) if stage == "reference" else {}
+    figures = training(workspace) if stage == "train" else scoring(workspace) if stage == "reference" else {}
     return [name or stage, seconds, *(figures.get(figure) for figure in FIGURES.values())]
 
 
@@ -151,7 +151,7 @@ def training(workspace: Path) -> dict[str, float]:
     return {name: statistics.median(found[1:] or found) for name, found in logged.items()}
 
 
-def scoring(workspace: Path, said: str) -> dict[str, float]:
+def scoring(workspace: Path) -> dict[str, float]:
     """Pairs a second of all workers, from what they took for the shards alone."""
     (journal,) = workspace.glob(".scratch/runs/*/reference.jsonl")
     lines = read_lines(journal)[0]
