@@ -26,7 +26,7 @@ def down() -> None:
         if server and server.answers():
             with suppress(urllib.error.URLError, OSError):  # a server that fails is ended all the same
                 _note_how_runs_ended(server, pids, began)
-        for name in ("mlflow", "prefect"):
+        for name in ("metrics", "mlflow", "prefect"):
             _end(name)
         passwords.remove_client()
 

@@ -1,8 +1,8 @@
-"""What `make up` starts: Prefect's server, MLflow's server and a worker, where, and with which settings.
+"""What `make up` starts: Prefect's and MLflow's server, a worker and the metrics endpoint, and with which settings.
 
 Everything binds to loopback and asks for a login (flows/passwords.py). BIND=address opens the pages to others,
 DPO_ALLOWED_HOSTS adds host names by which they come, PREFECT_SERVER_API_AUTH_STRING=user:password replaces Prefect's
-login. PREFECT_PORT and PORT choose Prefect's and MLflow's port.
+login. PREFECT_PORT, PORT and METRICS_PORT choose the ports of Prefect, MLflow and the metrics endpoint.
 """
 
 import ipaddress
@@ -25,8 +25,13 @@ LOOPBACK = "127.0.0.1"
 BIND, SECRET, HOSTS = "BIND", "PREFECT_SERVER_API_AUTH_STRING", "DPO_ALLOWED_HOSTS"
 TIMEZONE = "DPO_TIMEZONE"
 POOL = "dpo"
-TITLES = {"prefect": "Prefect's server", "mlflow": "MLflow's server", "worker": "the worker"}
-PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000)}
+TITLES = {
+    "prefect": "Prefect's server",
+    "mlflow": "MLflow's server",
+    "worker": "the worker",
+    "metrics": "the metrics endpoint",
+}
+PORTS = {"prefect": ("PREFECT_PORT", 4200), "mlflow": ("PORT", 5000), "metrics": ("METRICS_PORT", 9464)}
 SILENCE = 120  # seconds after which a run without a heartbeat is taken for dead: four of them
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 
@@ -131,6 +136,7 @@ def prefect(asked: Settings) -> Service:
         "PREFECT_SERVER_UI_API_URL": "/api",  # of whichever address a browser came by
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_METRICS_ENABLED": "true",  # /api/metrics, behind the login
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,  # in memory, a restart would crash the runs that hold one
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}:{number}" for host in hosts(asked)),
         HOSTS: ",".join(hosts(asked)),
@@ -202,6 +208,17 @@ def worker(asked: Settings, api: str) -> Service:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     address = f"http://{LOOPBACK}:{number}"
     return services.start("worker", [*command, "--with-healthcheck"], env, number, address, f"{address}/health")
+
+
+def metrics(asked: Settings) -> Service:
+    """For Prometheus, which logs in as MLflow's reader does."""
+    services.end_leftovers("metrics")
+    number = port("metrics", asked)
+    page = f"http://{_reached_by(asked.bind)}:{number}"
+    command = [sys.executable, "-m", "flows.metrics", "--host", asked.bind, "--port", str(number)]
+    env = {name: value for name, value in common(asked).items() if name != "PREFECT_API_URL"}  # it finds ours itself
+    env |= {"DPO_METRICS_PASSWORD": passwords.mlflow_passwords()["reader"], "DPO_HOME": str(ROOT)}
+    return services.start("metrics", command, env, number, f"{page}/metrics", f"{page}/health")
 
 
 def _reached_by(bind: str) -> str:

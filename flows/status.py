@@ -3,6 +3,7 @@
 import base64
 import json
 import urllib.request
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -18,7 +19,7 @@ RUNS = 5
 def status() -> None:
     found = {name: services.running(name) for name in TITLES}
     for name, service in found.items():
-        print(f"{TITLES[name]:<17} {_state(service)}", flush=True)
+        print(f"{TITLES[name]:<20} {_state(service)}", flush=True)
     server = found["prefect"]
     if server and server.answers():
         _of_prefect(server)
@@ -60,13 +61,16 @@ def _next(server: Service, deployment: str) -> str:
 
 
 def ask(server: Service, path: str, body: dict[str, Any]) -> Any:
+    return ask_api(services.prefect_access(server), path, body)
+
+
+def ask_api(access: Mapping[str, str], path: str, body: dict[str, Any], timeout: float = 30.0) -> Any:
     """Of Prefect's API, without Prefect's client, whose import takes seconds."""
-    access = services.prefect_access(server)
     headers = {"Content-Type": "application/json"}
     if secret := access.get("PREFECT_API_AUTH_STRING"):
         headers["Authorization"] = f"Basic {base64.b64encode(secret.encode()).decode()}"
     request = urllib.request.Request(f"{access['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
         return json.load(answer)
 
 

@@ -1,4 +1,4 @@
-"""`make up`: Prefect's server, MLflow's server and a worker in the background, with all that runs need on them.
+"""`make up`: Prefect's and MLflow's server, a worker and a metrics endpoint in the background, as runs need them.
 
 Run again it says what runs already and brings back what is missing. `make down` ends what this started, and no more.
 """
@@ -32,14 +32,15 @@ def up() -> None:
         asked = _settings()
         server = _start_or_say("prefect") or _say(stack.prefect(asked))
         mlflow = None if store.startswith("http") else _mlflow(asked, store)
+        metrics = _start_or_say("metrics") or _say(stack.metrics(asked))
         access = services.prefect_access(server)
         importlib.import_module("flows.equip")  # takes seconds, in which the server starts
         services.wait_for(server, TITLES["prefect"])
         worker = _equip(access, asked)
-        for service in filter(None, (mlflow, worker)):
+        for service in filter(None, (mlflow, worker, metrics)):
             services.wait_for(service, TITLES[service.name])
         found = passwords.write_client(access["PREFECT_API_URL"], access["PREFECT_API_AUTH_STRING"])
-    _say_where(server, mlflow.address if mlflow else store, asked, found)
+    _say_where(server, mlflow.address if mlflow else store, metrics.address, asked, found)
     if first:
         _say_passwords(asked)
 
@@ -126,12 +127,13 @@ def _equip(access: Mapping[str, str], asked: Settings) -> Service:
     return worker
 
 
-def _say_where(server: Service, mlflow: str, asked: Settings, found: bool) -> None:
+def _say_where(server: Service, mlflow: str, metrics: str, asked: Settings, found: bool) -> None:
     print("\nPages")
     print(f"  Prefect  {server.address}  runs, deployments, schedules, automations")
     print(f"  MLflow   {mlflow}  curves, models, compare")
     print(f"  runs     {runs_link(mlflow)}")
     print(f"  curves   {curves_link(mlflow)}")
+    print(f"  metrics  {metrics}  for Prometheus (docs/monitoring.md)")
     if asked.open:
         print(f"  from elsewhere: the same ports of {socket.gethostname()}")
     print(f"In a shell, in this folder\n  {PROJECT_SHELL}")

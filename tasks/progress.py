@@ -13,6 +13,9 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 EVERY_SECONDS = 2.0
+NOTE_SECONDS = 10.0  # between two notes in the journal
+Listener = Callable[[int, int, str], None]  # done, total, unit
+_listeners: list[Listener] = []
 
 
 class Bar:
@@ -21,8 +24,10 @@ class Bar:
         self.spoke, self.done = time.monotonic(), 0
         self.began: tuple[float, int] | None = None  # when the first figure came, and which
         self.bar: Progress | None = None
+        self.noted = 0.0
 
     def __enter__(self) -> "Bar":
+        self._note(0)
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.bar = Progress(*columns, TextColumn("{task.fields[note]}"))
@@ -41,6 +46,8 @@ class Bar:
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total; neither starting up nor what a resumed run found done counts towards its speed."""
         self.began, self.done = self.began or (time.monotonic(), done), done
+        if done == self.total or time.monotonic() - self.noted >= NOTE_SECONDS:
+            self._note(done)
         if self.bar:
             self.bar.update(self.task, completed=done, note=note)
         elif done == self.total or time.monotonic() - self.spoke >= EVERY_SECONDS:
@@ -52,6 +59,11 @@ class Bar:
         """A sentence of its own, above the bar."""
         (self.bar.console.print if self.bar else print)(sentence)
 
+    def _note(self, done: int) -> None:
+        self.noted = time.monotonic()
+        for listener in _listeners:
+            listener(done, self.total, self.unit)
+
     def _eta(self, done: int) -> str:
         assert self.began is not None
         since, first = self.began
@@ -59,6 +71,16 @@ class Bar:
             return ""
         seconds = (time.monotonic() - since) / (done - first) * (self.total - done)
         return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+@contextmanager
+def told_to(listener: Listener) -> Iterator[None]:
+    """Of every bar in the block, so that progress is not only on the terminal."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ HOMES = {
     "rich": {"tasks/progress.py", "tasks/reports/terminal.py", "tasks/dataset/preview.py", "tasks/reports/sweeps.py"},
     "tensorboardX": {"tasks/tracking/tensorboard.py"},
     "cryptography": {"tasks/signing.py"},
+    "prometheus_client": {"flows/metrics.py"},
     "dvc": set(),  # the command alone
 }
 

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -31,7 +32,9 @@ from websockets.sync.client import connect
 
 from flows import stack
 from flows.parameters import known_and_typed
+from tasks.machines.process import this_process
 from tests.browser import Page, browser
+from tests.prometheus import named_in_infra, scrape, scraped
 from tests.workspaces import wait_for
 
 SILENCE = 60
@@ -62,6 +65,9 @@ class Up:
     def login(self, name: str) -> str:
         """user:password of `prefect/admin`, `mlflow/reader` and the like."""
         return f"{name.partition('/')[2]}:{json.loads((self.root / '.services/passwords.json').read_text())[name]}"
+
+    def passwords(self) -> list[str]:
+        return list(json.loads((self.root / ".services/passwords.json").read_text()).values())
 
     def ask(self, url: str, body: Any, login: str | None, method: str | None = None, **headers: str) -> Any:
         """The open answer."""
@@ -330,7 +336,7 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
     before = up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]
     automations = up.api("automations/filter", {})
     said = up.command("up")
-    assert said.count("runs already, since ") == 3
+    assert said.count("runs already, since ") == 4
     assert up.login("prefect/admin") not in said
     assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in said
     assert f"Prefect  {up.note('prefect')['address']} " in said
@@ -380,7 +386,7 @@ def test_what_was_killed_is_brought_back_and_a_switched_schedule_stays(
     assert after["prefect"] == before["prefect"]
     assert not {after["worker"], after["mlflow"]} & {before["worker"], before["mlflow"], bystander.pid}
     assert up.note("mlflow")["address"] == page
-    assert said.count("runs already") == 1
+    assert said.count("runs already") == 2
     assert "Deployments deployed: " in said
     assert up.api("deployments/name/dpo/nightly")["schedules"][0]["active"]
     assert bystander.is_running()
@@ -572,13 +578,70 @@ def test_a_run_by_hand_is_on_the_same_pages_and_status_shows_all(up: Up) -> None
 
 
 @pytest.mark.slow
+def test_prometheus_finds_every_metric_of_the_dashboard(up: Up, trained: Path) -> None:
+    """In the middle of a real training, whose journal is cut there, with a champion that a run of this stack made."""
+    (whole,) = trained.glob(".scratch/runs/*/train.jsonl")
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    start = next(number for number, line in enumerate(lines) if line["kind"] == "start")
+    steps = [number for number, line in enumerate(lines) if line["kind"] == "metrics" and "loss" in line["values"]]
+    cut = steps[len(steps) // 2]
+    lines[start] |= this_process()
+    folder = up.root / ".scratch" / "runs" / "cut"
+    folder.mkdir()
+    shutil.copy(whole.with_name("settings.json"), folder)
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[: cut + 1]))
+    model = make_champion(up)
+    address, login = up.note("metrics")["address"], up.login("mlflow/reader")
+    text = scrape(address, login)
+    shutil.rmtree(folder)
+    found = scraped(text)
+    assert set(found["dpo_source_up"].values()) == {1}
+    needs_gpu = {"dpo_train_mfu"}
+    assert not {name for name in named_in_infra() - needs_gpu if not found.get(name)}
+    assert found["dpo_flow_runs"]["completed",] >= 1
+    total = found["dpo_stage_total"]["cut", "train", "steps"]
+    assert (
+        0 < found["dpo_stage_done"]["cut", "train", "steps"] == lines[cut]["step"] < total == lines[steps[-1]]["step"]
+    )
+    assert found["dpo_train_pairs_per_second"]["cut",] > 0
+    assert found["dpo_champion_version"][model] == 1
+    assert found["dpo_champion_metric"][model[0], "1", "samples/policy/kind"] == 0.97
+    assert not [word for word in up.passwords() if word in text]
+    prefect = f"{up.note('prefect')['address']}/api/metrics"
+    assert "process_cpu_seconds_total" in scrape(prefect, up.login("prefect/admin"))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        scrape(prefect, "admin:guess")
+
+
+def make_champion(up: Up) -> tuple[str, str]:
+    """Of the newest pipeline run, as `promote` would; the name of model and run."""
+    api, writer = f"{up.note('mlflow')['address']}/api/2.0/mlflow", up.login("mlflow/writer")
+
+    def call(path: str, **body: Any) -> dict[str, Any]:
+        with up.ask(f"{api}/{path}", body, writer) as answer:
+            return dict(json.loads(answer.read()))
+
+    evaluated = "metrics.`samples/policy/kind` > 0"
+    with up.ask(f"{api}/experiments/get-by-name?experiment_name=dpo", None, writer) as answer:
+        place = json.loads(answer.read())["experiment"]["experiment_id"]
+    (run,) = call("runs/search", experiment_ids=[place], filter=evaluated, max_results=1)["runs"]
+    name, model = run["info"]["run_name"], "dpo-demo"
+    call("registered-models/create", name=model)
+    source = f"{run['info']['artifact_uri']}/model"
+    tags = [{"key": "run", "value": name}]
+    call("model-versions/create", name=model, source=source, run_id=run["info"]["run_id"], tags=tags)
+    call("registered-models/alias", name=model, alias="champion", version="1")
+    return model, name
+
+
+@pytest.mark.slow
 def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psutil.Popen) -> None:
     """A run that is at work then is noted as crashed, and the webhook is told before the server ends."""
     run, _ = hanging(up, "cut-off", beta=0.9)
     assert re.search(r"Running +full +cut-off +[1-9]\d* s ", up.command("status"))
     ours = [psutil.Process(pid) for pid in up.pids().values()]
     ours += [below for process in ours for below in process.children(recursive=True)]
-    assert up.command("down").count(" is ended\n") == 3
+    assert up.command("down").count(" is ended\n") == 4
     (told,) = [text for text in up.told if text.endswith(run)]
     assert "is Crashed. `make down` ended the worker that ran it." in told
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -586,5 +649,5 @@ def test_down_ends_all_that_up_started_and_nothing_else(up: Up, bystander: psuti
     assert [path.name for path in (up.root / ".services").glob("*.json")] == ["passwords.json"]
     assert not (up.root / "prefect.toml").exists()
     assert "database is locked" not in (up.root / ".services" / "prefect.log").read_text()
-    assert up.command("status").count("does not run") == 3
-    assert up.command("down").count(" did not run\n") == 3
+    assert up.command("status").count("does not run") == 4
+    assert up.command("down").count(" did not run\n") == 4

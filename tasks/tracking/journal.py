@@ -59,6 +59,10 @@ class Run:
         """Final values, of this run and of the whole pipeline run; `at` is the training step that they describe."""
         self.write("summary", values=dict(values), at=at)
 
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """For the metrics endpoint (flows/metrics.py); MLflow gets none of it."""
+        self.write("progress", done=done, total=total, unit=unit)
+
     def params(self, values: Mapping[str, Any]) -> None:
         self.write("params", values=dict(values))
 
@@ -85,6 +89,8 @@ class Run:
 @contextmanager
 def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
     """A run around a stage: its journal is sent while it works, and ends with how it ended."""
+    from tasks.progress import told_to
+
     folder = open_run(params, cluster)
     run = Run(folder, stage)
     run.write("start", **this_process())
@@ -94,7 +100,8 @@ def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
     forwarder = start_forwarder(folder)
     status = "FAILED"
     try:
-        yield run
+        with told_to(run.progress):
+            yield run
         run.tags(lineage())
         status = "FINISHED"
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +215,39 @@ class Registry:
                 self.client.delete_registered_model_alias(self.name, alias)
         held.check()
         self.client.delete_registered_model_tag(self.name, MOVING)
+
+
+@dataclass(frozen=True)
+class Champion:
+    model: str
+    version: str
+    run: str  # that made it
+    since: float  # when it was registered, seconds since the epoch
+    metrics: Mapping[str, float]
+
+
+def champions(uri: str, alias: str, metrics: Sequence[str]) -> list[Champion]:
+    """The version at the alias of each registered model, with these metrics of the run that made it; only reads."""
+    from mlflow import MlflowClient
+
+    from tasks.tracking.login import use
+
+    use(uri, "reader")
+    client, found = MlflowClient(uri, registry_uri=uri), []
+    for model in client.search_registered_models():
+        if (number := model.aliases.get(alias)) is not None:
+            version = client.get_model_version(model.name, number)
+            logged = client.get_run(version.run_id).data.metrics if version.run_id else {}
+            named = {name: value for name in metrics if (value := _logged(logged, name)) is not None}
+            run, since = version.tags.get("run", ""), version.creation_timestamp / 1000
+            found.append(Champion(model.name, str(number), run, since, named))
+    return found
+
+
+def _logged(metrics: Mapping[str, float], name: str) -> float | None:
+    """A figure of data/metrics/evaluate.json, under the name that it has in MLflow (journal.evaluation)."""
+    names = (name, f"eval/{name}", f"{name}/rate", f"eval/{name}/rate")
+    return next((metrics[known] for known in names if known in metrics), None)
 
 
 @contextmanager
