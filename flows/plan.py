@@ -84,10 +84,11 @@ def _run_cache() -> Iterator[Entry]:
 def show(steps: list[Step], files: Files) -> None:
     from tasks.doctor import needs
     from tasks.params import Params, load_cluster, validate
+    from tasks.reports import cost
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
     cluster = load_cluster(ROOT, *(files.get(str(path), {}) for path in (RECIPE, OVERRIDES)))
-    rows, total, unknown = [], 0.0, False
+    rows, total, gpu_seconds, unknown = [], 0.0, 0.0, False
     for step in steps:
         time, memory = "", ""
         if step.what in (RUNS, MAYBE):
@@ -96,6 +97,7 @@ def show(steps: list[Step], files: Files) -> None:
             time = f"about {_duration(found.seconds)}" if found.seconds is not None else "unknown"
             memory = _memory(found.gib, gib)
             total, unknown = total + (found.seconds or 0), unknown or found.seconds is None
+            gpu_seconds += (found.seconds or 0) * cost.gpus(cluster, step.stage)
         rows.append((step.stage, step.what, time, memory, step.why[0] if step.why else ""))
         rows += [("", "", "", "", reason) for reason in step.why[1:]]
     print(runs.table(rows, ("stage", "", "time", "memory", "why")))
@@ -106,6 +108,8 @@ def show(steps: list[Step], files: Files) -> None:
         if unknown
         else _duration(total)
     )
+    if gpu_seconds:
+        whole += f"; {cost.in_words(cluster, gpu_seconds / 3600)}"
     print(
         f"\nIn all: {whole}, by runs on the same data and model."
         if any(row[2] for row in rows)

@@ -78,6 +78,7 @@ def write_page(place: Workspace, states: list[dict[str, Any]]) -> Path:
 def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
     """Yields the list of what became of each stage, and tells MLflow when the run is over, however it ended."""
     from tasks.params import load_cluster, load_params
+    from tasks.reports import cost
     from tasks.tracking import journal
 
     os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; which run it is, is handed on
@@ -92,6 +93,8 @@ def recorded(place: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, 
         status = "FINISHED"
     finally:
         write_json(folder / "stages.json", states)
+        if figures := cost.figures(cluster, folder):
+            journal.Run(folder, journal.FLOW).summary(figures)
         by_stage = {state["stage"]: state["state"] for state in states}
         journal.finish(folder, root=place.root, states=by_stage, status=status)
 

@@ -116,6 +116,8 @@ class Cluster(Section):
     tensorboard: bool = False
     system_metrics: Positive | None = 10
     output_dir: str = ".scratch"
+    price_per_gpu_hour: Positive | None = None
+    currency: Annotated[str, Field(pattern=r"^[A-Za-z]{1,8}$")] = "EUR"
     access: Access = Access()
     ray: Ray = Ray()
     prepare: PrepareGroup = PrepareGroup()

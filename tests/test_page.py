@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.params import load_cluster
 from tasks.paths import CARD
-from tasks.reports import svg
+from tasks.reports import cost, svg
 from tasks.reports.cost import costs
 from tasks.reports.page import page
 from tasks.reports.svg import bars, lines
@@ -97,6 +98,36 @@ def test_costs_are_those_of_the_stages_that_ran(root: Path):
         ("export", "cached", "", "", "", ""),
         ("evaluate", "ran", "5.0", "15.0", "", ""),
     ]
+
+
+def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(root: Path):
+    """Train on 8 GPUs: an attempt killed after 90 min, the next one took 30: 16 hours. Export on one GPU: half an hour.
+    Prepare holds none. At 2.5 an hour 41.25 in all."""
+    groups = {"actor_train.num_workers": 8, "actor_train.gpus_per_worker": 1, "evaluate.num_workers": 4}
+    write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1})
+    logs, minute = root / "logs", 60_000
+    logs.mkdir()
+
+    def journal(stage: str, *lines: tuple[str, int]) -> None:
+        text = [json.dumps({"kind": kind, "time": 10**12 + at * minute, "values": {}}) for kind, at in lines]
+        (logs / f"{stage}.jsonl").write_text("\n".join(text) + "\n")
+
+    journal("prepare", ("start", 0), ("end", 60))
+    journal("train", ("start", 0), ("metrics", 90), ("start", 200), ("metrics", 210), ("end", 230))
+    journal("export", ("start", 0), ("end", 30))
+    cluster = load_cluster(root)
+    assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}
+    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5}
+    assert cost.in_words(cluster, 16.5) == "16.50 GPU hours"
+    assert "<th>GPU hours</th></tr>" in page(root, "run", STATES, logs=logs)
+    write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})
+    cluster = load_cluster(root)
+    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
+    assert cost.in_words(cluster, 16.5) == "16.50 GPU hours, 41.25 USD"
+    assert "<td>the run</td><td>16.50</td><td>41.25</td>" in page(root, "run", STATES, logs=logs)
+    write_cluster(root, {})
+    assert cost.figures(load_cluster(root), logs) == {}  # no GPUs
+    assert "GPU hours" not in page(root, "run", STATES, logs=logs)
 
 
 def test_a_decision_about_another_export_is_not_told(root: Path):

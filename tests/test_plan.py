@@ -64,7 +64,9 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     assert "Nothing to run." in nothing["all"]
     assert "Every value is the default." in nothing["all"]
 
-    beta = plan(repo, env, "--set", "train.beta=0.2")
+    (repo / "site.yaml").write_text("price_per_gpu_hour: 3.0\n")
+    priced = {**env, "DPO_CLUSTER": "site.yaml"}
+    beta = plan(repo, priced, "--set", "train.beta=0.2", "--set", "cluster.actor_train.gpus_per_worker=1")
     assert beta["reference"].split() == ["reference", "unchanged"]
     assert "param train.beta 0.1 -> 0.2" in beta["train"]
     assert re.search(r"(?m)^train.beta +0.2 +overrides$", beta["all"])
@@ -72,7 +74,8 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     assert "3.5 GiB measured" in beta["train"]
     assert "behind train: data/train may come out different" in beta["evaluate"]
     assert "unknown" in beta["evaluate"]
-    assert "In all: at least 20 min, some unknown" in beta["all"]
+    # 2 workers with a GPU each for 20 min
+    assert "In all: at least 20 min, some unknown; 0.67 GPU hours, 2.00 EUR, by runs on the same" in beta["all"]
 
     other = plan(repo, env, "--set", "source.seed=7")  # a run on other data says nothing about this one
     assert "param source.seed 0 -> 7" in other["source"]

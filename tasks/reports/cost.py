@@ -1,4 +1,4 @@
-"""What a run cost, by stage: seconds, device-seconds, tokens, tokens a second."""
+"""What a run cost, by stage: seconds, device-seconds, tokens, tokens a second; GPU hours and their price."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,59 @@ def costs(root: Path, states: Sequence[Mapping[str, Any]], *, logs: Path | None)
         devices = f"{seconds * _workers(cluster, name):.1f}"
         rows.append((name, "ran", f"{seconds:.1f}", devices, _count(tokens), _count(speed)))
     return rows
+
+
+def gpu_hours(cluster: Cluster, logs: Path) -> dict[str, float]:
+    """By stage, of every attempt that the run's journals know: a stage holds its group's GPUs while it runs."""
+    found = {path.stem: _seconds(path) / 3600 * gpus(cluster, path.stem) for path in sorted(logs.glob("*.jsonl"))}
+    return {stage: hours for stage, hours in found.items() if hours}
+
+
+def gpus(cluster: Cluster, stage: str) -> float:
+    """That the workers of a stage hold."""
+    group = {"reference": cluster.reference, "train": cluster.actor_train}.get(stage, cluster.evaluate)
+    if stage not in ("reference", "train", "evaluate", "export", "promote"):
+        return 0.0
+    return group.gpus_per_worker * (1 if stage == "export" else group.num_workers)
+
+
+def _seconds(journal: Path) -> float:
+    """From each start to its end; an attempt that was killed ended with its last line."""
+    total, began, last = 0, None, 0
+    for line in read_lines(journal)[0]:
+        if line["kind"] == "start":
+            total, began = total + (last - began if began is not None else 0), line["time"]
+        elif line["kind"] == "end" and began is not None:
+            total, began = total + line["time"] - began, None
+        last = line["time"]
+    return (total + (last - began if began is not None else 0)) / 1000
+
+
+def price(cluster: Cluster, hours: float) -> float | None:
+    return None if cluster.price_per_gpu_hour is None else hours * cluster.price_per_gpu_hour
+
+
+def in_words(cluster: Cluster, hours: float) -> str:
+    """`1.50 GPU hours, 3.75 EUR`; the price where the site has set one."""
+    cost = price(cluster, hours)
+    return f"{hours:.2f} GPU hours" + (f", {cost:.2f} {cluster.currency}" if cost is not None else "")
+
+
+def gpu_costs(cluster: Cluster, logs: Path) -> list[tuple[str, ...]]:
+    """Rows of the report: a stage, its GPU hours and their price; the last row is the whole run."""
+    hours = gpu_hours(cluster, logs)
+    rows = [*hours.items(), ("the run", sum(hours.values()))] if hours else []
+    costs = [(name, value, price(cluster, value)) for name, value in rows]
+    return [(name, f"{value:.2f}", *([] if cost is None else [f"{cost:.2f}"])) for name, value, cost in costs]
+
+
+def figures(cluster: Cluster, logs: Path) -> dict[str, float]:
+    """Of the whole run, for MLflow; none where it held no GPU."""
+    hours = sum(gpu_hours(cluster, logs).values())
+    cost = price(cluster, hours)
+    return (
+        {} if not hours else {"cost/gpu_hours": hours, **({} if cost is None else {f"cost/{cluster.currency}": cost})}
+    )
 
 
 def _workers(cluster: Cluster, stage: str) -> int:

@@ -14,11 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from tasks.files import read_json
+from tasks.params import load_cluster
 from tasks.paths import CARD, METRICS, MODEL
 from tasks.redact import redact
 from tasks.release.gate import by_slash
 from tasks.reports import svg
-from tasks.reports.cost import costs
+from tasks.reports.cost import costs, gpu_costs
 from tasks.reports.markup import charts, escape, section, table, text
 from tasks.reports.style import STYLE
 from tasks.reports.verdict import decision_of, verdict
@@ -75,7 +76,8 @@ def page(
         section("Lineage", _lineage(_json(root / MODEL / "manifest.json"), decision)),
         section(
             "Cost",
-            table(("stage", "", "seconds", "device-seconds", "tokens", "tokens/s"), costs(root, states, logs=logs)),
+            table(("stage", "", "seconds", "device-seconds", "tokens", "tokens/s"), costs(root, states, logs=logs))
+            + _gpu_costs(root, logs),
         ),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -84,6 +86,12 @@ def page(
         f'<!doctype html><html lang="en"><head>{head}{guard}<title>{escape(title)}</title><style>{STYLE}</style></head>'
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
+
+
+def _gpu_costs(root: Path, logs: Path | None) -> str:
+    cluster = load_cluster(root)
+    head = ["stage", "GPU hours", *([cluster.currency] if cluster.price_per_gpu_hour else [])]
+    return table(head, gpu_costs(cluster, logs)) if logs else ""
 
 
 def _numbers(metrics: dict[str, Any]) -> str:

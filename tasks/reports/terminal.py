@@ -16,6 +16,7 @@ from rich.text import Text
 from tasks.files import home, read_json
 from tasks.params import load_cluster
 from tasks.paths import METRICS, MODEL
+from tasks.reports.cost import gpu_hours, in_words
 from tasks.reports.verdict import decided, decision_of
 
 SHOWN = 3
@@ -84,6 +85,8 @@ def _where(console: Console) -> None:
     console.print(f"model      {_model()}", soft_wrap=True, markup=False)
     console.print(f"registry   {decided(decision_of(Path()))}", soft_wrap=True, markup=False)
     console.print("metrics    dvc metrics show, dvc plots show")
+    if cost := _cost():
+        console.print(f"cost       {cost}")
     if (page := _page()) is not None:
         console.print(f"report     {page}", soft_wrap=True)
     console.print("pages      make up (MLflow and Prefect: runs, curves, models)")
@@ -95,6 +98,13 @@ def _model() -> str:
         return f"{MODEL} ({what})"
     run = os.environ.get("DPO_RUN", "name")  # its worktree is gone, and this is what was kept of it
     return f"`make open RUN={run}` lays it out ({what}); branch runs/{run}"
+
+
+def _cost() -> str:
+    """Of the flow's run that we belong to; nothing where it held no GPU."""
+    cluster, name = load_cluster(), os.environ.get("DPO_RUN")
+    hours = sum(gpu_hours(cluster, home() / cluster.logging_dir / name).values()) if name else 0.0
+    return in_words(cluster, hours) if hours else ""
 
 
 def _page() -> Path | None:
