@@ -354,9 +354,35 @@ def known_options(command: list[str]) -> set[str]:
         from mlflow.cli import server
 
         return {option for parameter in server.params for option in parameter.opts}
+    if "flows.metrics" in command:  # started with them by tests/test_services.py
+        return {"--host", "--port"}
     if "flows.api" in command:  # started with them by tests/test_postgres_s3.py
         return {"--host", "--port"}
     return set()
+
+
+@pytest.mark.parametrize("path", sorted((INFRA / "systemd").glob("*.service")), ids=lambda path: path.stem)
+def test_a_unit_starts_commands_that_exist_with_their_options(path, tmp_path):
+    text = path.read_text()
+    started = re.findall(r"(?m)^Exec(?:Start|Stop|Reload)=(.+)$", text)
+    assert len(started) >= 2
+    for line in started:
+        program, *words = shlex.split(line)
+        if program.endswith("/make"):
+            assert words[0] in ("up", "down")
+            continue
+        assert (BIN / Path(program).name).exists()
+        assert words[0] == "start" or importlib.util.find_spec(words[1])
+        assert {word for word in words if word.startswith("--")} <= known_options(["ray"])
+    if not shutil.which("systemd-analyze"):
+        return
+    runs_here = re.sub(r"/opt/dpo/\.venv/bin|/usr/bin(?=/make)", "/bin", text).replace("/bin/ray ", "/bin/true ")
+    runs_here = re.sub("/bin/(python|make) ", "/bin/true ", runs_here).replace("User=dpo", "User=root")
+    (tmp_path / path.name).write_text(runs_here.replace("WorkingDirectory=/opt/dpo", "WorkingDirectory=/"))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", tmp_path / path.name], capture_output=True, text=True
+    )
+    assert path.name not in checked.stdout + checked.stderr  # it also tells of units of this machine
 
 
 def test_the_shell_script_is_whole():
