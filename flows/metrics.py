@@ -70,6 +70,7 @@ class Watched(Collector):
         except Exception as error:
             self._say_failed("configuration", error)
             return {"configuration": None}
+        self.failing.pop("configuration", None)
         sources: dict[str, Source] = {
             "prefect": flow_runs,
             "mlflow": lambda: champions(cluster),
@@ -86,14 +87,14 @@ class Watched(Collector):
             self._say_failed(name, error)
             return None
         if self.failing.pop(name, None):
-            print(f"metrics: {name} answers again", flush=True)
+            print(f"metrics: {name} can be read again", flush=True)
         return found
 
     def _say_failed(self, name: str, error: Exception) -> None:
         """Said once and not at each scrape."""
         why = redact((str(error).splitlines() or [type(error).__name__])[0][:300])
         if self.failing.get(name) != why:
-            print(f"metrics: {name} does not answer: {why}", file=sys.stderr, flush=True)
+            print(f"metrics: {name} could not be read: {why}", file=sys.stderr, flush=True)
         self.failing[name] = why
 
     def _runs(self, cluster: Cluster) -> Metrics:

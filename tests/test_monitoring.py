@@ -94,7 +94,7 @@ def test_a_source_that_is_down_is_a_zero_and_said_once(home: Path, endpoint: str
     assert scraped(scrape(endpoint, f"reader:{PASSWORD}"))["dpo_source_up"] == {("configuration",): 0}
     said = (home / "log").read_text()
     assert "Traceback" not in said
-    assert [said.count(f"metrics: {name} does not answer: ") for name in ("prefect", "mlflow", "configuration")] == [
+    assert [said.count(f"metrics: {name} could not be read: ") for name in ("prefect", "mlflow", "configuration")] == [
         1,
         1,
         1,

@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tasks.errors import UserError
 from tasks.params import load_cluster
 from tasks.paths import CARD
 from tasks.reports import cost, svg
@@ -16,7 +18,7 @@ from tasks.reports.page import page
 from tasks.reports.svg import bars, lines
 from tasks.reports.verdict import decision_of, verdict
 from tasks.tracking.journal import Run
-from tests.workspaces import write_cluster
+from tests.workspaces import PROJECT, write_cluster
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'
 WON = {"win_rate": {"rate": 0.75, "low": 0.7, "high": 0.8}, "rewards/accuracies": 0.9}
@@ -128,6 +130,35 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
     write_cluster(root, {})
     assert cost.figures(load_cluster(root), logs) == {}  # no GPUs
     assert "GPU hours" not in page(root, "run", STATES, logs=logs)
+
+
+@pytest.mark.slow
+def test_a_failed_run_has_its_cost_in_mlflow(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two workers with a GPU each for an hour."""
+    from mlflow import MlflowClient
+
+    from flows import publish
+    from flows.workspace import Workspace
+
+    store = f"sqlite:///{shutil.copytree(mlflow_store, tmp_path / 'store')}/mlflow.db"
+    place = {"logging_dir": str(tmp_path / "runs"), "tracking_uri": store, "price_per_gpu_hour": 2.5}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({**place, "actor_train": {"gpus_per_worker": 1}}))
+    monkeypatch.setenv("DPO_CLUSTER", str(tmp_path / "site.yaml"))
+    monkeypatch.setenv("DPO_HOME", str(PROJECT))  # `recorded` sets it too, and leaves it
+    run = Workspace(PROJECT, "failed")
+
+    def fail() -> None:
+        lines = [{"kind": "start", "time": 0}, {"kind": "end", "time": 3_600_000, "status": "FAILED"}]
+        (run.logs / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        raise UserError("failed")
+
+    with pytest.raises(UserError), publish.recorded(run, {}):
+        fail()
+    client = MlflowClient(store)
+    (made,) = client.search_runs(
+        [one.experiment_id for one in client.search_experiments()], "tags.pipeline_run = 'failed'"
+    )
+    assert (made.data.metrics["cost/gpu_hours"], made.data.metrics["cost/EUR"]) == (2.0, 5.0)
 
 
 def test_a_decision_about_another_export_is_not_told(root: Path):
