@@ -12,7 +12,7 @@ Samples = dict[str, dict[tuple[str, ...], float]]
 
 
 def scraped(text: str) -> Samples:
-    """Values by name of the metric, then by label values."""
+    """Values by name of the metric, then by label values, which are in the order of the labels' names."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         found[family.name] = {tuple(sample.labels.values()): sample.value for sample in family.samples}

@@ -605,7 +605,7 @@ def test_prometheus_finds_every_metric_of_the_dashboard(up: Up, trained: Path) -
     )
     assert found["dpo_train_pairs_per_second"]["cut",] > 0
     assert found["dpo_champion_version"][model] == 1
-    assert found["dpo_champion_metric"][model[0], "1", "samples/policy/kind"] == 0.97
+    assert found["dpo_champion_metric"]["samples/policy/kind", model[0], "1"] == 0.97
     assert not [word for word in up.passwords() if word in text]
     prefect = f"{up.note('prefect')['address']}/api/metrics"
     assert "process_cpu_seconds_total" in scrape(prefect, up.login("prefect/admin"))
