@@ -28,7 +28,7 @@ def git(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> st
     given = None if env is None else {**os.environ, **env}
     command = ["git", *who, *arguments]
     done = run(command, cwd=root, env=given, stdin=DEVNULL, capture_output=True, text=True)
-    if (left := LOCKED.search(done.stderr)) and clear_git_lock(Path(left["path"]), ROOT):  # of a git that was killed
+    while (left := LOCKED.search(done.stderr)) and clear_git_lock(Path(left["path"]), ROOT):  # of a git that was killed
         done = run(command, cwd=root, env=given, stdin=DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"`git {' '.join(arguments)}` failed in {root}: {done.stderr.strip()}")

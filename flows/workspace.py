@@ -8,6 +8,7 @@ one that failed, was stopped or crashed keeps it, and `make resume RUN=name` goe
 import configparser
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -74,7 +75,9 @@ class Workspace:
         command = [sys.executable, "-m", "dvc", *arguments]
         done = run(command, cwd=self.root, env=self.environment(), stdin=DEVNULL, capture_output=True, text=True)
         if done.returncode != 0:
-            raise UserError(f"`dvc {' '.join(arguments)}` failed in {self.root}: {done.stderr.strip()}")
+            errors = re.findall(r"(?m)^(?:[-\d]+ [:,\d]+ )?ERROR: (.+)$", done.stderr)  # --verbose adds a traceback
+            said = "; ".join(errors) or done.stderr.strip()
+            raise UserError(f"`dvc {' '.join(arguments)}` failed in {self.root}: {said}")
         return done.stdout
 
 

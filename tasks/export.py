@@ -37,7 +37,7 @@ def export(run: Run) -> None:
         with Workers(cluster, cluster.evaluate, Caller, "export", most=1) as workers:
             folders = workers.folder(base), workers.folder(Path.cwd(), POLICY) / POLICY
             with workers.output(out) as target:
-                (checks,) = workers.map("call", [(_write_model, params, *folders, target, prompts)])
+                (checks,) = workers.map("call", [(_write_model, params, *folders, target, prompts, workers.split)])
         if params.train.adapter:
             shutil.copytree(POLICY, out / "adapter")
         _share(out)
@@ -56,13 +56,17 @@ def export(run: Run) -> None:
     run.summary({"merge_difference": checks["largest_logit_difference"]})
 
 
-def _write_model(params: Params, base: Path, policy: Path, out: Path, prompts: list[list[int]]) -> dict[str, Any]:
-    """In a worker of the group `evaluate`: the model's own files, and what was checked."""
+def _write_model(
+    params: Params, base: Path, policy: Path, out: Path, prompts: list[list[int]], split: bool
+) -> dict[str, Any]:
+    """In a worker of the group `evaluate`, or in all where they share the model: its files, and what was checked."""
     from training import merging
 
     adapter, dtype, shard = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:
-        checks, logits = merging.export(base, policy, adapter, dtype, out, shard, prompts)
+        checks, logits = merging.export(base, policy, adapter, dtype, out, shard, prompts, split)
+        if split and not merging.writes():
+            return {}
         if params.train.quantization:
             given = (params.evaluate.dtype, params.train.quantization, logits, prompts)
             checks["quantized_policy"] = _rounded(merging.quantization_difference(base, policy, *given))

@@ -106,6 +106,7 @@ class ActorTrainGroup(Group):
 
 
 class EvaluateGroup(Group):
+    zero_stage: Literal[0, 3] = 0
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
 
 

@@ -5,9 +5,7 @@ determines it (the pair's tokens, the base model, the precision, how we compute)
 cluster or one changed pair computes only what is not there yet. A loss without a reference needs none.
 """
 
-import socket
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from tasks.dataset.pairs import SPLITS, read_pairs
 from tasks.errors import UserError
 from tasks.files import fingerprint, hash_files, home, publish, write_json
 from tasks.machines.lock import at_address
+from tasks.machines.pool import Member
 from tasks.models import base_folder, base_hash
 from tasks.params import Cluster, Params, Reference, load_cluster, load_params
 from tasks.paths import REFERENCE
@@ -156,7 +155,7 @@ def _together(
                 for number in range(group.num_workers)
             ]
             meeting = ray.get(actors[0].meeting.remote(str(private) if private else None))
-            ray.get([actor.join.remote(meeting) for actor in actors])
+            ray.get([actor.join.remote(meeting, number, group.num_workers) for number, actor in enumerate(actors)])
             futures = [[actor.score.remote(*shard) for actor in actors] for shard in map(_stored, left)]
             while left:
                 for done in ray.get(futures.pop(0)):
@@ -236,7 +235,7 @@ class Scorer:
         return scorer
 
 
-class SplitScorer:
+class SplitScorer(Member):
     """A worker of a group that shares one copy of the base model (ZeRO-3): each holds a part of the weights."""
 
     def __init__(self, number: int, world: int, model: str, dtype: str) -> None:
@@ -244,22 +243,11 @@ class SplitScorer:
         self.ready = False
         self.note: str | None = None
 
-    def meeting(self, folder: str | None) -> str:
-        """Where the workers find each other: a file on one machine, a port of this worker's on several."""
-        import ray
-
-        if folder:
-            return f"file://{folder}/reference-{uuid.uuid4().hex}"
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
-
-    def join(self, meeting: str) -> None:
-        from training import engine
+    def join(self, meeting: str, rank: int, world: int) -> None:
         from training.model import best_device
         from training.split import load_split
 
-        engine.join(meeting, self.number, self.world)
+        super().join(meeting, rank, world)
         self.device = best_device()
         self.scorer, self.engine = load_split(Path(self.model), self.dtype)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows import commits
 from tasks.machines import crashes
 from tasks.machines.process import is_alive, this_process
 from tests.test_runs import command
@@ -44,6 +45,20 @@ def run(repo: Path, name: str, how: str = "finishes") -> None:
 
 def git(repo: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=repo, check=True, capture_output=True, text=True).stdout
+
+
+def test_git_goes_on_after_a_kill_that_left_two_locks(dummy_repo: Path) -> None:
+    """As one does that was deleting a branch."""
+    git(dummy_repo, "branch", "old")
+    git(dummy_repo, "pack-refs", "--all")
+    left = [dummy_repo / ".git" / name for name in ("refs/heads/old.lock", "packed-refs.lock")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (time.time() - 3600,) * 2)
+    commits.git(dummy_repo, "update-ref", "-d", "refs/heads/old")
+    assert not git(dummy_repo, "branch", "--list", "old")
+    assert not any(path.exists() for path in left)
 
 
 def test_a_run_mends_what_killed_tools_left_and_a_damaged_record_blocks_nobody(dummy_repo: Path) -> None:

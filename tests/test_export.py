@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -149,17 +150,46 @@ def test_an_adapter_that_is_not_finite_stops_the_export(tmp_path: Path, tiny_bas
 
 
 def test_a_merge_that_changed_the_model_is_found(tmp_path: Path, tiny_base: Path, monkeypatch):
-    policy, real = adapt(tiny_base, tmp_path / "policy"), adapters.merge
-
-    def half(model):
-        merged = real(model)
-        merged.model.layers[0].self_attn.q_proj.weight.data.mul_(0.5)
-        return merged
-
-    monkeypatch.setattr(adapters, "merge", half)
+    policy, real = adapt(tiny_base, tmp_path / "policy"), adapters._merged
+    monkeypatch.setattr(adapters, "_merged", lambda *given: real(*given) * 0.5)
     (tmp_path / "out").mkdir()
     with pytest.raises(merging.Changed, match="the merged model is not the trained policy: its logits differ by"):
         merging.export(tiny_base, policy, True, "float32", tmp_path / "out", "1GB", PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rslora", "dora"), [(False, False), (True, False), (False, True)])
+def test_tensor_by_tensor_the_merge_is_pefts(exported, tmp_path: Path, dtype: torch.dtype, rslora: bool, dora: bool):
+    base, *_ = exported
+    policy = adapters.add_adapter(load_model(base, "float32"), 4, 8, "all-linear", rslora, dora, seed=0)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name or "magnitude" in name:
+            parameter.data.add_(torch.rand_like(parameter))
+    adapters.save_adapter(policy, dict(policy.named_parameters()), tmp_path / "policy", "base")
+    whole = load_model(base, str(dtype).removeprefix("torch.")).float()  # rounded once more at the end
+    expected = adapters.load_adapter(whole, tmp_path / "policy").merge_and_unload().to(dtype).state_dict()
+    found = dict(adapters.merged_tensors(base, tmp_path / "policy", dtype))
+    assert found
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert set(expected) - set(found) <= {"lm_head.weight"}  # tied
+
+
+def test_an_adapter_with_whole_modules_is_merged_in_memory(tiny_base: Path, tmp_path: Path):
+    """As `modules_to_save` of other trainers has them."""
+    model = load_model(tiny_base, "float32")
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    policy = get_peft_model(model, config)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.rand_like(parameter))
+    policy.save_pretrained(tmp_path / "policy")
+    with pytest.raises(adapters.NotSeparable):
+        list(adapters.merged_tensors(tiny_base, tmp_path / "policy", None))
+    (tmp_path / "out").mkdir()
+    adapters.write_merged(tiny_base, tmp_path / "policy", tmp_path / "out", torch.float32, "1GB")
+    written = load_file(tmp_path / "out/model.safetensors")
+    trained = policy.base_model.model.model.embed_tokens.modules_to_save["default"].weight
+    assert torch.equal(written["model.embed_tokens.weight"], trained)
 
 
 def test_full_fine_tuning_exports_without_a_merge(tmp_path: Path, tiny_base: Path):

@@ -1,5 +1,6 @@
 """DeepSpeed: the only file that knows it. One plain function builds its configuration."""
 
+import gc
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -165,6 +166,30 @@ def shard(model: nn.Module, config: dict[str, Any]) -> nn.Module:
     return engine
 
 
+def starts_a_pass(engine: Any, module: nn.Module) -> None:
+    """DeepSpeed learns the order of layers, to gather weights ahead, from passes of the engine's own module alone."""
+    coordinator = engine.optimizer.get_param_coordinator()
+    module.register_forward_pre_hook(lambda *_: coordinator.reset_step())
+
+
+def release(engine: Any) -> None:
+    """Let go of a model that was split, so that another can be loaded."""
+    engine.destroy()
+    gc.collect()
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether ranks share one copy of the model, so that their passes must be as many."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def most(count: int) -> int:
+    """The largest count of all ranks. A collective."""
+    found = torch.tensor(count, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
 def forget_gradients(engine: Any) -> None:
     """After a backward pass of a check: ZeRO-3 collects gradients of whole expert blocks, asked for or not."""
     if engine.zero_optimization_stage() == 3:
@@ -239,17 +264,19 @@ def count_nonzero(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(piece, 0, dtype=torch.float32) for piece in pieces]).double().sum()
 
 
-def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """Whole parameters on the CPU of rank 0 (empty elsewhere), whichever way ZeRO has split them. A collective."""
+def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters on the CPU of rank 0, one by one, whichever way ZeRO has split them.
+
+    Nothing comes on other ranks, which must exhaust it: each parameter is a collective.
+    """
     import deepspeed
 
-    whole = {}
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            if dist.get_rank() == 0:
-                whole[name] = parameter.detach().to("cpu", copy=True).contiguous()
-                assert whole[name].numel(), f"{name} was not gathered"
-    return whole
+            whole = parameter.detach().to("cpu", copy=True).contiguous() if dist.get_rank() == 0 else None
+        if whole is not None:
+            assert whole.numel(), f"{name} was not gathered"
+            yield name, whole
 
 
 def held(parameter: nn.Parameter) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from training import loop
+from training.engine import is_split, most
 from training.logps import row_logps
 from training.objective import Objective
 from training.outputs import PairValues
@@ -22,9 +23,13 @@ Values = np.ndarray  # (3, response tokens) of one pair: log-probability, entrop
 def row_values(
     scorer: nn.Module, pairs: Sequence[Pair], rows: Sequence[Sequence[int]], device: torch.device
 ) -> list[Values]:
-    """Of each pair, computed in the given rows of pair numbers; every pair is in one of them."""
+    """Of each pair, computed in the given rows of pair numbers; every pair is in one of them.
+
+    Ranks that share one copy of the model make as many passes each: one with fewer rows repeats its last.
+    """
     found: dict[int, Values] = {}
-    for members in rows:
+    passes = most(len(rows)) if is_split(scorer) else len(rows)
+    for members in [*rows, *[rows[-1]] * (passes - len(rows))]:
         tokens = row_logps(scorer, build_row(pairs, members).to(device))
         values = torch.stack([tokens.logps, tokens.entropy, tokens.collision]).float().cpu().numpy()
         ends = np.cumsum([len(pairs[number].chosen) + len(pairs[number].rejected) for number in members])

@@ -1,17 +1,24 @@
 """From base and policy to one model on disk, with proof at each step that it is still the same model."""
 
 import gc
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from training import adapters
-from training.model import best_device, load_model, load_tokenizer, restore_dropout
+from training.adapters import GENERATION
+from training.dtypes import DTYPES
+from training.model import best_device, load_model, load_tokenizer
 from training.sampling import sample
+from training.split import split_model
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}  # of a logit: merging rounds each weight once
 GREEDY_TOKENS = 16
@@ -34,27 +41,63 @@ class Proof:
 
 
 def export(
-    base: Path, policy: Path, adapter: bool, dtype: str, out: Path, shard: str, prompts: Sequence[Sequence[int]]
+    base: Path,
+    policy: Path,
+    adapter: bool,
+    dtype: str,
+    out: Path,
+    shard_size: str,
+    prompts: Sequence[Sequence[int]],
+    split: bool = False,
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """Write the merged model into `out`; what was checked, and the logits that any other format must give."""
-    tokenizer = load_tokenizer(base)
-    model: Any = load_model(base, dtype)
-    generation, tied = model.generation_config, _is_tied(model)
-    model = adapters.load_adapter(model, policy) if adapter else load_model(policy, dtype)
-    trained = prove(model, tokenizer, prompts)
-    model = adapters.merge(model) if adapter else model
-    merged = prove(model, tokenizer, prompts)
-    difference = _compare(trained, merged, dtype, tokenizer)
-    model.generation_config = generation
-    restore_dropout(model.config, AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False))
-    model.save_pretrained(out, max_shard_size=shard)
-    tokenizer.save_pretrained(out)
+    """Write the merged model into `out`; what was checked, and the logits that any other format must give.
+
+    In memory is one model at a time, or this rank's part of it (`split`, then each rank calls this and the first
+    writes), and one shard of what is written.
+    """
+    tokenizer, load = load_tokenizer(base), split_model if split else _whole_model
+    weights: tuple[Path, Path | None] = (base, policy) if adapter else (policy, None)
+    with load(*weights, dtype) as model:
+        trained, tied = prove(model, tokenizer, prompts), _is_tied(model)
+    if not split or writes():
+        adapters.write_merged(*weights, out, DTYPES[dtype], shard_size)
+        _write_config(base, dtype, out)
+        tokenizer.save_pretrained(out)
+    if split:
+        dist.barrier()
+    with load(out, None, dtype) as model:
+        written, still_tied = prove(model, tokenizer, prompts), _is_tied(model)
+    difference = _compare(trained, written, dtype, tokenizer)
+    if tied != still_tied:
+        raise Changed("input and output embeddings were tied in the base model and are not any more, or became so")
+    _compare_tokenizers(tokenizer, load_tokenizer(out), prompts)
+    checks = {"largest_logit_difference": difference, "prompts": len(prompts), "reloaded": True, "same_tokenizer": True}
+    greedy = "same_greedy_text" if trained.words == written.words else "greedy_text_differs_at_a_tie"
+    return {**checks, greedy: True, "embeddings": "tied" if tied else "apart"}, written.logits
+
+
+def writes() -> bool:
+    """Of the ranks that share a model, the one that writes its files."""
+    return dist.get_rank() == 0
+
+
+@contextmanager
+def _whole_model(folder: Path, adapter: Path | None, dtype: str) -> Iterator[Any]:
+    model: Any = load_model(folder, dtype, best_device())
+    yield adapters.load_adapter(model, adapter) if adapter else model
     del model
     gc.collect()
-    _reloads(out, dtype, merged, tokenizer, generation, tied, prompts)
-    checks = {"largest_logit_difference": difference, "prompts": len(prompts), "reloaded": True, "same_tokenizer": True}
-    greedy = "same_greedy_text" if trained.words == merged.words else "greedy_text_differs_at_a_tie"
-    return {**checks, greedy: True, "embeddings": "tied" if tied else "apart"}, merged.logits
+
+
+def _write_config(base: Path, dtype: str, out: Path) -> None:
+    """The base model's, but for the precision."""
+    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).__name__]
+    config.dtype = dtype
+    config.save_pretrained(out)
+    if (base / GENERATION).exists():
+        shutil.copyfile(base / GENERATION, out / GENERATION)
 
 
 def quantization_difference(
@@ -100,39 +143,16 @@ def _at_a_tie(trained: Proof, merged: Proof, difference: float) -> bool:
     return float(trained.choices[place, first] - trained.choices[place, second]) <= 2 * difference
 
 
-def _reloads(
-    out: Path,
-    dtype: str,
-    merged: Proof,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: GenerationConfig,
-    tied: bool,
-    prompts: Sequence[Sequence[int]],
+def _compare_tokenizers(
+    before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Read back from disk it must be the merged model, to the bit of a logit."""
-    model, again = load_model(out, dtype), load_tokenizer(out)
-    found = prove(model, again, prompts)
-    difference = adapters.largest_difference(merged.logits, found.logits)
-    if not difference <= TOLERANCE["float32"] or merged.words != found.words:
-        raise Changed(
-            f"the model that was read back is not the one that was written: logits differ by {difference:.3g}"
-        )
-    if _is_tied(model) != tied:
-        raise Changed("input and output embeddings were tied in the base model and are not any more, or became so")
-    if _plain(model.generation_config) != _plain(generation):
-        raise Changed("the generation config is not the base model's")
-    texts = [str(tokenizer.decode(list(ids))) for ids in prompts]
-    same = again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
-    if not same or again(texts)["input_ids"] != tokenizer(texts)["input_ids"]:
+    texts = [str(before.decode(list(ids))) for ids in prompts]
+    same = after.get_vocab() == before.get_vocab() and after.chat_template == before.chat_template
+    if not same or after(texts)["input_ids"] != before(texts)["input_ids"]:
         raise Changed("the tokenizer or its chat template is not the base model's")
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
     head: Any = model.get_output_embeddings()
     body: Any = model.get_input_embeddings()
-    return head is not None and head.weight.data_ptr() == body.weight.data_ptr()
-
-
-def _plain(config: GenerationConfig) -> dict[str, Any]:
-    ours = {name: value for name, value in config.to_dict().items() if value is not None}
-    return {name: value for name, value in ours.items() if name not in ("transformers_version", "_from_model_config")}
+    return head is not None and head.weight is body.weight

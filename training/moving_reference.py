@@ -53,7 +53,7 @@ class MovingReference:
     def gathered(self) -> dict[str, Tensor]:
         """Whole, on rank 0, for a checkpoint that any number of ranks can load. A collective."""
         with self._in_place():
-            return engine.gathered(self.parameters.items())
+            return dict(engine.gathered(self.parameters.items()))
 
     def load(self, checkpoint: Path) -> None:
         """From a checkpoint; one without a copy was made with the original reference. A collective."""

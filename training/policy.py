@@ -2,14 +2,17 @@
 
 import os
 import shutil
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
-from training import adapters, engine
+from training import adapters, engine, weights
 from training.model import load_model
 from training.settings import Settings
 
@@ -27,16 +30,33 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
 
 
 def save_policy(model: nn.Module, settings: Settings, name: str) -> None:
-    """The adapter, or the whole model, into a folder of that name; there whole or not at all. A collective."""
+    """The adapter, or the whole model, into a folder of that name; there whole or not at all. A collective.
+
+    Of a whole model no rank has more than its shard and a file of the new one in memory.
+    """
     aside, target = Path(settings.folder) / f".{name}", Path(settings.folder) / name
     parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not settings.adapter]
-    state = engine.gathered(parameters)
+    tensors = engine.gathered(parameters)
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
         if settings.adapter:
-            adapters.save_adapter(model, state, aside, settings.model_name)  # type: ignore[arg-type]
+            adapters.save_adapter(model, dict(tensors), aside, settings.model_name)  # type: ignore[arg-type]
         else:
-            model.save_pretrained(aside, state_dict=state)  # type: ignore[operator]
+            _save_model(model, tensors, aside)
         os.rename(aside, target)
+    deque(tensors, maxlen=0)
     dist.barrier()
+
+
+def _save_model(model: Any, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """As `save_pretrained` does, but tensor by tensor, unless files name the weights otherwise than modules do."""
+    names = [name for name, _ in model.named_parameters()]
+    if list(revert_weight_conversion(model, {name: torch.empty(1, device="meta") for name in names})) != names:
+        model.save_pretrained(folder, state_dict=dict(tensors))
+        return
+    folder.mkdir()
+    weights.write(tensors, folder, adapters.SHARD)
+    model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)

@@ -37,8 +37,11 @@ def _to_stderr(note: str) -> None:
 def make_scorer(
     model: nn.Module, pairs: Sequence[Pair], device: torch.device, say: Callable[[str], None] = _to_stderr
 ) -> Scorer:
-    """A scorer in the fastest way that gives the model's own numbers; a slower one is said."""
-    scorer = Scorer(model)
+    """A scorer (of a model, or one that is there) in the fastest way that gives the model's own numbers.
+
+    A slower one is said.
+    """
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
     if note := find_way(scorer, pairs, device):
         say(note)
     return scorer
@@ -49,7 +52,7 @@ def scoring(
     model: nn.Module, pairs: Sequence[Pair], device: torch.device, say: Callable[[str], None] = _to_stderr
 ) -> Iterator[Scorer]:
     """A scorer for a while: afterwards the model is as it was, ready to generate."""
-    causal = Scorer(model).causal
+    causal = (model if isinstance(model, Scorer) else Scorer(model)).causal
     own, training = causal.config._attn_implementation, model.training
     try:
         yield make_scorer(model.eval(), pairs, device, say)

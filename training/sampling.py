@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
+from training.engine import is_split
 from training.outputs import Answer
 
 # A model's own generation config may say otherwise (Qwen's has a repetition penalty), and would say so silently.
@@ -56,9 +57,12 @@ def sample(
     report: Callable[[int], None] = lambda done: None,
     batch_size: int = 50,
 ) -> list[Answer]:
-    """One answer per prompt; temperature 0 is greedy. The same seed gives the same answers."""
+    """One answer per prompt; temperature 0 is greedy. The same seed gives the same answers.
+
+    Ranks that share one copy of the model (training/split.py) each give prompts of their own, in as many batches.
+    """
     model.eval()
-    ends = _ends(model, tokenizer)
+    ends, together = _ends(model, tokenizer), is_split(model)
     answers: dict[int, Answer] = {}
     for members in _batches(prompts, batch_size):
         ids, mask = _left_padded([prompts[n] for n in members], _pad(tokenizer), next(model.parameters()).device)
@@ -71,6 +75,7 @@ def sample(
             pad_token_id=_pad(tokenizer),
             eos_token_id=sorted(ends),
             logits_processor=LogitsProcessorList(own),
+            synced_gpus=together,
             **PLAIN,
         )
         for number, row in zip(members, output[:, ids.shape[1] :].tolist(), strict=True):

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tasks.errors import UserError
+from tasks.machines.pool import Member
 from training.objective import Objective
 from training.outputs import Answer, PairValues
 from training.packing import Pair
@@ -41,13 +42,22 @@ class Sampling:
     seed: int
 
 
-class Evaluator:
+class Evaluator(Member):
+    TOGETHER = frozenset({"sample", "score"})
+    ALIKE = frozenset({"harness"})
+
     def __init__(self) -> None:
+        self.split = False  # whether the model is shared with the other workers
+        self.shared: tuple[Any, Any] | None = None  # scorer and engine of a model that is
         self.model: Any = None
         self.weights: Weights | None = None  # of the model, with the adapter that was put on it
         self.scorer: Any = None
         self.scores: tuple[Weights, list[str]] | None = None  # what the scorer is for: a model, and pairs' ids
         self.scoring = ExitStack()
+
+    def join(self, meeting: str, rank: int, world: int) -> None:
+        super().join(meeting, rank, world)
+        self.split = True
 
     def sample(self, weights: Weights, prompts: Sequence[Sequence[int]], how: Sampling) -> list[Answer]:
         """One batch, by transformers."""
@@ -143,7 +153,9 @@ class Evaluator:
         """The model; one whose adapter another task put on is used with it switched off."""
         from training import adapters
 
-        if self.weights is None or self.weights.base() != weights.base():
+        if self.split:
+            self._load_together(weights)
+        elif self.weights is None or self.weights.base() != weights.base():
             self._load(weights.base())
         assert self.weights is not None
         if weights.adapter and self.weights != weights:
@@ -157,21 +169,43 @@ class Evaluator:
         else:
             yield self.model
 
+    def _load_together(self, weights: Weights) -> None:
+        """Where any rank lacks the model all load it, the adapter with it: ZeRO-3 splits what it is given once."""
+        from training.engine import most
+
+        there = self.weights is not None and weights in (self.weights, self.weights.base())
+        if most(0 if there else 1):
+            self._load(weights)
+
     def _load(self, weights: Weights) -> None:
-        from training import reward
+        from training import reward, split
         from training.model import best_device, load_model
 
+        if self.split and weights.quantization:
+            raise UserError(
+                "infra/cluster.yaml: evaluate.zero_stage 3 cannot split a base of 4 bits. Set it to 0, or "
+                "train.quantization to null."
+            )
         self._drop()
         reward.load.cache_clear()
+        folder, adapter = Path(weights.folder), Path(weights.adapter) if weights.adapter else None
         try:
-            self.model = load_model(Path(weights.folder), weights.dtype, best_device(), weights.quantization)
+            if self.split:
+                self.shared = split.load_split(folder, weights.dtype, adapter)
+                self.model = self.shared[0].model
+            else:
+                self.model = load_model(folder, weights.dtype, best_device(), weights.quantization)
         except ValueError as error:
             raise UserError(f"The model in {weights.folder} cannot be used: {error}.") from error
         self.weights = weights
 
     def _drop(self) -> None:
+        from training import engine
+
         self._stop_scoring()
-        self.model = self.weights = None
+        if self.shared:
+            engine.release(self.shared[1])
+        self.model = self.weights = self.shared = None
 
     def _start_scoring(self, weights: Weights, probes: Sequence[Pair]) -> str | None:
         """A scorer for this model and these pairs, kept for the tasks that follow; a sentence if it is a slow one."""
@@ -183,7 +217,10 @@ class Evaluator:
             return None
         self._stop_scoring()
         notes: list[str] = []
-        self.scorer = self.scoring.enter_context(scoring(self.model, probes, best_device(), notes.append))
+        model = self.shared[0] if self.shared else self.model
+        self.scorer = self.scoring.enter_context(scoring(model, probes, best_device(), notes.append))
+        if self.split and self.scorer.how == "plain":
+            raise UserError(f"{notes[0]}. Its workers cannot share one copy: set evaluate.zero_stage to 0.")
         self.scores = wanted
         return notes[0] if notes else None
 

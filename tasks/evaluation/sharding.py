@@ -44,8 +44,13 @@ def sampled(
 
 
 def _by_vllm(workers: Workers, params: Evaluate, weights: Weights) -> bool:
-    if params.engine == "transformers":
+    if params.engine == "transformers" or (params.engine == "auto" and workers.split):
         return False
+    if workers.split:
+        raise UserError(
+            "evaluate.engine is vllm, and infra/cluster.yaml: evaluate.zero_stage is 3, which splits the model by "
+            "DeepSpeed. Set evaluate.engine to auto, or evaluate.zero_stage to 0."
+        )
     (there,) = workers.map("has_vllm", [()])
     if params.engine == "vllm" and not there:
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")

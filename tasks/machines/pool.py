@@ -2,9 +2,13 @@
 
 One worker with `ray.address: local` is an object of this process, since Ray would take ten seconds to start another
 process on the same machine. Everything else runs on Ray. The class is the same, and so is what it computes.
+
+With `zero_stage: 3` the workers share one copy of a model (training/split.py): those of their methods that use it are
+collectives, which all workers run at the same time.
 """
 
 import shutil
+import socket
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +24,32 @@ from tasks.machines import cluster as machines
 from tasks.progress import Bar
 
 
-class Caller:
+class Member:
+    """A worker that can be a rank of a group."""
+
+    TOGETHER: frozenset[str] = frozenset()  # methods that all ranks run at the same time, each with a task of its own
+    ALIKE: frozenset[str] = frozenset()  # and those that all run with the same task
+
+    def meeting(self, folder: str | None) -> str:
+        """Where the ranks find each other: a file on one machine, a port of this worker's on several."""
+        import ray
+
+        if folder:
+            return f"file://{folder}/group-{uuid.uuid4().hex}"
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
+
+    def join(self, meeting: str, rank: int, world: int) -> None:
+        from training import engine
+
+        engine.join(meeting, rank, world)
+
+
+class Caller(Member):
     """A worker that calls functions and keeps nothing."""
+
+    ALIKE = frozenset({"call"})
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
@@ -31,12 +59,14 @@ class Workers:
     """Starts with the first task, so that a stage without one starts nothing; ends with its block."""
 
     def __init__(
-        self, cluster: place.Cluster, group: machines.Group, kind: type, stage: str, most: int | None = None
+        self, cluster: place.Cluster, group: machines.Group, kind: type[Member], stage: str, most: int | None = None
     ) -> None:
         self.cluster, self.group, self.kind, self.stage = cluster, group, kind, stage
-        self.count = min(group.num_workers, most or group.num_workers)
-        self.in_process = cluster.ray.address == "local" and self.count == 1
+        self.split = getattr(group, "zero_stage", 0) == 3
+        self.count = group.num_workers if self.split else min(group.num_workers, most or group.num_workers)
+        self.in_process = cluster.ray.address == "local" and self.count == 1 and not self.split
         self.actors: list[Any] = []
+        self.private: Path | None = None  # the folder of a Ray that is this stage's own
         self.open = ExitStack()
 
     def __enter__(self) -> "Workers":
@@ -54,7 +84,10 @@ class Workers:
             return []
         self._start()
         found: dict[int, Any] = {}
-        for number, result in self._here(method, tasks) if self.in_process else self._on_ray(method, tasks):
+        way = self._here if self.in_process else self._on_ray
+        if self.split and method in self.kind.TOGETHER | self.kind.ALIKE:
+            way = self._together
+        for number, result in way(method, tasks):
             found[number] = result
             report(number)
         return [found[number] for number in range(len(tasks))]
@@ -87,10 +120,21 @@ class Workers:
             self.actors = [self.kind()]
             return
         where, group = self.cluster.ray, self.group
-        self.open.enter_context(machines.ray_cluster(where, self.count * group.cpus_per_worker))
-        placed = self.open.enter_context(machines.room_for(where, group, self.count))
+        self.private = self.open.enter_context(machines.ray_cluster(where, self.count * group.cpus_per_worker))
+        self.placed = self.open.enter_context(machines.room_for(where, group, self.count))
         self.open.enter_context(machines.nodes_told(where, Bar(self.stage, 0, "")))
-        self.actors = [machines.worker(group, self.kind, placed, number).remote() for number in range(self.count)]
+        self._start_actors()
+
+    def _start_actors(self) -> None:
+        """Workers that share a model start again as a whole group, others each by itself."""
+        restarts = 0 if self.split else machines.RESTARTS
+        makers = [machines.worker(self.group, self.kind, self.placed, n, restarts) for n in range(self.count)]
+        self.actors = [maker.remote() for maker in makers]
+        if self.split:
+            import ray
+
+            meeting = ray.get(self.actors[0].meeting.remote(str(self.private) if self.private else None))
+            ray.get([actor.join.remote(meeting, n, self.count) for n, actor in enumerate(self.actors)])
 
     def _check_gpu(self) -> None:
         from training.hardware import gpus
@@ -122,3 +166,37 @@ class Workers:
                 yield number, ray.get(done)
             except ray.exceptions.RayTaskError as error:  # as if it had happened here
                 raise error.cause from error
+
+    def _together(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        """A task for each worker at a time, or the same for all; a worker beyond the last repeats it for nothing."""
+        import ray
+
+        step = 1 if method in self.kind.ALIKE else self.count
+        for first in range(0, len(tasks), step):
+            numbers = [min(first + (rank if step > 1 else 0), len(tasks) - 1) for rank in range(self.count)]
+            for attempt in range(machines.RESTARTS + 1):
+                try:
+                    found = self._all(method, [tasks[number] for number in numbers])
+                    break
+                except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                    cause = getattr(error, "cause", None)
+                    if isinstance(cause, UserError | ValueError):
+                        raise cause from error
+                    if attempt == machines.RESTARTS:
+                        raise
+                    print(f"{self.stage}: a worker was lost; the group starts again", flush=True)
+                    for actor in self.actors:
+                        ray.kill(actor)
+                    self._start_actors()
+            yield from dict(zip(reversed(numbers), reversed(found), strict=True)).items()
+
+    def _all(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results of the ranks; the first error of one, as soon as it is there, while others may wait for it."""
+        import ray
+
+        futures = [getattr(actor, method).remote(*task) for actor, task in zip(self.actors, tasks, strict=True)]
+        waiting = futures
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            ray.get(done)
+        return ray.get(futures)
