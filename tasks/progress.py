@@ -85,12 +85,21 @@ def told_to(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
-    """`watch` runs beside the block, and is told by the event when the block is over."""
-    over = threading.Event()
-    watcher = threading.Thread(target=watch, args=(over,), daemon=True)
+    """`watch` runs beside the block, and is told by the event when the block is over. Its error is raised after it."""
+    over, errors = threading.Event(), list[Exception]()
+
+    def work() -> None:
+        try:
+            watch(over)
+        except Exception as error:  # the block's own error, if there is one, says more
+            errors.append(error)
+
+    watcher = threading.Thread(target=work, daemon=True)
     watcher.start()
     try:
         yield
     finally:
         over.set()
         watcher.join()
+    if errors:
+        raise errors[0]

@@ -41,7 +41,7 @@ def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
     assert "ok     no lock was left behind" in said
     assert f"ok     MLflow's store is {workspace}/.mlflow/mlflow.db" in said
     assert "on each of 2 workers" in said
-    assert "ok     evaluate needs 0.0 GiB for the weights, and room to sample, on each of 1 workers" in said
+    assert "ok     evaluate needs 0.0 GiB for the weights, and room for its passes, on each of 1 workers" in said
 
 
 def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 from torch import multiprocessing, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
+from tasks.tracking.journal import read_lines
+from tests.workspaces import run, start, workers, write_cluster
 from training import adapters, engine, merging
 from training.model import load_model
 from training.packing import Pair
 
 HOW = Sampling(max_new_tokens=6, temperature=1.0, top_p=1.0, seed=0)
+SPLIT = {"num_workers": 2, "zero_stage": 3, "row_tokens": 128}
 PROMPTS = [[1, 4, 30, 31, 32], [1, 4, *range(60, 90)], [1, 5, 6], [7, 8, 9, 10]]
 
 
@@ -148,3 +154,32 @@ def test_an_export_holds_one_shard_and_one_tensor(models: Path, tmp_path: Path, 
     total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert total > 1_000_000
     assert peak[0] < 300_000, f"{peak[0]} of {total} bytes at once"
+
+
+@pytest.mark.slow
+def test_a_model_split_over_two_workers_goes_through_all_stages(referenced: Path, tmp_path: Path):
+    """Full fine-tuning, so that training, too, saves a model that no rank holds; an evaluating worker is killed."""
+    root = Path(shutil.copytree(referenced, tmp_path / "workspace", symlinks=True))
+    params = yaml.safe_load((root / "params.yaml").read_text())
+    params["train"]["adapter"] = None
+    (root / "params.yaml").write_text(yaml.safe_dump(params))
+    groups = ("reference", "actor_train", "evaluate")
+    write_cluster(root, {f"{group}.{key}": value for group in groups for key, value in SPLIT.items()})
+    run(root, "train")
+    driver = start(root, "evaluate")
+    group = workers(driver, 2, "Evaluator")
+    group[1].kill()
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0, said
+    assert said.count("a worker was lost; the group starts again") == 1
+    run(root, "export")
+    (journal,) = root.glob(".scratch/train/*/metrics.jsonl")
+    trained = [line["values"] for line in read_lines(journal)[0] if "eval/loss" in line.get("values", {})][-1]
+    evaluated = json.loads((root / "data/metrics/evaluate.json").read_text())
+    for name in ("loss", "rewards/margins", "logps/chosen"):
+        assert evaluated[name] == pytest.approx(trained[f"eval/{name}"], abs=1e-4), name
+    checks = json.loads((root / "data/model/manifest.json").read_text())["checks"]
+    assert checks["largest_logit_difference"] == 0.0
+    policy, model = (load_file(root / f"data/{name}/model.safetensors") for name in ("policy", "model"))
+    assert policy.keys() == model.keys()
+    assert all(torch.equal(policy[name], model[name]) for name in policy)

@@ -129,10 +129,15 @@ def _memory(found: Findings, params: parameters.Params, cluster: parameters.Clus
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
     needed = memory.estimate(settings, cluster.actor_train.num_workers)
     _holds(found, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
-    weights = memory.weights(folder, params.evaluate.dtype, params.train.quantization)
-    sentence = f"evaluate needs {weights / GIB:.1f} GiB for the weights, and room to sample,"
-    advice = "set evaluate.dtype to bfloat16, or use GPUs with more memory"
-    _holds(found, cluster, "evaluate", sentence, weights, advice)
+    for name, dtype, quantization in (
+        ("reference", params.reference.dtype, params.reference.quantization),
+        ("evaluate", params.evaluate.dtype, params.train.quantization),
+    ):
+        group, weights = getattr(cluster, name), memory.weights(folder, dtype, quantization)
+        weights /= group.num_workers if group.zero_stage == 3 else 1
+        sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, and room for its passes,"
+        advice = f"set {name}.dtype to bfloat16, or {name}.zero_stage in infra/cluster.yaml to 3 with several workers"
+        _holds(found, cluster, name, sentence, weights, advice)
 
 
 def _holds(found: Findings, cluster: parameters.Cluster, name: str, sentence: str, needed: float, advice: str) -> None:

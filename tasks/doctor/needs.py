@@ -54,7 +54,8 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> f
     if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
         return None
     if stage == "evaluate":
-        return memory.weights(folder, params.evaluate.dtype, params.train.quantization) / 2**30
+        weights = memory.weights(folder, params.evaluate.dtype, params.train.quantization) / 2**30
+        return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
     return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
 

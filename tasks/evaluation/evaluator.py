@@ -43,7 +43,6 @@ class Sampling:
 
 
 class Evaluator(Member):
-    TOGETHER = frozenset({"sample", "score"})
     ALIKE = frozenset({"harness"})
 
     def __init__(self) -> None:

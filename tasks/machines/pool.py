@@ -3,8 +3,8 @@
 One worker with `ray.address: local` is an object of this process, since Ray would take ten seconds to start another
 process on the same machine. Everything else runs on Ray. The class is the same, and so is what it computes.
 
-With `zero_stage: 3` the workers share one copy of a model (training/split.py): those of their methods that use it are
-collectives, which all workers run at the same time.
+With `zero_stage: 3` the workers share one copy of a model (training/split.py): all of them run a method at the same
+time, since each pass of the model is a collective.
 """
 
 import shutil
@@ -27,8 +27,7 @@ from tasks.progress import Bar
 class Member:
     """A worker that can be a rank of a group."""
 
-    TOGETHER: frozenset[str] = frozenset()  # methods that all ranks run at the same time, each with a task of its own
-    ALIKE: frozenset[str] = frozenset()  # and those that all run with the same task
+    ALIKE: frozenset[str] = frozenset()  # methods that all ranks run with the same task, not each with one of its own
 
     def meeting(self, folder: str | None) -> str:
         """Where the ranks find each other: a file on one machine, a port of this worker's on several."""
@@ -67,6 +66,7 @@ class Workers:
         self.in_process = cluster.ray.address == "local" and self.count == 1 and not self.split
         self.actors: list[Any] = []
         self.private: Path | None = None  # the folder of a Ray that is this stage's own
+        self.placed: Any = None  # where the actors may be
         self.open = ExitStack()
 
     def __enter__(self) -> "Workers":
@@ -84,9 +84,7 @@ class Workers:
             return []
         self._start()
         found: dict[int, Any] = {}
-        way = self._here if self.in_process else self._on_ray
-        if self.split and method in self.kind.TOGETHER | self.kind.ALIKE:
-            way = self._together
+        way = self._here if self.in_process else self._together if self.split else self._on_ray
         for number, result in way(method, tasks):
             found[number] = result
             report(number)
@@ -113,7 +111,7 @@ class Workers:
             shutil.rmtree(shared, ignore_errors=True)
 
     def _start(self) -> None:
-        if self.actors:
+        if self.actors or self.placed:
             return
         if self.in_process:
             self._check_gpu()
@@ -123,7 +121,8 @@ class Workers:
         self.private = self.open.enter_context(machines.ray_cluster(where, self.count * group.cpus_per_worker))
         self.placed = self.open.enter_context(machines.room_for(where, group, self.count))
         self.open.enter_context(machines.nodes_told(where, Bar(self.stage, 0, "")))
-        self._start_actors()
+        if not self.split:  # a group starts with its first task, and is tried again if that fails
+            self._start_actors()
 
     def _start_actors(self) -> None:
         """Workers that share a model start again as a whole group, others each by itself."""
@@ -134,7 +133,15 @@ class Workers:
             import ray
 
             meeting = ray.get(self.actors[0].meeting.remote(str(self.private) if self.private else None))
-            ray.get([actor.join.remote(meeting, n, self.count) for n, actor in enumerate(self.actors)])
+            self._all("join", [(meeting, rank, self.count) for rank in range(self.count)])
+
+    def _start_again(self) -> None:
+        import ray
+
+        print(f"{self.stage}: a worker was lost; the group starts again", flush=True)
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
 
     def _check_gpu(self) -> None:
         from training.hardware import gpus
@@ -169,26 +176,29 @@ class Workers:
 
     def _together(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
         """A task for each worker at a time, or the same for all; a worker beyond the last repeats it for nothing."""
-        import ray
-
         step = 1 if method in self.kind.ALIKE else self.count
         for first in range(0, len(tasks), step):
             numbers = [min(first + (rank if step > 1 else 0), len(tasks) - 1) for rank in range(self.count)]
-            for attempt in range(machines.RESTARTS + 1):
-                try:
-                    found = self._all(method, [tasks[number] for number in numbers])
-                    break
-                except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                    cause = getattr(error, "cause", None)
-                    if isinstance(cause, UserError | ValueError):
-                        raise cause from error
-                    if attempt == machines.RESTARTS:
-                        raise
-                    print(f"{self.stage}: a worker was lost; the group starts again", flush=True)
-                    for actor in self.actors:
-                        ray.kill(actor)
-                    self._start_actors()
+            found = self._tried(method, [tasks[number] for number in numbers])
             yield from dict(zip(reversed(numbers), reversed(found), strict=True)).items()
+
+    def _tried(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """By all workers at the same time, and once more by a new group where one was lost."""
+        import ray
+
+        for attempt in range(machines.RESTARTS + 1):
+            try:
+                if not self.actors:
+                    self._start_actors()
+                return self._all(method, tasks)
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, UserError | ValueError):
+                    raise cause from error
+                if attempt == machines.RESTARTS:
+                    raise
+                self._start_again()
+        raise AssertionError
 
     def _all(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The results of the ranks; the first error of one, as soon as it is there, while others may wait for it."""

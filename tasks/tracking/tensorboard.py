@@ -31,4 +31,8 @@ class Events:
 
     def close(self) -> None:
         if self.writer:
-            self.writer.close()
+            try:
+                self.writer.close()
+            except OSError:  # a full disk, which the stage tells: the writer must not try again when Python ends
+                self.writer.file_writer.event_writer._closed = True
+                raise
