@@ -6,6 +6,7 @@ Host `b` has a disk of its own: it does not see the folder `private`. Needs root
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -61,12 +62,11 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, host: str, cpus: int = 1) -> None:
-        """`ray start` as an operator would write it."""
-        head = ["--head", "--port", HEAD.partition(":")[2], "--include-dashboard", "false"]
-        place = [*head, "--temp-dir", str(self.temporary)] if host == "a" else ["--address", HEAD]
-        ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *place]
-        command = [*ray, "--node-ip-address", ADDRESSES[host], "--num-cpus", str(cpus)]
-        if host == "b":
+        """`ray start` as the units of infra/systemd have it."""
+        command = [*unit_command("head" if host == "a" else "node", ADDRESSES[host]), "--num-cpus", str(cpus)]
+        if host == "a":
+            command += ["--include-dashboard", "false", "--temp-dir", str(self.temporary)]
+        else:
             command += ["--resources", json.dumps({ONLY_B: 1})]
             # A mount that only this process and its children see.
             command = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(self.private), *command]
@@ -119,6 +119,14 @@ class Hosts:
         for host, name in self.names.items():
             self.end(host)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def unit_command(kind: str, address: str) -> list[str]:
+    """ExecStart of infra/systemd/dpo-ray-<kind>.service, with this environment and that address."""
+    lines = (PROJECT / "infra" / "systemd" / f"dpo-ray-{kind}.service").read_text().splitlines()
+    (started,) = [line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")]
+    words = shlex.split(started.replace("${NODE_IP}", address).replace("${HEAD}", HEAD))
+    return [str(Path(sys.executable).parent / Path(words[0]).name), *words[1:]]
 
 
 def ip(*arguments: str) -> None:
