@@ -12,6 +12,7 @@ import yaml
 from tasks.errors import UserError
 from tasks.params import load_cluster
 from tasks.paths import CARD
+from tasks.place import Cluster
 from tasks.reports import cost, svg
 from tasks.reports.cost import costs
 from tasks.reports.page import page
@@ -120,6 +121,8 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
     cluster = load_cluster(root)
     assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}
     assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5}
+    split = {**cluster.model_dump(), "evaluate": {**cluster.evaluate.model_dump(), "zero_stage": 3}}
+    assert cost.gpus(Cluster.model_validate(split), "export") == 4  # the group shares the model
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours"
     assert "<th>GPU hours</th></tr>" in page(root, "run", STATES, logs=logs)
     write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})

@@ -41,7 +41,8 @@ def gpus(cluster: Cluster, stage: str) -> float:
     group = {"reference": cluster.reference, "train": cluster.actor_train}.get(stage, cluster.evaluate)
     if stage not in ("reference", "train", "evaluate", "export", "promote"):
         return 0.0
-    return group.gpus_per_worker * (1 if stage == "export" else group.num_workers)
+    alone = stage == "export" and cluster.evaluate.zero_stage != 3  # otherwise the group shares the model
+    return group.gpus_per_worker * (1 if alone else group.num_workers)
 
 
 def _seconds(journal: Path) -> float:
