@@ -4,6 +4,7 @@ python -m pytest tests/test_gpu.py
 """
 
 import importlib.util
+import json
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -251,3 +252,24 @@ def test_deterministic_runs_and_a_resumed_one_end_with_the_same_bits(tmp_path: P
     print("without train.deterministic:", "equal" if free[0] == free[1] else "not equal")
     assert second == first
     assert weights(runs[0]) == first
+
+
+@pytest.mark.slow
+def test_a_split_model_goes_through_all_stages_in_bfloat16(tmp_path: Path, tiny_base: Path):
+    """ZeRO-3 on one GPU: NCCL, bfloat16 and DeepSpeed's streams; tests/test_split.py splits over two ranks."""
+    one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256, "zero_stage": 3}
+    groups = ("reference", "actor_train", "evaluate")
+    cluster = {f"{group}.{name}": value for group in groups for name, value in one.items()}
+    precision = {f"{stage}.dtype": "bfloat16" for stage in (*groups[:1], "train", "evaluate", "export")}
+    given = {**cluster, "tensorboard": False, "system_metrics": 1}
+    workspace = make_workspace(tmp_path / "workspace", tiny_base, cluster=given, **precision)
+    said = run(workspace, "source", "prepare", "reference", "train", "evaluate", "export")
+    (journal,) = workspace.glob(".scratch/train/*/metrics.jsonl")
+    trained = [line["values"] for line in read_lines(journal)[0] if "eval/loss" in line.get("values", {})][-1]
+    evaluated = json.loads((workspace / "data/metrics/evaluate.json").read_text())
+    for name in ("loss", "rewards/margins"):
+        assert evaluated[name] == pytest.approx(trained[f"eval/{name}"], abs=0.05), name
+    (tracked,) = workspace.glob(".scratch/runs/*/train.jsonl")
+    logged = {name for line in read_lines(tracked)[0] for name in line.get("values", {}) if name.startswith("system/")}
+    assert any("gpu" in name for name in logged), logged
+    print(said, sorted(logged), evaluated["loss"], trained["eval/loss"])

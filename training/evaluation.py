@@ -4,14 +4,17 @@ The forward passes come first, in rows that any process may compute (`row_values
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from training import loop
 from training.engine import is_split, most
 from training.logps import row_logps
+from training.model import best_device
 from training.objective import Objective
 from training.outputs import PairValues
 from training.packing import Pair, Row, build_row
@@ -45,13 +48,14 @@ class Stored(nn.Module):
         self.values = values
 
     def forward(self, row: Row) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(np.concatenate([self.values[number] for number in row.pairs], axis=1)))
+        values = torch.from_numpy(np.concatenate([self.values[number] for number in row.pairs], axis=1))
+        return tuple(values.to(row.input_ids.device))
 
 
 def pair_values(
     scorer: nn.Module, objective: Objective, pairs: Sequence[Pair], row_tokens: int, device: torch.device
 ) -> tuple[dict[str, float], list[PairValues]]:
-    """The means over all pairs, as in training, and the values of each pair in their order."""
+    """The means over all pairs, as in training, and the values of each pair in their order. A collective."""
     found: dict[int, PairValues] = {}
 
     def keep(row: Row, values: dict[str, Tensor]) -> None:
@@ -68,6 +72,10 @@ def pair_values(
             )
 
     means = loop.evaluate(scorer, objective, pairs, row_tokens, device, each=keep)
+    if dist.is_initialized():
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        found = {number: value for part in everywhere for number, value in part.items()}
     return means, [found[number] for number in range(len(pairs))]
 
 
@@ -75,4 +83,5 @@ def stored_pair_values(
     values: Sequence[Values], objective: Objective, pairs: Sequence[Pair], row_tokens: int
 ) -> tuple[dict[str, float], list[PairValues]]:
     """`pair_values` of what `row_values` gave."""
-    return pair_values(Stored(values), objective, pairs, row_tokens, torch.device("cpu"))
+    device = best_device() if dist.is_initialized() else torch.device("cpu")  # NCCL sums on GPUs alone
+    return pair_values(Stored(values), objective, pairs, row_tokens, device)

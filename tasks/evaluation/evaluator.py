@@ -43,7 +43,7 @@ class Sampling:
 
 
 class Evaluator(Member):
-    ALIKE = frozenset({"harness"})
+    ALIKE = frozenset({"values", "harness"})
 
     def __init__(self) -> None:
         self.split = False  # whether the model is shared with the other workers

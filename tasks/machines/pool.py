@@ -23,6 +23,8 @@ from tasks.files import home
 from tasks.machines import cluster as machines
 from tasks.progress import Bar
 
+FOLLOW = 10.0  # seconds in which Ray notices that a worker died, after another failed because of it
+
 
 class Member:
     """A worker that can be a rank of a group."""
@@ -191,22 +193,30 @@ class Workers:
                 if not self.actors:
                     self._start_actors()
                 return self._all(method, tasks)
-            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-                cause = getattr(error, "cause", None)
-                if isinstance(cause, UserError | ValueError):
-                    raise cause from error
+            except ray.exceptions.RayActorError:
                 if attempt == machines.RESTARTS:
                     raise
                 self._start_again()
+            except ray.exceptions.RayTaskError as error:  # as if it had happened here
+                raise error.cause from error
         raise AssertionError
 
     def _all(self, method: str, tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The results of the ranks; the first error of one, as soon as it is there, while others may wait for it."""
+        """The results of all ranks. One that fails is told at once: the others wait for it, or fail because of it."""
         import ray
 
         futures = [getattr(actor, method).remote(*task) for actor, task in zip(self.actors, tasks, strict=True)]
-        waiting = futures
+        waiting, failure = futures, None
         while waiting:
-            done, waiting = ray.wait(waiting)
-            ray.get(done)
+            done, waiting = ray.wait(waiting, timeout=FOLLOW if failure else None)
+            if not done:
+                break
+            try:
+                ray.get(done)
+            except ray.exceptions.RayActorError:  # what the others say follows from it
+                raise
+            except ray.exceptions.RayTaskError as error:
+                failure = failure or error
+        if failure:
+            raise failure
         return ray.get(futures)
