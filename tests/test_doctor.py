@@ -52,7 +52,7 @@ def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     (workspace / "infra/cluster.yaml").write_text(text)
     assert examine.look(None) == 1
     said = capsys.readouterr().out
-    assert "10000000 workers, more than this machine's memory: set evaluate.dtype to bfloat16, or use GPUs" in said
+    assert "10000000 workers, more than this machine's memory: set evaluate.dtype to bfloat16, or evaluate.zero" in said
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in said
 
 
