@@ -24,6 +24,7 @@ from flows import child
 from flows.services import answers, free_port
 from tasks.dataset import demo
 from tests import postgres
+from tests.prometheus import scrape, scraped
 from tests.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
@@ -45,6 +46,7 @@ class Stack:
     s3: Any
     mlflow: str
     env: Env  # of a driver
+    here: "Translation"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         moto.start()
         stack.callback(moto.stop)
         ports = {"postgres:5432": database.port, "s3:7070": moto._port, "mlflow:5000": free_port()}
-        ports["prefect:4200"] = free_port()
+        ports |= {"prefect:4200": free_port(), "metrics:9464": free_port()}
         secrets = {"POSTGRES_PASSWORD": database.password, "PREFECT_PASSWORD": "word"}
         secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing", "SIGNING_KEY": "5" * 64}
         secrets |= {f"MLFLOW_{user}_PASSWORD": f"a-password-of-{user}" for user in MLFLOW_USERS}
@@ -67,7 +69,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             stack.enter_context(here.started(name))
         for name, path in (("mlflow", "/health"), ("prefect", "/api/health")):
             wait_for(lambda name=name, path=path: answers(here.address(name) + path), 180)
-        yield Stack(database, s3, here.address("mlflow"), here.environment("worker"))
+        yield Stack(database, s3, here.address("mlflow"), here.environment("worker"), here)
 
 
 class Translation:
@@ -92,11 +94,11 @@ class Translation:
         path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         return {**clean, **path, **{n: self.words(str(v)) for n, v in SERVICES[service]["environment"].items()}}
 
-    def started(self, service: str) -> Any:
+    def started(self, service: str, **more: str) -> Any:
         command = [self.words(word) for word in SERVICES[service]["command"]]
         log = (self.folder / f"{service}.log").open("w")
         # Prefect copies its pages where it may write.
-        env = {**self.environment(service), "PREFECT_UI_STATIC_DIRECTORY": str(self.folder / "pages")}
+        env = {**self.environment(service), "PREFECT_UI_STATIC_DIRECTORY": str(self.folder / "pages"), **more}
         return child.started(command, PROJECT, env, log)
 
 
@@ -205,6 +207,16 @@ def test_a_worker_equips_its_server_and_a_schedule_that_is_on_plans_nights(stack
     assert database.one("prefect", zone) == "Asia/Tokyo"
     assert database.one("prefect", "SELECT active FROM deployment_schedule")
     wait_for(lambda: database.one("prefect", "SELECT count(*) FROM flow_run WHERE auto_scheduled"), 120)
+
+
+def test_the_metrics_service_reads_prefect_and_mlflow_with_its_own_logins(stack, checkout):
+    place = {"DPO_HOME": str(checkout), "DPO_CLUSTER": str(site(checkout))}
+    with stack.here.started("metrics", **place):
+        address = stack.here.address("metrics")
+        wait_for(lambda: answers(f"{address}/health"), 60)
+        found = scraped(scrape(f"{address}/metrics", "reader:a-password-of-READER"))
+    assert found["dpo_source_up"] == {("configuration",): 1, ("prefect",): 1, ("mlflow",): 1, ("runs",): 1}
+    assert found["dpo_flow_runs"]["completed",] == 1
 
 
 def objects(s3: Any) -> list[str]:
