@@ -234,7 +234,11 @@ class Bench:
 
     def observe(self) -> dict[str, Any]:
         data = hash_files(self.root / "data") if (self.root / "data").exists() else {}
-        found: dict[str, Any] = {"data": {name: sha for name, sha in data.items() if name != "metrics/promote.json"}}
+        ignored = (
+            "metrics/promote.json",
+            ".gitignore",
+        )  # DVC writes the second where a repository, unlike ours, has none
+        found: dict[str, Any] = {"data": {name: sha for name, sha in data.items() if name not in ignored}}
         found |= _store(self.root / ".mlflow")
         own = ("params.yaml", "pairs.jsonl", "infra/cluster.yaml")
         found["inputs"] = {name: _sha(self.root / name) for name in own if (self.root / name).exists()}
