@@ -108,6 +108,26 @@ def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     assert client(workspace).get_run(parent_id).info.status == "KILLED"
 
 
+def test_a_stage_that_was_killed_with_its_forwarder_is_marked_by_the_next_sync(workspace):
+    """As a full disk does, where neither can write how it ended."""
+    code = (
+        "import os, time, psutil\nfrom tasks.params import load_cluster, load_params\n"
+        "from tasks.tracking.journal import tracked, unsent\n"
+        "with tracked('train', load_params(), load_cluster()) as run:\n"
+        "    run.metrics(1, {'loss': 0.5})\n"
+        "    while unsent(run.folder):\n        time.sleep(0.1)\n"
+        "    for child in psutil.Process().children(recursive=True):\n        child.kill()\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "DPO_RUN": "both"}, check=False)
+    assert killed.returncode == -9
+    parent_id, child_id = ids(workspace, "both")
+    assert client(workspace).get_run(child_id).info.status == "RUNNING"
+    assert forward.send_all(workspace / ".scratch/runs") == (1, {})
+    assert [client(workspace).get_run(run).info.status for run in (parent_id, child_id)] == ["KILLED", "KILLED"]
+    assert forward.send_all(workspace / ".scratch/runs") == (0, {})
+
+
 def test_a_store_that_cannot_be_reached_costs_a_warning_and_is_made_up_for(workspace, monkeypatch, capsys):
     monkeypatch.setenv("DPO_RUN", "fourth")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")

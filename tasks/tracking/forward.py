@@ -22,6 +22,7 @@ from tasks.tracking.login import use
 from tasks.tracking.record import record, store
 
 IDLE_SECONDS = 10.0  # more than DVC takes between two stages
+TAIL = 4096  # bytes of a journal that hold its last lines
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while the store fails
 # A store that is gone costs seconds: MLflow's own defaults are minutes a call.
 PATIENCE = {
@@ -135,15 +136,21 @@ def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
-    """Send what earlier runs could not; how many there were, and those that failed, with why."""
+    """Send what earlier runs could not, and the end of those that were killed with their forwarder.
+
+    How many there were, and those that failed, with why.
+    """
     done, failed = 0, {}
     until = time.monotonic() + patience  # a forwarder whose stage has failed to reach MLflow is about to end
-    for folder in sorted(path for path in runs.glob("*/") if path != but and unsent(path)):
+    for folder in sorted(path for path in runs.glob("*/") if path != but and (unsent(path) or _has_no_end(path))):
         while _held(folder) and unsent(folder) and time.monotonic() < until:
             time.sleep(0.2)
         with locked(folder / "forward.lock", wait=False) as mine:
-            if not mine or not unsent(folder) or not (folder / "settings.json").exists():
-                continue  # its own forwarder is at work, or was
+            if not mine or not (folder / "settings.json").exists():
+                continue  # its own forwarder is at work
+            Workers(folder).any()  # ends the journals of stages that were killed
+            if not unsent(folder):
+                continue
             try:
                 send_new(folder)
                 (folder / ERROR).unlink(missing_ok=True)
@@ -152,6 +159,16 @@ def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tup
                 note(folder, error)
                 failed[folder.name] = (folder / ERROR).read_text() if (folder / ERROR).exists() else str(error)
     return done, failed
+
+
+def _has_no_end(folder: Path) -> bool:
+    """Whether a stage is at work, or was killed with its forwarder, as by a full disk."""
+    return any(_last_kind(path) not in ("end", "close") for path in folder.glob("*.jsonl"))
+
+
+def _last_kind(journal: Path) -> str:
+    lines, _ = read_lines(journal, max(0, journal.stat().st_size - TAIL))
+    return str(lines[-1].get("kind")) if lines else ""
 
 
 def _held(folder: Path) -> bool:
