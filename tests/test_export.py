@@ -1,6 +1,7 @@
 """Exports of tiny models: merged, sharded, tied, as GGUF, each read back; and what stops one."""
 
 import importlib.util
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -190,6 +191,23 @@ def test_an_adapter_with_whole_modules_is_merged_in_memory(tiny_base: Path, tmp_
     written = load_file(tmp_path / "out/model.safetensors")
     trained = policy.base_model.model.model.embed_tokens.modules_to_save["default"].weight
     assert torch.equal(written["model.embed_tokens.weight"], trained)
+
+
+def test_one_model_at_a_time_is_in_memory(exported, tmp_path: Path, monkeypatch):
+    base, *_ = exported
+    policy, real, alive = adapt(base, tmp_path / "policy"), merging.load_model, weakref.WeakSet()
+    before: list[int] = []
+
+    def counted(*given):
+        before.append(len(alive))
+        model = real(*given)
+        alive.add(model)
+        return model
+
+    monkeypatch.setattr(merging, "load_model", counted)
+    (tmp_path / "out").mkdir()
+    merging.export(base, policy, True, "float32", tmp_path / "out", "1GB", PROMPTS)
+    assert before == [0, 0]
 
 
 def test_full_fine_tuning_exports_without_a_merge(tmp_path: Path, tiny_base: Path):

@@ -2,8 +2,8 @@
 
 import gc
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ GREEDY_TOKENS = 16
 # Mean KL of next tokens between the policy on a 4-bit base and the merged 16-bit model. 4 bits cost a few hundredths to
 # tenths of a nat; above this the two are different models.
 MOST_QUANTIZATION_KL = 1.0
+
+
+Load = Callable[[Path, Path | None, str], AbstractContextManager[Any]]  # a folder, an adapter's, a precision
 
 
 class Changed(ValueError):
@@ -57,16 +60,14 @@ def export(
     """
     tokenizer, load = load_tokenizer(base), split_model if split else _whole_model
     weights: tuple[Path, Path | None] = (base, policy) if adapter else (policy, None)
-    with load(*weights, dtype) as model:
-        trained, tied = prove(model, tokenizer, prompts), _is_tied(model)
+    trained, tied = _proof_of(load, *weights, dtype, tokenizer, prompts)
     if not split or writes():
         adapters.write_merged(*weights, out, DTYPES[dtype], shard_size)
         _write_config(base, dtype, out)
         tokenizer.save_pretrained(out)
     if split:
         dist.barrier()
-    with load(out, None, dtype) as model:
-        written, still_tied = prove(model, tokenizer, prompts), _is_tied(model)
+    written, still_tied = _proof_of(load, out, None, dtype, tokenizer, prompts)
     difference = _compare(trained, written, dtype, tokenizer)
     if tied != still_tied:
         raise Changed("input and output embeddings were tied in the base model and are not any more, or became so")
@@ -81,12 +82,24 @@ def writes() -> bool:
     return dist.get_rank() == 0
 
 
+def _proof_of(
+    load: Load,
+    folder: Path,
+    adapter: Path | None,
+    dtype: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+) -> tuple[Proof, bool]:
+    """What the model says, and whether its embeddings are tied."""
+    gc.collect()  # the model before, whose parts refer to each other
+    with load(folder, adapter, dtype) as model:
+        return prove(model, tokenizer, prompts), _is_tied(model)
+
+
 @contextmanager
 def _whole_model(folder: Path, adapter: Path | None, dtype: str) -> Iterator[Any]:
     model: Any = load_model(folder, dtype, best_device())
     yield adapters.load_adapter(model, adapter) if adapter else model
-    del model
-    gc.collect()
 
 
 def _write_config(base: Path, dtype: str, out: Path) -> None:
