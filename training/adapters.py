@@ -153,8 +153,8 @@ def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dt
         weights.write(merged_tensors(base, adapter, dtype), target, shard_size)
     except NotSeparable:
         assert adapter
-        options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto", **options)
+        options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
+        whole = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
         merged = load_adapter(whole, adapter).merge_and_unload(safe_merge=True)
         merged.save_pretrained(target, max_shard_size=shard_size)
 
