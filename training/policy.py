@@ -51,8 +51,9 @@ def save_policy(model: nn.Module, settings: Settings, name: str) -> None:
 
 def _save_model(model: Any, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     """As `save_pretrained` does, but tensor by tensor, unless files name the weights otherwise than modules do."""
-    names = [name for name, _ in model.named_parameters()]
-    if list(revert_weight_conversion(model, {name: torch.empty(1, device="meta") for name in names})) != names:
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    if revert_weight_conversion(model, empty).keys() != shapes.keys():
         model.save_pretrained(folder, state_dict=dict(tensors))
         return
     folder.mkdir()
