@@ -159,13 +159,22 @@ def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dt
         merged.save_pretrained(target, max_shard_size=shard_size)
 
 
+def write_config(base: Path, dtype: str | None, target: Path) -> None:
+    """The base model's, dropout and generation config included, but for the precision."""
+    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).__name__]
+    config.dtype = dtype or config.dtype
+    config.save_pretrained(target)
+    if (base / GENERATION).exists():
+        shutil.copyfile(base / GENERATION, target / GENERATION)
+
+
 def merge_folders(model: Path, adapter: Path, target: Path) -> None:
     """A model with an adapter folded in, as a model of its own with the same tokenizer, in its own precision."""
     target.mkdir(parents=True, exist_ok=True)
     write_merged(model, adapter, target, None, SHARD)
-    AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
-    if (model / GENERATION).exists():
-        shutil.copyfile(model / GENERATION, target / GENERATION)
+    write_config(model, None, target)
     AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
 
 

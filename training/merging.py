@@ -1,20 +1,17 @@
 """From base and policy to one model on disk, with proof at each step that it is still the same model."""
 
 import gc
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training import adapters
-from training.adapters import GENERATION
 from training.dtypes import DTYPES
 from training.model import best_device, load_model, load_tokenizer
 from training.sampling import sample
@@ -63,7 +60,7 @@ def export(
     trained, tied = _proof_of(load, *weights, dtype, tokenizer, prompts)
     if not split or writes():
         adapters.write_merged(*weights, out, DTYPES[dtype], shard_size)
-        _write_config(base, dtype, out)
+        adapters.write_config(base, dtype, out)
         tokenizer.save_pretrained(out)
     if split:
         dist.barrier()
@@ -100,17 +97,6 @@ def _proof_of(
 def _whole_model(folder: Path, adapter: Path | None, dtype: str) -> Iterator[Any]:
     model: Any = load_model(folder, dtype, best_device())
     yield adapters.load_adapter(model, adapter) if adapter else model
-
-
-def _write_config(base: Path, dtype: str, out: Path) -> None:
-    """The base model's, but for the precision."""
-    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).__name__]
-    config.dtype = dtype
-    config.save_pretrained(out)
-    if (base / GENERATION).exists():
-        shutil.copyfile(base / GENERATION, out / GENERATION)
 
 
 def quantization_difference(

@@ -68,12 +68,6 @@ def disable_dropout(model: nn.Module) -> None:
         _zero_probabilities(config)
 
 
-def restore_dropout(config: Any, original: Any) -> None:
-    """The dropout that the base model's configuration had: whoever trains the export further may want it."""
-    for name in probabilities(original):
-        setattr(config, name, getattr(original, name))
-
-
 def probabilities(owner: Any) -> list[str]:
     """Attributes that say how much is dropped (dropout, pdrop, layerdrop) or jittered at random."""
     numbers = [name for name, value in vars(owner).items() if type(value) in (int, float) and value]
