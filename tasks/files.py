@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from tasks.machines.process import began
+
 
 def home() -> Path:
     """Where state that outlives a workspace is kept: the main checkout, also for a run in its own worktree."""
@@ -78,20 +80,10 @@ def _aside(path: Path) -> Path:
     """Where a file or folder is made before it takes its name; what killed processes of this host left is removed."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
     for left in path.parent.glob(f".{path.name}.{host}.*"):
-        pid = left.name.split(f".{host}.")[-1].split(".")[0]
-        if pid.isdecimal() and _is_gone(int(pid)):
+        pid, _, start = left.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
+        if pid.isdecimal() and str(began(int(pid))) != start:
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-    return path.with_name(f".{path.name}.{host}.{os.getpid()}")
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # somebody else's
-        pass
-    return False
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{began(os.getpid())}")
 
 
 def read_json(path: str | Path) -> Any:

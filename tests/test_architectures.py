@@ -7,12 +7,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from training import proof
+from training.adapters import write_config
 from training.attention import NAME
 from training.logps import Scorer, length_batches, plain_logps, row_logps
-from training.model import disable_dropout, load_model, probabilities, restore_dropout
+from training.model import disable_dropout, load_model, probabilities
 from training.packing import Pair, build_row
 
 CPU = torch.device("cpu")
@@ -236,8 +237,9 @@ def test_no_dropout_is_left_in_any_architecture(name, tmp_path):
     model = load_model(tmp_path, "float32")
     proof.prove_determinism(proof.make_scorer(model, make_pairs(3), CPU), make_pairs(3), CPU)
     assert not [name for module in model.modules() for name in probabilities(module)]
-    restore_dropout(model.config, original)  # as an export does
-    assert {name: getattr(model.config, name) for name in probabilities(original)} == {
+    write_config(tmp_path, None, tmp_path / "export")
+    exported = AutoConfig.from_pretrained(tmp_path / "export")
+    assert {name: getattr(exported, name) for name in probabilities(original)} == {
         name: getattr(original, name) for name in probabilities(original)
     }
 

@@ -8,13 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from flows import commits
+from tasks import files
 from tasks.machines import crashes
 from tasks.machines.process import is_alive, this_process
 from tests.test_runs import command
+from tests.workspaces import PROJECT, wait_for
 
 pytestmark = pytest.mark.slow
 # A run without Prefect; the first call fails behind its stages, the next goes on with it.
@@ -100,6 +103,32 @@ def test_another_process_with_the_same_id_is_not_the_one_that_was_noted() -> Non
     assert not is_alive({**noted, "began": noted["began"] - 100})
     assert not is_alive({**noted, "boot": "another"})
     assert not is_alive({"pid": 2**22 + 1})
+
+
+@pytest.mark.parametrize("end", ["killed", "not yet collected", "another process has its id"])
+def test_half_a_file_is_removed_by_the_next_writer(tmp_path: Path, end: str) -> None:
+    code = "import sys, pathlib, time; from tasks import files\n"
+    code += "with files.publish(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "folder")], cwd=PROJECT, stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    (half,) = tmp_path.iterdir()
+    with files.publish(tmp_path / "folder"):
+        assert half.exists()  # its writer works
+    writer.kill()
+    if end == "not yet collected":  # by its parent, for which some containers have nobody
+        wait_for(lambda: psutil.Process(writer.pid).status() == psutil.STATUS_ZOMBIE, 60)
+    else:
+        writer.wait()
+    if end == "another process has its id":
+        half.rename(half.with_name(half.name.replace(f".{writer.pid}.", f".{os.getpid()}.")))
+    files.write_text(tmp_path / "other", "")
+    with files.publish(tmp_path / "folder"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "other"]
+    writer.wait()
 
 
 def test_half_a_dvc_lock_is_damaged_wherever_it_ends(tmp_path: Path) -> None:

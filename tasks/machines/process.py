@@ -30,13 +30,13 @@ def is_alive(noted: dict[str, Any]) -> bool:
     return since is not None and noted.get("began", since) == since
 
 
-def began(pid: int) -> float | None:
+def began(pid: int) -> int | None:
     """When a process began, in a measure that no change of the clock moves; None where there is none."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         if BOOT.exists():
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            return None if fields[0] in "ZX" else float(fields[STARTED])
+            return None if fields[0] in "ZX" else int(fields[STARTED])
         return round(psutil.Process(pid).create_time())
     except (OSError, IndexError, psutil.Error):
         return None
