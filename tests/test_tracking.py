@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 
+from tasks.machines.flock import locked
 from tasks.params import load_cluster, load_params
 from tasks.runs import run_key
 from tasks.tracking import forward
@@ -123,7 +126,10 @@ def test_a_stage_that_was_killed_with_its_forwarder_is_marked_by_the_next_sync(w
     assert killed.returncode == -9
     parent_id, child_id = ids(workspace, "both")
     assert client(workspace).get_run(child_id).info.status == "RUNNING"
-    assert forward.send_all(workspace / ".scratch/runs") == (1, {})
+    with ExitStack() as dying:  # the kernel frees the lock of a killed forwarder when the process is gone
+        dying.enter_context(locked(workspace / ".scratch/runs/both/forward.lock"))
+        threading.Timer(1.0, dying.pop_all().close).start()
+        assert forward.send_all(workspace / ".scratch/runs") == (1, {})
     assert [client(workspace).get_run(run).info.status for run in (parent_id, child_id)] == ["KILLED", "KILLED"]
     assert forward.send_all(workspace / ".scratch/runs") == (0, {})
 

@@ -101,12 +101,20 @@ class Workers:
         working = [self._works(path) for path in sorted(self.folder.glob("*.jsonl"))]  # each is looked at
         return any(working)
 
-    def _works(self, journal: Path) -> bool:
+    def killed(self) -> bool:
+        """Whether a stage was killed and its journal has no end yet."""
+        last = [self._last(path) for path in self.folder.glob("*.jsonl")]
+        return any(line["kind"] == "start" and not is_alive(line) for line in last)
+
+    def _last(self, journal: Path) -> dict[str, Any]:
         lines, self.offsets[journal.stem] = read_lines(journal, self.offsets.get(journal.stem, 0))
         for line in lines:
             if line["kind"] in ("start", "end"):
                 self.last[journal.stem] = line
-        last = self.last.get(journal.stem, {"kind": "end"})
+        return self.last.get(journal.stem, {"kind": "end"})
+
+    def _works(self, journal: Path) -> bool:
+        last = self._last(journal)
         if last["kind"] == "end":
             return False
         if is_alive(last):
@@ -141,14 +149,15 @@ def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tup
     How many there were, and those that failed, with why.
     """
     done, failed = 0, {}
-    until = time.monotonic() + patience  # a forwarder whose stage has failed to reach MLflow is about to end
+    until = time.monotonic() + patience  # a forwarder that failed to reach MLflow, or was killed, is about to end
     for folder in sorted(path for path in runs.glob("*/") if path != but and (unsent(path) or _has_no_end(path))):
-        while _held(folder) and unsent(folder) and time.monotonic() < until:
+        workers = Workers(folder)
+        while _held(folder) and (unsent(folder) or workers.killed()) and time.monotonic() < until:
             time.sleep(0.2)
         with locked(folder / "forward.lock", wait=False) as mine:
             if not mine or not (folder / "settings.json").exists():
                 continue  # its own forwarder is at work
-            Workers(folder).any()  # ends the journals of stages that were killed
+            workers.any()  # ends the journals of stages that were killed
             if not unsent(folder):
                 continue
             try:
