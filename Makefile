@@ -1,4 +1,4 @@
-# Everything starts here. The first call makes the environment in .venv; nothing outside this folder is touched.
+# Set-up, demo, tests and benchmarks. The first call creates the environment in .venv; everything else is `dpo`.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -15,144 +15,71 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export MLFLOW_ALLOW_MODEL_CODE_EXECUTION := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-help: ## this list
+help: ## list these targets; `dpo --help` lists the commands of the pipeline
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(READY) ## watch a tiny model learn a preference, with the whole stack
-	@python -m flows.dpo --recipe demo
+setup: $(READY) ## create the environment in .venv, or update it after a change of the lock
 
-run: $(READY) ## the pipeline on params.yaml; RECIPE=name lays a recipe over it, SET="train.beta=0.2" single values; NAME=
-	@python -m flows.dpo $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value)) $(if $(NAME),--name $(NAME))
+demo: $(READY) ## train a tiny model on a preference with the whole stack (3 minutes)
+	@dpo run --recipe demo
 
-plan: $(READY) ## which stages would run, and why, with time and memory as far as known: RECIPE=name SET="train.beta=0.2"
-	@python -m flows.plan $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
-
-follow: $(READY) ## start a run on the worker and show its stages: DEPLOYMENT=dpo/full, RECIPE= SET= NAME= as above; RUN=name shows one
-	@python -m flows.follow $(if $(RUN),--run "$(RUN)",$(or $(DEPLOYMENT),dpo/full)) $(if $(RECIPE),--recipe $(RECIPE)) \
-	  $(foreach value,$(SET),--set $(value)) $(if $(NAME),--name $(NAME))
-
-runs: $(READY) ## every run: its state, since when, what ran, its page in MLflow
-	@python -m flows.runs
-
-resume: $(READY) ## go on with a run that failed, was stopped or crashed: RUN=name
-	@python -m flows.dpo --resume "$(RUN)"
-
-open: $(READY) ## a run's files back, in a worktree of its commit: RUN=name TO=folder
-	@python -m flows.open "$(RUN)" "$(TO)"
-
-gc: $(READY) ## what old runs hold and nobody needs: KEEP=10 newest stay; YES=1 deletes what is shown
-	@python -m flows.gc --keep $(or $(KEEP),10) $(if $(YES),--yes)
-
-check-cache: $(READY) ## is every object of DVC's cache what its name says? FIX=1 removes damaged ones
-	@python -m flows.cache $(if $(FIX),--fix)
-
-retrain: $(READY) ## what dpo/nightly does: nothing where nothing is new; RECIPE= and SET= as above
-	@python -m flows.dpo --only-if-new $(if $(RECIPE),--recipe $(RECIPE)) $(foreach value,$(SET),--set $(value))
-
-sweep: $(READY) ## many runs over one reference: SPACE="train.beta=0.05,0.1 train.seed=0,1" ARGS="--metric ... --random 8"
-	@python -m flows.sweep $(foreach value,$(SPACE),--space $(value)) $(ARGS)
-
-promote: $(READY) ## after `dvc repro` by hand: register the export, and make it champion where the gate lets it
-	@python -m tasks.promote
-
-approve: $(READY) ## a person's word for a version that waits: VERSION=3 BY=name
-	@python -m tasks.release.approve "$(VERSION)" "$(BY)"
-
-rollback: $(READY) ## back to the champion before, and say what was done
-	@python -m tasks.release.rollback
-
-compare: $(READY) ## this workspace's policy against RUN=champion, base, a version or a named run
-	@python -m tasks.evaluation.compare $(or $(RUN),champion)
-
-verify: $(READY) ## is data/model, to the last byte, what was exported?
-	@python -m tasks.release.verify
-
-sign: $(READY) ## sign with your key what was made without it: WHAT=data/model, a checkpoint's folder or a version's number
-	@python -m tasks.release.sign $(if $(WHAT),"$(WHAT)")
-
-push: $(READY) ## copy data/model to an fsspec address: TO=s3://bucket/models
-	@python -m tasks.release.push "$(TO)"
-
-reproduce: $(READY) ## repeat a run from its commit and compare hashes and metrics: RUN=name
-	@python -m flows.reproduce "$(RUN)"
-
-report: $(READY) ## the page of the last run: .scratch/report.html
-	@python -m tasks.reports.page
-
-test: $(DEV) ## all tests, in two processes, fast ones first
+test: $(DEV) ## run all tests in two processes, as CI does
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-fast: $(DEV) ## tests without servers, clusters and several processes
+test-fast: $(DEV) ## run the tests that start no servers, clusters or extra processes
 	@python -m pytest -m "not slow"
 
-test-stack: $(DEV) ## infra/compose.yaml on a real container engine (about half an hour): see CONTRIBUTING.md
-	@python -m pytest tests/test_stack_containers.py -m stack -s -x
+test-stack: $(DEV) ## test infra/compose.yaml on a container engine (half an hour; CONTRIBUTING.md)
+	@python -m pytest tests/services/test_stack_containers.py -m stack -s -x
 
-test-faults: $(DEV) ## a fault at every durable operation of every command (hours): ONLY="source gc" ARGS="--minutes 40"
+test-faults: $(DEV) ## inject a fault at every durable operation (hours): ONLY="source gc" ARGS="--minutes 40"
 	@nice -n 10 python -m tests.faults.sweep $(ONLY) $(ARGS)
 
-doctor: $(READY) ## is this machine ready, and does the run fit it? RECIPE=name; FIX=1 clears stale locks
-	@python -m tasks.doctor.examine $(RECIPE) $(if $(FIX),--fix)
-
-gpu-check: $(READY) ## all stages on this machine's GPUs, a worker killed in training, and a table: ARGS="--shape 1.5b --full"
+gpu-check: $(READY) ## run all stages on this machine's GPUs, and kill a worker in between: ARGS="--shape 1.5b --full"
 	@python -m tests.gpu_check $(ARGS)
 
-sync: $(READY) ## send to MLflow what earlier runs could not
-	@python -m tasks.tracking.forward
-
-lint: $(DEV) ## ruff and mypy, as pre-commit and CI run them
+lint: $(DEV) ## run ruff and mypy
 	@ruff check .
 	@ruff format --check .
 	@mypy
 
-bench: $(READY) ## our training beside TRL's: BENCH=cpu (as it comes), gpu or convergence, with ARGS="..."
+bench: $(READY) ## benchmark against TRL: BENCH=cpu (default), gpu or convergence, with ARGS="..."
 	@python -m tests.benchmarks.$(or $(BENCH),cpu) $(ARGS)
 
-up: $(READY) ## Prefect, MLflow and a worker in the background, with pages, deployments, automations (docs/operations.md)
-	@python -m flows.up
-
-down: $(READY) ## end what `make up` started, and no more
-	@python -m flows.down
-
-status: $(READY) ## what runs, since when, where; schedules; the last runs
-	@python -m flows.status
-
-logs: ## what the services of `make up` said last; SERVICE=worker one of them, FOLLOW=1 as it comes
-	@ls .services/$(or $(SERVICE),*).log >/dev/null 2>&1 || { echo "error: there is no such log; \`make up\` starts one"; exit 1; }
-	@tail -n 40 $(if $(FOLLOW),-F) .services/$(or $(SERVICE),*).log
-
-backup: ## databases, object store and run commits of the running compose stack, into a new folder: TO=folder
+backup: ## back up databases, object store and run commits of the compose stack: TO=folder
 	@infra/backup.sh backup "$(TO)"
 
-restore: ## replace the compose stack's databases by those of a backup, and add its objects and commits: FROM=folder
+restore: ## restore a backup into the compose stack: FROM=folder
 	@infra/backup.sh restore "$(FROM)"
 
-lock: $(DEV) ## resolve pyproject.toml anew and pin what came out, with hashes; ARGS="--index URL --wheels FOLDER"
+lock: $(DEV) ## update all pinned versions and hashes from pyproject.toml: ARGS="--index URL --wheels FOLDER"
 	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
 	@python infra/lock.py lock $(ARGS)
 
-sbom: $(READY) ## the locked packages as a CycloneDX bill of materials: sbom.cdx.json
+sbom: $(READY) ## write the locked packages to sbom.cdx.json (CycloneDX)
 	@python infra/lock.py sbom > sbom.cdx.json
 
-$(READY): requirements.lock infra/cuda.lock
-	@command -v git >/dev/null || { echo "error: git is not installed; the pipeline versions its runs with it"; exit 1; }
+$(READY): requirements.lock infra/cuda.lock pyproject.toml
+	@command -v git >/dev/null || { echo "error: git is not installed; the pipeline versions its runs with git"; exit 1; }
 	@for python in $${PYTHON:-python3} python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    found=$$python; break; fi; done; \
 	if [ -z "$${found:-}" ]; then \
-	  echo "error: no Python 3.11 or newer with venv was found; install one, or name it: make PYTHON=/path/to/python"; \
+	  echo "error: found no Python 3.11 or newer with venv; install one, or set PYTHON=/path/to/python"; \
 	  exit 1; fi; \
-	echo "Making the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
+	echo "Creating the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
 	"$$found" -m venv .venv
 	@install="python -m pip install --disable-pip-version-check --no-input --no-deps --require-hashes"; \
 	awk '/^torch==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock > .venv/torch.lock; \
-	$$install --quiet --no-index -r .venv/torch.lock 2>/dev/null || true; : a CPU build in a folder of wheels, where there is one; \
+	$$install --quiet --no-index -r .venv/torch.lock 2>/dev/null || true; : prefer a CPU build from a local folder of wheels; \
 	{ $$install -r requirements.lock && \
 	  if python infra/needs_cuda.py; then $$install -r infra/cuda.lock; fi && python -m pip check; } 2>&1 | tee .venv/install.log | \
 	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
 	  if (n % 20 == 0 && n < total) { printf "  %d of about %d packages\n", n, total; fflush() } } \
 	  /^Installing/ { print "  installing" ; fflush() } /^ERROR/ { print }' || { \
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
+	@python -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation --quiet --editable . || { \
+	  echo "error: the command dpo could not be installed"; exit 1; }
 	@touch $(READY)
 
 $(DEV): $(READY) requirements-dev.lock
@@ -162,5 +89,4 @@ $(DEV): $(READY) requirements-dev.lock
 	  echo "error: the packages could not be installed; see .venv/install-dev.log"; exit 1; }
 	@touch $(DEV)
 
-.PHONY: help demo run follow retrain sweep promote approve rollback compare verify sign push reproduce report test test-fast test-stack test-faults doctor gpu-check sync lint bench up down \
-  status logs backup restore lock sbom plan runs resume open gc check-cache
+.PHONY: help setup demo test test-fast test-stack test-faults gpu-check lint bench backup restore lock sbom

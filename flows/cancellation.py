@@ -1,8 +1,8 @@
-"""A run that notices by itself that it is cancelled.
+"""Cancellation that a run notices by itself.
 
-Prefect's worker delivers a cancellation. One that is asked for while the worker or the server is away gets lost, and a
-run by hand has no worker: such a run would train to the end and become champion. So a run reads its own state every few
-seconds while it works, and once more before its model goes to the registry.
+Prefect's worker delivers a cancellation. A cancellation while the worker or the server is down gets lost, and `dpo run`
+has no worker: such a run would train to the end and promote its model. So a run reads its own state every few seconds,
+and once more before it registers its model.
 """
 
 import threading
@@ -16,31 +16,31 @@ from prefect import get_client, get_run_logger, runtime
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled
 
-from flows import child
+from tasks.system import processes
 
-SECONDS = 5.0  # between two readings
-MESSAGE = "Cancelled in Prefect; the run noticed by itself and stopped."
+POLL_SECONDS = 5.0
+MESSAGE = "Cancelled in Prefect; the run has stopped."
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 
 _noticed = threading.Event()
 
 
 class RunCancelled(BaseException):
-    """Not an Exception: nothing on the way may take it for a failure, or try again."""
+    """Not an Exception, so that nothing handles it as a failure or retries."""
 
 
-def ends_cancelled(flow: Callable[Given, Any]) -> Callable[Given, Any]:
-    """Of a flow's function: it reads its run's state meanwhile, and ends as Cancelled."""
+def ends_cancelled(flow: Callable[Parameters, Any]) -> Callable[Parameters, Any]:
+    """Decorate a flow's function: watch the run's state meanwhile, and end as Cancelled."""
 
     @wraps(flow)
-    def watched(*given: Given.args, **named: Given.kwargs) -> Any:
+    def watched(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
         over = threading.Event()
-        # In a copy of our context: the server of a run by hand is known there and nowhere else.
+        # In a copy of our context, which alone knows the embedded server.
         context, run = copy_context(), str(runtime.flow_run.id)
         threading.Thread(target=context.run, args=(_watch, run, over), daemon=True).start()
         try:
-            return flow(*given, **named)
+            return flow(*args, **kwargs)
         except RunCancelled as error:
             return Cancelled(message=str(error))
         finally:
@@ -51,21 +51,21 @@ def ends_cancelled(flow: Callable[Given, Any]) -> Callable[Given, Any]:
 
 def _watch(run: str, over: threading.Event) -> None:
     _noticed.clear()
-    while not over.wait(SECONDS):
+    while not over.wait(POLL_SECONDS):
         if _is_cancelled(run):
             _noticed.set()
-            child.end_running()
+            processes.terminate_awaited()
             return
 
 
 def stop_if_noticed() -> None:
     if _noticed.is_set():
-        get_run_logger().warning("This run is cancelled and stops here")
+        get_run_logger().warning("This run is cancelled and stops now")
         raise RunCancelled(MESSAGE)
 
 
 def stop_if_cancelled() -> None:
-    """Ask the server now: what follows cannot be taken back."""
+    """Ask the server now, before a step that cannot be undone."""
     if _is_cancelled(str(runtime.flow_run.id)):
         _noticed.set()
     stop_if_noticed()
@@ -75,6 +75,6 @@ def _is_cancelled(run: str) -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run)).state
-    except Exception:  # a server that does not answer is no reason to stop a training run
+    except Exception:  # a server that does not answer must not stop a training run
         return False
     return state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED)

@@ -1,10 +1,11 @@
-"""The parameters of our flows as Prefect's pages show them: a form with choices, and a refusal before a run starts.
+"""Types of the flows' parameters: Prefect's pages make a form of them, and reject mistakes before a run starts.
 
-The server checks a run's parameters against the JSON schema that is made from these types when the flow is deployed;
-what a schema cannot say (an option that the chosen loss does not take) is checked when the run begins.
+The server validates a run's parameters against the JSON schema that Prefect makes from these types on deployment. What
+a schema cannot express (an option that the chosen loss does not take) is checked when the run starts.
 """
 
 import difflib
+import itertools
 import json
 import re
 from contextlib import suppress
@@ -14,14 +15,14 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from flows import ROOT
-from tasks.configuration import section
+from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
+from tasks.config.params import RECIPES, Params
+from tasks.config.paths import ROOT
+from tasks.config.strict import section
 from tasks.errors import UserError
-from tasks.params import RECIPES, Params
-from tasks.place import CLUSTER, Cluster, groups, load_cluster
 from tasks.redact import redact
 
-# A form offers a choice or a text field only where nothing may be null: these words stand for it.
+# A form offers a choice or a text field only for values that cannot be null. These stand for null.
 NO_RECIPE, NO_NAME = "none", ""
 CHOICES = [NO_RECIPE, *sorted(path.stem for path in RECIPES.glob("*.yaml"))]
 NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
@@ -45,36 +46,36 @@ Name = Annotated[
 
 
 def keys(model: type[BaseModel] = Params, above: str = "") -> dict[str, FieldInfo]:
-    """Every key of params.yaml by its dotted name, as `train.beta`."""
-    found: dict[str, FieldInfo] = {}
+    """Every key of params.yaml by its dotted name, such as `train.beta`."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if above:
-            found[above + name] = field
+            fields[above + name] = field
         below = section(model, name)
         if below and get_origin(field.annotation) is not dict:
-            found |= keys(below, f"{above}{name}.")
-    return found
+            fields |= keys(below, f"{above}{name}.")
+    return fields
 
 
 def settable() -> dict[str, FieldInfo]:
-    """What overrides may name: every key of params.yaml, and the machines' worker groups below `cluster.`."""
-    machines = {name: field for name, field in keys(Cluster).items() if name.split(".")[0] in groups()}
-    return {**keys(), **{f"cluster.{name}": field for name, field in machines.items()}}
+    """The keys that overrides may set: every key of params.yaml, and those of worker groups below `cluster.`."""
+    cluster = {name: field for name, field in keys(Cluster).items() if name.split(".")[0] in groups()}
+    return {**keys(), **{f"cluster.{name}": field for name, field in cluster.items()}}
 
 
 def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Each key is ours and each value has its type; whether they go together is seen when they are laid over."""
-    ours = settable()
+    """Check that each key exists and each value has its type; whether they fit together is checked later."""
+    fields = settable()
     for name, value in overrides.items():
-        if name not in ours:
-            near = difflib.get_close_matches(name, ours, n=1)
-            hint = f"Did you mean `{near[0]}`?" if near else "They are written as in `train.beta`."
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else "Write it as in `train.beta`."
             raise ValueError(f"`{name}` is not a key of params.yaml. {hint}")
         try:
-            _adapter(ours[name]).validate_python(value, strict=True)
+            _adapter(fields[name]).validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
-            raise ValueError(f"`{name}`: {problem['msg']}, and it is {value!r}.") from None
+            raise ValueError(f"`{name}` is {value!r}: {problem['msg']}.") from None
     return overrides
 
 
@@ -83,19 +84,19 @@ def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Of overrides: one field for each key, described by its comment and its value when the flow is deployed.
+    """The schema of overrides: a field for each key, described by its comment and its value on deployment.
 
-    No field has a default: a form posts defaults, and an override that nobody chose would win over the recipe.
+    No field has a default: a form sends defaults, and an override that nobody chose would win over the recipe.
     """
-    text, machines = (ROOT / "params.yaml").read_text(), (ROOT / CLUSTER).read_text()
+    text, cluster_text = (ROOT / "params.yaml").read_text(), (ROOT / CLUSTER).read_text()
     values, fields = {}, {}
-    said = {**comments(text), **{f"cluster.{name}": found for name, found in comments(machines).items()}}
-    with suppress(yaml.YAMLError, UserError):  # whoever reads the file next says what is wrong
+    described = {**comments(text), **{f"cluster.{name}": line for name, line in comments(cluster_text).items()}}
+    with suppress(yaml.YAMLError, UserError):  # the run reports what is wrong in the file
         values = {**yaml.safe_load(text), "cluster": load_cluster(ROOT).model_dump()}
     for name, field in settable().items():
-        now = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
-        described = ". ".join([*said.get(name, {}).values(), now])
-        fields[name] = {**_field_schema(field), "title": name, "description": described}
+        value = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
+        description = ". ".join(filter(None, [described.get(name), value]))
+        fields[name] = {**_field_schema(field), "title": name, "description": description}
     return {"type": "object", "properties": fields, "additionalProperties": False}
 
 
@@ -106,37 +107,38 @@ def _value(values: Any, name: str) -> Any:
 
 
 def _field_schema(field: FieldInfo) -> dict[str, Any]:
-    """A few fixed values are one choice: Prefect's form posts `false` for a boolean that nobody touched, and cannot
-    change a constant that may be null."""
-    made = _adapter(field).json_schema()
-    made.pop("default", None)
-    if "$defs" in made:  # a nested model is checked when the run begins
+    """A type with few values becomes a choice: Prefect's form sends `false` for a boolean that nobody touched, and
+    cannot change a constant that may be null."""
+    schema = _adapter(field).json_schema()
+    schema.pop("default", None)
+    if "$defs" in schema:  # a nested model is checked when the run starts
         return {}
-    values = [_values(kind) for kind in made.get("anyOf", [made])]
-    return {"enum": [one for few in values for one in few]} if all(values) else made
+    values = [_values(kind) for kind in schema.get("anyOf", [schema])]
+    return {"enum": list(itertools.chain(*values))} if all(values) else schema
 
 
 def _values(kind: dict[str, Any]) -> list[Any]:
-    """All values of a type that has only a few."""
+    """All values of a type that has only a few; empty for other types."""
     if "const" in kind:
         return [kind["const"]]
     few: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
     return few.get(kind.get("type", ""), kind.get("enum", []))
 
 
-def comments(text: str) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+def comments(text: str) -> dict[str, str]:
+    """The comment behind each key of a YAML file, by the key's dotted name."""
+    by_key: dict[str, str] = {}
     path: list[str] = []
     for line in text.splitlines():
         if match := re.match(r"^((?:  )*)([\w]+):(.*?)(?: # ?(.*))?$", line):
             path[len(match[1]) // 2 :] = [match[2]]
             if match[4]:
-                found[".".join(path)] = {"description": match[4].strip()}
-    return found
+                by_key[".".join(path)] = match[4].strip()
+    return by_key
 
 
 Overrides = Annotated[
     Annotated[dict[str, Any], AfterValidator(known_and_typed)] | None,
-    AfterValidator(lambda given: given or None),
+    AfterValidator(lambda overrides: overrides or None),
     WithJsonSchema(schema()),
 ]

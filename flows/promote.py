@@ -1,10 +1,9 @@
-"""After the stages: the task that decides about the registry, and the pause in which a person may.
+"""After the stages: the task that registers and promotes the model, and the pause for manual approval.
 
-Not a stage of DVC, since who is champion now is no input that DVC could watch: it runs every time, and does nothing new
-when nothing is new.
+It is not a stage of DVC, because DVC cannot watch which version is champion now. It runs every time, and changes
+nothing if nothing is new.
 """
 
-import json
 import sys
 import threading
 import time
@@ -20,25 +19,27 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import Event
 from prefect.input import RunInput
 
-from flows import cancellation, child, runs
-from flows.links import mlflow_link
-from flows.stage import USER_ERROR, StageFailed, Watch, worth_another_try
-from flows.workspace import Workspace
-from tasks.errors import UserError
-from tasks.files import recall
-from tasks.machines.flock import locked
+from flows import cancellation
+from flows.stage import USER_ERROR, StageFailed, StageOutput, should_retry
+from services.automations import PROMOTED, REFUSED
+from services.mlflow_urls import mlflow_link
+from tasks.config.params import load_params
+from tasks.config.paths import METRICS
 from tasks.redact import redact
 from tasks.release import outbox
+from tasks.runs import records
+from tasks.runs.workspace import Workspace
+from tasks.system import processes
+from tasks.system.files import read_json, recall
+from tasks.system.lock import file_lock
 
 NAME = "promote"
-PROMOTED = "dpo.promoted"
-REFUSED = "dpo.refused"
-NOBODY = "nobody, in time"
-SPARE = 600  # seconds between our giving up and Prefect's
+NOBODY = "nobody, in time"  # the name in an answer that our own timeout gives
+PREFECT_TIMEOUT_MARGIN = 600  # seconds: our timeout comes first
 
 
 class Approval(RunInput):
-    """What Prefect's page asks a person."""
+    """The form that Prefect's page shows."""
 
     approve: bool = False
     your_name: str = ""
@@ -48,34 +49,36 @@ class Approval(RunInput):
     task_run_name=NAME,
     retries=2,
     retry_delay_seconds=[2, 5],
-    retry_condition_fn=worth_another_try,
+    retry_condition_fn=should_retry,
     cache_policy=NO_CACHE,
 )
-def promote(place: Workspace) -> dict[str, Any]:
+def promote(workspace: Workspace) -> dict[str, Any]:
     cancellation.stop_if_cancelled()
     start = time.monotonic()
-    run("tasks.promote", place)
-    tell()
-    tell_of_refusal(place)
+    run("tasks.promote", workspace)
+    send_promotions()
+    send_refusal(workspace)
     return {"stage": NAME, "state": "ran", "seconds": round(time.monotonic() - start, 1)}
 
 
-def run(module: str, place: Workspace, *arguments: str) -> None:
-    """A command of tasks/, watched as a stage is."""
-    watch = Watch(NAME, place.root)
-    code = child.run([sys.executable, "-m", module, *arguments], place.root, place.environment(), watch)
+def run(module: str, workspace: Workspace, *arguments: str) -> None:
+    """Run a module as a command and stream its output as a stage's."""
+    output = StageOutput(NAME, workspace.root)
+    code = processes.run([sys.executable, "-m", module, *arguments], workspace.root, workspace.environment(), output)
     cancellation.stop_if_noticed()
-    if watch.held and code == USER_ERROR:
-        raise UserError("\n".join(watch.held).removeprefix("error: "))
+    if output.error_lines and code == USER_ERROR:
+        raise output.user_error()
     if code:
-        raise StageFailed(f"{NAME} failed with exit code {code}. It last said: {''.join(watch.lines[-1:])}")
-    watch.progress(1, 1)
+        raise StageFailed(f"{NAME} failed with exit code {code}. Its last line: {''.join(output.lines[-1:])}")
+    output.progress(1, 1)
 
 
-def tell() -> None:
-    """An event on Prefect's server for every promotion that it was not told of, on which flows/automations.py calls a
-    webhook. The server drops an event whose id it has seen, so that a repetition after a crash tells nobody twice."""
-    with locked(outbox.folder().with_suffix(".lock")), get_client(sync_client=True) as client:
+def send_promotions() -> None:
+    """Send an event to Prefect's server for every promotion that has none yet; services/automations.py calls a webhook.
+
+    The server drops an event whose id it has seen, so that a repetition after a crash notifies nobody twice.
+    """
+    with file_lock(outbox.folder().with_suffix(".lock")), get_client(sync_client=True) as client:
         for promotion in outbox.pending():
             if promotion.copied:
                 _send(client, PROMOTED, promotion.id, _payload(promotion))
@@ -84,8 +87,8 @@ def tell() -> None:
 
 def _payload(promotion: outbox.Promotion) -> dict[str, str]:
     model, version, alias = promotion.model, promotion.version, promotion.alias
-    said = ", ".join(filter(None, [promotion.why, promotion.details]))
-    message = f"{model} version {version} is now {alias}: {said}.{_of_run(promotion.run)}"
+    reason = ", ".join(filter(None, [promotion.why, promotion.details]))
+    message = f"{model} version {version} is now {alias}: {reason}.{_run_link(promotion.run)}"
     return {"model": model, "version": version, "alias": alias, "message": message}
 
 
@@ -97,77 +100,75 @@ def _send(client: SyncPrefectClient, name: str, key: str, payload: dict[str, str
     client.request("POST", "/events", json=[event.model_dump(mode="json")]).raise_for_status()
 
 
-def tell_of_refusal(place: Workspace) -> None:
-    """The same for a model that the gate refused; one event for each flow run, however often it is tried."""
-    found = decision(place)
-    if not found or found["promoted"] or found["waiting"]:
+def send_refusal(workspace: Workspace) -> None:
+    """The same for a model that the gate refused; one event for each flow run, however often it is retried."""
+    result = decision(workspace)
+    if not result or result["promoted"] or result["waiting"]:
         return
-    model, version = found["model"], found["version"]
-    why = redact("; ".join(found["reasons"]))
-    message = f"{model} version {version} is not promoted: {why}.{_of_run(place.key)}"
+    model, version = result["model"], result["version"]
+    reasons = redact("; ".join(result["reasons"]))
+    message = f"{model} version {version} is not promoted: {reasons}.{_run_link(workspace.run_name)}"
     key = str(uuid5(UUID(str(runtime.flow_run.id)), REFUSED))
     try:
         with get_client(sync_client=True) as client:
             _send(client, REFUSED, key, {"model": model, "version": version, "message": message})
-    except HTTPError as error:  # the decision stands and is on the run's page: no reason to fail
-        get_run_logger().warning("promote: nobody is notified that the model is refused: %s", redact(str(error)))
+    except HTTPError as error:  # the decision stands and is on the run's page
+        get_run_logger().warning("promote: could not send the notification of the refusal: %s", redact(str(error)))
 
 
-def _of_run(name: str) -> str:
-    link = mlflow_link(recall(runs.runs_folder() / name / "run.json")) if name else None
+def _run_link(name: str) -> str:
+    link = mlflow_link(recall(records.runs_folder() / name / "run.json")) if name else None
     return (f" Run {name}." if name else "") + (f" {link}" if link else "")
 
 
 def _this_run() -> list[dict[str, str]]:
-    """As Prefect adds it to events of its own making: notifications link to the run."""
+    """The related resource that Prefect adds to its own events, so that notifications link to the run."""
     if not (run := runtime.flow_run.id):
         return []
     return [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
 
 
-def waits_for_a_person(place: Workspace) -> bool:
-    from tasks.params import load_params
-
-    return bool(decision(place).get("waiting") and load_params(place.root / "params.yaml").promote.approval_hours)
-
-
-def ask_a_person(place: Workspace) -> None:
-    """Pause until somebody presses Resume in Prefect; what they say about the version counts, whoever works here."""
-    from tasks.params import load_params
-
-    log, found = get_run_logger(), decision(place)
-    hours = load_params(place.root / "params.yaml").promote.approval_hours
-    assert hours is not None
-    log.info("promote: waits up to %g hours for a person: Resume, on this run's page in Prefect, asks", hours)
-    question = (
-        f"May version {found['version']} of {found['model']} become {found['alias']}? See the artifact dpo-result."
+def waits_for_approval(workspace: Workspace) -> bool:
+    return bool(
+        decision(workspace).get("waiting") and load_params(workspace.root / "params.yaml").promote.approval_hours
     )
-    answer = _paused(Approval.with_initial_data(description=question), hours * 3600)
+
+
+def ask_for_approval(workspace: Workspace) -> None:
+    """Pause until a person presses Resume in Prefect, and approve the version if that person does."""
+    log, result = get_run_logger(), decision(workspace)
+    hours = load_params(workspace.root / "params.yaml").promote.approval_hours
+    assert hours is not None
+    version, alias = result["version"], result["alias"]
+    log.info("promote: waits up to %g hours for approval. Press Resume on this run's page in Prefect", hours)
+    question = f"May version {version} of {result['model']} become {alias}? See the artifact dpo-result."
+    answer = _pause(Approval.with_initial_data(description=question), hours * 3600)
     if answer.approve:
-        who = answer.your_name or "somebody in Prefect"
-        run("tasks.release.approve", place, found["version"], who)
-        tell()
+        name = answer.your_name or "somebody in Prefect"
+        run("cli", workspace, "approve", "--", version, name)  # a name may begin with a dash
+        send_promotions()
     elif answer.your_name == NOBODY:
-        log.info("promote: nobody said anything in time; `make approve VERSION=%s BY=name` still can", found["version"])
+        name = f"{result['model']}/{version}"
+        log.info("promote: nobody answered in time; `dpo approve %s NAME` still approves the version", name)
     else:
-        log.info("promote: %s said no; version %s is not promoted", answer.your_name or "somebody", found["version"])
+        log.info("promote: %s refused; version %s is not promoted", answer.your_name or "somebody", version)
 
 
-def _paused(wanted: type[Approval], seconds: float) -> Approval:
-    """What a person said, or NOBODY did. Prefect fails a run whose pause expires, so we resume it ourselves before."""
+def _pause(form: type[Approval], seconds: float) -> Approval:
+    """A person's answer, or NOBODY's after the timeout. Prefect fails a run whose pause expires, so we resume first."""
     timer = threading.Timer(seconds, _resume, [runtime.flow_run.id])
     timer.start()
     try:
-        return pause_flow_run(wait_for_input=wanted, timeout=int(seconds) + SPARE, poll_interval=2)
+        return pause_flow_run(wait_for_input=form, timeout=int(seconds) + PREFECT_TIMEOUT_MARGIN, poll_interval=2)
     finally:
         timer.cancel()
 
 
 def _resume(run: str) -> None:
-    with suppress(Exception):  # somebody resumed it a moment before
+    with suppress(Exception):  # a person resumed it a moment before
         resume_flow_run(UUID(run), run_input={"approve": False, "your_name": NOBODY})
 
 
-def decision(place: Workspace) -> dict[str, Any]:
-    path = place.root / "data" / "metrics" / "promote.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+def decision(workspace: Workspace) -> dict[str, Any]:
+    path = workspace.root / METRICS / "promote.json"
+    return read_json(path) if path.exists() else {}

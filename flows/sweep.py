@@ -1,31 +1,30 @@
-"""The flow `sweep`: a grid or a random search over params.yaml, as runs of the pipeline side by side.
+"""The flow `sweep`: a grid or a random search over params.yaml, as runs of the pipeline in parallel.
 
-    python -m flows.sweep --space train.beta=0.05,0.1 --space 'train.loss={sigmoid: 1.0},{ipo: 1.0}' --runs-at-once 2
-    python -m flows.sweep --space train.learning_rate=log:1.0e-5..1.0e-3 --random 8 --metric eval/rewards/margins
+    dpo sweep --space train.beta=0.05,0.1 --space 'train.loss={sigmoid: 1.0},{ipo: 1.0}' --runs-at-once 2
+    dpo sweep --space train.learning_rate=log:1.0e-5..1.0e-3 --random 8 --metric eval/rewards/margins
 
-Each run is `python -m flows.dpo` in a worktree of its own, and none becomes champion: with --promote the best goes
-through the gate. The same command again goes on where it stopped: finished runs are not repeated.
+Each trial is a `dpo run` in its own worktree, and none is registered: with --promote the best one goes through the
+gate. The same command again continues an interrupted sweep and does not repeat finished runs.
 """
 
-import argparse
 import shlex
-import signal
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow, get_run_logger
-from prefect.exceptions import CancelledRun
 
-from flows import ROOT, cancellation, child, runs, server, side_by_side, summary, terminal
-from flows.dpo import override
-from flows.side_by_side import Running
-from flows.space import Space, parse
-from flows.trials import FOLDER, Trial, plan
+from flows import cancellation, embedded_server, sweep_artifacts, terminal
+from flows.sweep_trials import FOLDER, Trial, environment, plan, run_trials
+from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.files import read_json
-from tasks.output import as_command
-from tasks.reports import sweeps
+from tasks.reports import sweep_table
+from tasks.runs import records
+from tasks.runs.search_space import Space, parse
+from tasks.system import processes
+from tasks.system.files import recall
 
 METRIC = "eval/rewards/accuracies"
 
@@ -44,209 +43,178 @@ def sweep(
     name: str | None = None,
     promote: bool = False,
 ) -> dict[str, Any]:
-    """Many runs over one reference artefact: a table, a figure, and the best run.
+    """Many runs that share one reference: a table, a figure, and the best run.
 
     Args:
         space: values to try by dotted name, {"train.beta": [0.05, 0.1]}, or a range {"low": 0.05, "high": 0.5}.
-        metric: what is compared, as MLflow shows it.
-        goal: max where more of the metric is better, min where less is.
-        runs_at_once: so many work at the same time.
-        random: so many combinations are drawn; without it all are tried.
-        seed: of the draws.
+        metric: the metric to compare, as MLflow names it.
+        goal: max if a higher value is better, min if a lower one is.
+        runs_at_once: how many runs work in parallel.
+        random: how many combinations to draw; by default all are tried.
+        seed: seed of the draws.
         recipe: a named overlay of params.yaml, for all runs.
         overrides: values of params.yaml by dotted name, for all runs.
-        name: of the sweep; without one it is made from what the sweep consists of.
-        promote: let the best run's model through the gate when all are done.
+        name: name of the sweep; by default made from its content.
+        promote: let the best run's model through the gate at the end.
     """
-    trials, name = plan(space, draws=random, seed=seed, recipe=recipe, overrides=overrides or {}, name=name)
-    work = Sweep(name, trials, metric=metric, goal=goal, recipe=recipe, overrides=overrides or {})
+    overrides = overrides or {}
+    trials, name = plan(space, draws=random, seed=seed, recipe=recipe, overrides=overrides, name=name)
+    work = Sweep(name, trials, metric, goal, recipe, overrides)
     work.run(runs_at_once)
     result = work.result()
-    summary.publish(result, work.folder)
+    sweep_artifacts.publish(result, work.folder)
     if promote:
         cancellation.stop_if_cancelled()
         work.promote(result)
     return result
 
 
+@dataclass
 class Sweep:
-    """The runs of a sweep, what became of each, and where that is written."""
+    """The trials of a sweep, and what became of each."""
 
-    def __init__(
-        self,
-        name: str,
-        trials: list[Trial],
-        *,
-        metric: str,
-        goal: str,
-        recipe: str | None,
-        overrides: dict[str, Any],
-    ) -> None:
-        self.name, self.trials, self.metric, self.goal = name, trials, metric, goal
-        self.recipe, self.overrides = recipe, overrides
-        self.folder = FOLDER / name
-        self.failed: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
-        self.log = get_run_logger()
-        self.said = ""
+    name: str
+    trials: list[Trial]
+    metric: str
+    goal: str
+    recipe: str | None
+    overrides: dict[str, Any]
+    errors: dict[str, str] = field(default_factory=dict)  # by trial
+    seconds: dict[str, float] = field(default_factory=dict)  # by trial
+    log: Any = field(default_factory=get_run_logger)
+    last_status: str = ""
 
-    def run(self, at_once: int) -> None:
-        if at_once < 1:
-            raise UserError(f"--runs-at-once {at_once}: one at least must work.")
-        done = [trial for trial in self.trials if self.outcome(trial)]
-        for trial in done:
-            self._check(trial)
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    def run(self, runs_at_once: int) -> None:
+        if runs_at_once < 1:
+            raise UserError(f"--runs-at-once {runs_at_once}: it must be at least 1.")
+        finished = [trial for trial in self.trials if self.finished(trial)]
+        for trial in finished:
+            self._check_metric(trial)
             self.log.info("%s: finished before", trial.name)
-        todo = [trial for trial in self.trials if trial not in done]
-        self.log.info("Sweep %s: %d runs, %d at a time", self.name, len(todo), min(at_once, max(1, len(todo))))
-        tags = {"sweep": self.name}
-        side_by_side.side_by_side(todo, at_once, self.command, self.folder, tags, self._ended, self._told)
-        if len(self.failed) == len(self.trials):
-            raise UserError(f"No run of the sweep {self.name} finished. " + " ".join(self._why(t) for t in self.trials))
+        trials = [trial for trial in self.trials if trial not in finished]
+        at_once = min(runs_at_once, max(1, len(trials)))
+        self.log.info("Sweep %s: %d runs, %d at a time", self.name, len(trials), at_once)
+        run_trials(trials, runs_at_once, self._execute, self._on_end, self._on_progress)
+        if len(self.errors) == len(self.trials):
+            errors = " ".join(map(self._failure, self.trials))
+            raise UserError(f"No run of the sweep {self.name} finished. {errors}")
 
-    def command(self, trial: Trial) -> list[str]:
-        """A run that was begun goes on in its own worktree, with its own run in MLflow."""
-        begun = runs.find(trial.name) is not None
-        given = [sys.executable, "-m", "flows.dpo", "--resume", trial.name]
-        return [*(given if begun else trial.command(self.recipe, self.overrides)), "--unregistered"]
+    def _execute(self, trial: Trial, on_line: Callable[[str], None]) -> int:
+        """Start a trial, or resume it in its own worktree with its own run in MLflow; its exit code."""
+        command = trial.command(self.recipe, self.overrides)
+        if records.read_record(trial.name):
+            command = _resume(trial.name)
+        with self._log_file(trial).open("w", buffering=1) as log:
 
-    def outcome(self, trial: Trial) -> dict[str, Any]:
-        """What a finished run left; nothing of one that did not finish."""
-        record = runs.find(trial.name)
-        if record is None or record.state != runs.FINISHED:
-            return {}
-        return {"stages": read_json(record.folder / "stages.json"), "flow_run": record.flow_runs[-1]}
+            def copy(line: str) -> None:
+                log.write(f"{line}\n")
+                on_line(line)
+
+            return processes.run([*command, "--unregistered"], ROOT, environment({"sweep": self.name}), copy)
+
+    def _log_file(self, trial: Trial) -> Path:
+        return self.folder / f"{trial.name}.log"
+
+    def finished(self, trial: Trial) -> records.RunRecord | None:
+        """The record of a trial that finished."""
+        record = records.read_record(trial.name)
+        return record if record and record.state == records.FINISHED else None
 
     def metrics(self, trial: Trial) -> dict[str, float]:
-        return sweeps.metrics_of(self.logs(trial)) if self.outcome(trial) else {}
-
-    def logs(self, trial: Trial) -> Path:
-        return runs.runs_folder() / trial.name
+        record = self.finished(trial)
+        return sweep_table.metrics_of(record.folder) if record else {}
 
     def result(self) -> dict[str, Any]:
-        rows = sweeps.ranked([self._row(trial) for trial in self.trials], self.goal)
-        ids = [
-            read_json(row["logs"] / "run.json") for row in rows if row["logs"] and (row["logs"] / "run.json").exists()
-        ]
+        rows = sweep_table.ranked([self._row(trial) for trial in self.trials], self.goal)
         best = next(trial for trial in self.trials if trial.name == rows[0]["name"])
-        again = [*best.command(self.recipe, self.overrides)]
-        again[again.index("--name") + 1] = f"{best.name}-promoted"
-        shown = [{**row, "logs": str(row["logs"] or "")} for row in rows]
-        how = {
+        command = best.command(self.recipe, self.overrides)
+        command[command.index("--name") + 1] = f"{best.name}-promoted"
+        return {
+            "sweep": self.name,
             "metric": self.metric,
             "goal": self.goal,
             "best": best.name,
-            "promote": shlex.join(["python", *again[1:]]),
+            "promote": shlex.join(["dpo", *command[3:]]),
+            "rows": rows,
+            "ids": [ids for row in rows if row["logs"] and (ids := recall(Path(row["logs"]) / "run.json"))],
+            "failed": sorted(self.errors),
         }
-        return {"sweep": self.name, **how, "rows": shown, "ids": ids, "failed": sorted(self.failed)}
 
-    def promote(self, result: dict[str, Any]) -> None:
-        """The best run once more, which computes nothing again, and this time through the gate."""
+    def promote(self, result: Mapping[str, Any]) -> None:
+        """Run the best trial once more, which computes nothing again, and this time let it through the gate."""
         name = f"{result['best']}-promoted"
-        if (before := runs.find(name)) and before.state == runs.FINISHED:
+        record = records.read_record(name)
+        if record and record.state == records.FINISHED:
             self.log.info("%s went through the gate already", name)
             return
-        command = [sys.executable, *shlex.split(result["promote"])[1:]]
-        if before:
-            command = [sys.executable, "-m", "flows.dpo", "--resume", name]
-        env = side_by_side.environment({"sweep": self.name})
-        if server.embedded():  # it must know that nobody can press Resume there
+        command = _resume(name) if record else [sys.executable, "-m", "cli", *shlex.split(result["promote"])[1:]]
+        env = environment({"sweep": self.name})
+        if embedded_server.embedded():  # the run must not wait for approval on a server that nobody can open
             del env["PREFECT_API_URL"]
-        code = child.run(command, ROOT, env, lambda line: self.log.info("%s", line))
+        code = processes.run(command, ROOT, env, lambda line: self.log.info("%s", line))
         cancellation.stop_if_noticed()
         if code:
-            raise UserError(f"The best run's model was not put before the gate: {name} ended with {code}; see above.")
+            raise UserError(f"The best run was not promoted: {name} ended with exit code {code}. Its output is above.")
 
     def _row(self, trial: Trial) -> dict[str, Any]:
-        metrics = self.metrics(trial)
-        low, high = sweeps.interval(metrics, self.metric)
-        found = {"metric": metrics.get(self.metric), "low": low, "high": high}
-        outcome = self.outcome(trial)
-        taken = sum(state["seconds"] for state in outcome.get("stages", [])) or self.seconds.get(trial.name, 0.0)
-        state = {"state": "finished" if outcome else "failed", "why": self.failed.get(trial.name, ""), "seconds": taken}
-        where = {"logs": self.logs(trial) if outcome else None, "page": server.flow_page(outcome.get("flow_run"))}
-        return {"name": trial.name, "values": trial.values, **found, **state, **where}
+        metrics, record = self.metrics(trial), self.finished(trial)
+        low, high = sweep_table.interval(metrics, self.metric)
+        seconds = sum(state["seconds"] for state in records.stage_states(record)) if record else 0.0
+        return {
+            "name": trial.name,
+            "values": trial.values,
+            "metric": metrics.get(self.metric),
+            "low": low,
+            "high": high,
+            "state": "finished" if record else "failed",
+            "why": self.errors.get(trial.name, ""),
+            "seconds": seconds or self.seconds.get(trial.name, 0.0),
+            "logs": str(record.folder) if record else "",
+            "page": embedded_server.flow_page(record.flow_runs[-1] if record else None),
+        }
 
-    def _ended(self, trial: Trial, code: int, seconds: float) -> None:
+    def _on_end(self, trial: Trial, code: int, seconds: float) -> None:
         self.seconds[trial.name] = seconds
-        if code == 0 and self.outcome(trial):
-            self._check(trial)
+        if code == 0 and self.finished(trial):
+            self._check_metric(trial)
             value = self.metrics(trial)[self.metric]
             self.log.info("%s: finished in %.0f s, %s %.4g", trial.name, seconds, self.metric, value)
             return
-        lines = (self.folder / f"{trial.name}.log").read_text(errors="replace").splitlines()
-        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-        said = " ".join(lines[errors[-1] :]) if errors else "".join(lines[-1:]) or "it said nothing"
-        self.failed[trial.name] = said.removeprefix("error: ")
-        self.log.warning("%s", self._why(trial))
+        lines = self._log_file(trial).read_text(errors="replace").splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        error = " ".join(lines[starts[-1] :]) if starts else "".join(lines[-1:]) or "no output"
+        self.errors[trial.name] = error.removeprefix("error: ")
+        self.log.warning("%s", self._failure(trial))
 
-    def _why(self, trial: Trial) -> str:
-        return f"{trial.name} failed: {self.failed[trial.name]} (all it said: {self.folder / trial.name}.log)"
+    def _failure(self, trial: Trial) -> str:
+        return f"{trial.name} failed: {self.errors[trial.name]} (log: {self._log_file(trial)})"
 
-    def _check(self, trial: Trial) -> None:
-        """A metric that there is not ends the sweep with its first run, not with its last."""
-        sweeps.check_metric(self.metric, self.metrics(trial), trial.name)
+    def _check_metric(self, trial: Trial) -> None:
+        """An unknown metric ends the sweep with its first run, not with its last."""
+        sweep_table.check_metric(self.metric, self.metrics(trial), trial.name)
 
-    def _told(self, running: Any, waiting: int) -> None:
-        cancellation.stop_if_noticed()
-        over = len(self.trials) - waiting - len(running)
-        working: list[Running] = list(running)
-        doing = ", ".join(f"{one.trial.number} {one.doing}" for one in working)
-        said = f"sweep: {over}/{len(self.trials)} runs" + (f"; at work: {doing}" if doing else "")
-        if said != self.said:
-            self.log.info("%s", said)
-        self.said = said
+    def _on_progress(self, active: list[str], waiting: int) -> None:
+        ended = len(self.trials) - waiting - len(active)
+        status = f"sweep: {ended}/{len(self.trials)} runs" + (f"; running: {', '.join(active)}" if active else "")
+        if status != self.last_status:
+            self.log.info("%s", status)
+        self.last_status = status
 
 
-def arguments(given: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m flows.sweep", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--space", action="append", default=[], metavar="KEY=VALUES", help="train.beta=0.05,0.1")
-    parser.add_argument("--metric", default=METRIC, help="what is compared, as MLflow shows it")
-    parser.add_argument("--goal", choices=("max", "min"), default="max", help="min where less is better")
-    parser.add_argument("--runs-at-once", type=int, default=2, metavar="N")
-    parser.add_argument("--random", type=int, metavar="N", help="draw so many combinations instead of all")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--recipe", help="a named overlay of params.yaml, from flows/recipes")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="the same value for all runs")
-    parser.add_argument("--name", help="of the sweep")
-    parser.add_argument("--promote", action="store_true", help="let the best run's model through the gate")
-    return parser.parse_args(given)
+def _resume(name: str) -> list[str]:
+    return [sys.executable, "-m", "cli", "resume", name]
 
 
-def run_here(given: list[str]) -> int:
-    asked = arguments(given)
-    values = dict(parse(text) for text in asked.space)
-    overrides = dict(override(text) for text in asked.set)
-    tried = {"draws": asked.random, "seed": asked.seed, "recipe": asked.recipe, "name": asked.name}
-    plan(values, overrides=overrides, **tried)  # a mistake is told first
-    server.start()
-    shown = terminal.attach()
-    how = {
-        name: getattr(asked, name) for name in ("metric", "goal", "runs_at_once", "random", "seed", "recipe", "name")
-    }
-    try:
-        result = sweep(space=values, overrides=overrides, promote=asked.promote, **how)
-    finally:
-        shown.end_line()
-    sweeps.show(result["rows"], result["metric"], summary.lines(result))
+def run_here(space: list[str], overrides: dict[str, Any], promote: bool = False, **options: Any) -> int:
+    """Run the sweep in this process and print its table; the exit code."""
+    values = dict(parse(text) for text in space)
+    planned = {"draws": options["random"], **{key: options[key] for key in ("seed", "recipe", "name")}}
+    plan(values, overrides=overrides, **planned)  # a mistake is reported before a server is started
+    with terminal.attached():
+        result = sweep(space=values, overrides=overrides, promote=promote, **options)
+    sweep_table.show(result["rows"], result["metric"], sweep_artifacts.next_steps(result))
     return 1 if result["failed"] else 0
-
-
-def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)  # so that what we started is ended
-
-
-@as_command
-def main() -> None:
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        sys.exit(run_here(sys.argv[1:]))
-    except CancelledRun as error:
-        sys.exit(f"{error} The same command again goes on with what is not finished.")
-    except KeyboardInterrupt:
-        print("Stopped. The same command again goes on with what is not finished.", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,16 @@
-"""What a person sees of a run in a terminal: the stages' own lines, progress in place, nothing of Prefect's."""
+"""The output of a run in a terminal: the stages' own lines, progress in place, none of Prefect's own messages."""
 
 import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-HERE = str(Path(__file__).parent)
-PROGRESS = re.compile(r"^\w+: \d+/\d+ ")
+from flows import embedded_server
+
+FLOWS = str(Path(__file__).parent)
+PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")
 CLEAR = "\r\x1b[K"
 
 
@@ -17,9 +21,8 @@ class Terminal(logging.Handler):
         self.open = False  # the cursor stands behind a progress line
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.pathname.startswith(HERE):  # the engine's own messages go to the same loggers
-            return
-        self.show(record.getMessage())
+        if record.pathname.startswith(FLOWS):  # Prefect's engine writes to the same loggers
+            self.show(record.getMessage())
 
     def show(self, line: str) -> None:
         moving = self.in_place and bool(PROGRESS.match(line))
@@ -32,11 +35,17 @@ class Terminal(logging.Handler):
         self.open = False
 
 
-def attach() -> Terminal:
+@contextmanager
+def attached() -> Iterator[None]:
+    """Start or find a Prefect server, and show a flow's log lines in this terminal."""
     from prefect.logging.configuration import setup_logging
 
-    setup_logging()  # before our handler joins: it replaces the handlers of these loggers
+    embedded_server.start()
+    setup_logging()  # before our handler is added: it replaces the handlers of these loggers
     terminal = Terminal()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addHandler(terminal)
-    return terminal
+    try:
+        yield
+    finally:
+        terminal.end_line()

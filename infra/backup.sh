@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Backup and restore of the stack of infra/compose.yaml: Prefect's and MLflow's databases, the object store, the commits of
-# all runs. `make backup TO=folder` and `make restore FROM=folder` call it; COMPOSE names another compose command.
-#   infra/backup.sh backup FOLDER     while the stack runs; FOLDER must not exist
-#   infra/backup.sh restore FOLDER    replaces the databases, adds objects and branches; the servers restart meanwhile
+# Back up and restore the stack of infra/compose.yaml: the databases of Prefect and MLflow, the object store, and the commits
+# of all runs. Called by `make backup TO=folder` and `make restore FROM=folder`; COMPOSE overrides the compose command.
+#   infra/backup.sh backup FOLDER     the stack must be running; FOLDER must not exist
+#   infra/backup.sh restore FOLDER    replaces the databases, adds objects and branches, restarts the servers
 set -euo pipefail
-umask 077 # MLflow's users and Prefect's blocks are in the databases
+umask 077 # the databases hold MLflow's users and Prefect's secrets
 verb=${1:-} folder=${2:-}
 read -ra compose <<<"${COMPOSE:-docker compose -f infra/compose.yaml}"
 databases=(prefect mlflow)
 fail() { echo "error: $*" >&2; exit 2; }
-say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
+log() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 in_worker() { "${compose[@]}" exec -T worker "$@"; }
 sql() {
   "${compose[@]}" exec -T postgres psql --username dpo --dbname postgres --quiet --set ON_ERROR_STOP=1 \
@@ -17,44 +17,44 @@ sql() {
 }
 
 backup() {
-  [ ! -e "$folder" ] || fail "$folder exists already. Name a new folder: make backup TO=folder"
+  [ ! -e "$folder" ] || fail "$folder already exists. Name a new folder: make backup TO=folder"
   mkdir -p "$folder.part"
-  # Databases first: objects are only added, so that every object which a database names is in the copy made after it.
+  # Databases first: objects are never deleted, so the copy of the object store has every object that a database refers to.
   for name in "${databases[@]}"; do
-    say "database $name"
+    log "database $name"
     "${compose[@]}" exec -T postgres pg_dump --username dpo --format custom "$name" >"$folder.part/$name.dump"
   done
-  say "commits of the runs"
+  log "commits of the runs"
   in_worker git -C /shared/dpo bundle create --quiet - --all >"$folder.part/runs.bundle"
-  say "objects"
+  log "objects"
   in_worker python -m infra.objects dump >"$folder.part/objects.tar"
   (cd "$folder.part" && sha256sum -- *.dump runs.bundle objects.tar >SHA256SUMS)
   sync
   mv -T "$folder.part" "$folder"
-  say "done: $folder, $(du -sh "$folder" | cut -f1). Keep infra/.env with it: without its signing key no model is accepted."
+  log "done: $folder, $(du -sh "$folder" | cut -f1). Keep infra/.env with it: without its signing key every model is rejected."
 }
 
 restore() {
-  [ -f "$folder/SHA256SUMS" ] || fail "$folder holds no backup. Name a folder that \`make backup\` made: make restore FROM=folder"
+  [ -f "$folder/SHA256SUMS" ] || fail "$folder contains no backup. Name a folder that \`make backup\` created: make restore FROM=folder"
   (cd "$folder" && sha256sum --check --quiet SHA256SUMS) || fail "$folder is damaged. Nothing was changed."
-  say "objects"
+  log "objects"
   in_worker python -m infra.objects load <"$folder/objects.tar"
-  say "commits of the runs"
+  log "commits of the runs"
   in_worker bash -euc 'cat > /tmp/runs.bundle; git -C /shared/dpo fetch --quiet /tmp/runs.bundle "+refs/heads/runs/*:refs/heads/runs/*"; rm /tmp/runs.bundle' <"$folder/runs.bundle"
-  for name in "${databases[@]}"; do # aside first: one that cannot be restored leaves the old one in place
-    say "database $name"
+  for name in "${databases[@]}"; do # into a new database first: if that fails, the old one stays in place
+    log "database $name"
     sql "DROP DATABASE IF EXISTS ${name}_restored WITH (FORCE)"
     sql "CREATE DATABASE ${name}_restored"
     "${compose[@]}" exec -T postgres pg_restore --username dpo --dbname "${name}_restored" --exit-on-error <"$folder/$name.dump"
   done
-  say "servers restart"
+  log "restarting servers"
   "${compose[@]}" stop worker prefect mlflow
   for name in "${databases[@]}"; do
     sql "DROP DATABASE IF EXISTS $name WITH (FORCE)"
     sql "ALTER DATABASE ${name}_restored RENAME TO $name"
   done
   "${compose[@]}" start mlflow prefect worker
-  say "done: $folder is restored"
+  log "done: $folder is restored"
 }
 
 [ -n "$folder" ] || fail "name a folder: make backup TO=folder, make restore FROM=folder"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# infra/checkout.sh IMAGE CHECKOUT: make the shared checkout from the image's code, or bring the code of a newer image
-# into it. The branch `image` has a commit for each image; it is merged with your commits and uncommitted edits.
-# Runs, branches and untracked files stay. A checkout that was cloned from DPO_REPOSITORY is updated by you, with git.
+# infra/checkout.sh IMAGE CHECKOUT: create the shared checkout from the image's code, or merge the code of a newer image
+# into it. The branch `image` has one commit per image; it is merged with your commits and uncommitted edits.
+# Runs, branches and untracked files stay. A checkout cloned from DPO_REPOSITORY is not touched: update it with git.
 set -euo pipefail
 image=$(realpath "$1")
 checkout=$2
@@ -21,7 +21,7 @@ if [ ! -d "$checkout/.git" ]; then
   rm -rf "$checkout.new" # left by a killed worker
   if [ -n "${DPO_REPOSITORY:-}" ]; then
     git clone --quiet "$DPO_REPOSITORY" "$checkout.new"
-  else # a repository of its own: a run is a commit
+  else # a new repository: every run becomes a commit
     cp --recursive "$image" "$checkout.new"
     git -C "$checkout.new" init --quiet --initial-branch main
     git -C "$checkout.new" add --all
@@ -38,7 +38,7 @@ if [ -f .git/upgrade ]; then # a worker was killed while it wrote the files of t
   git reset --quiet --hard "$(cat .git/upgrade)"
   rm .git/upgrade
 fi
-if ! git rev-parse --quiet --verify refs/heads/image > /dev/null; then # cloned, or made before there were upgrades
+if ! git rev-parse --quiet --verify refs/heads/image > /dev/null; then # cloned, or created by a version without upgrades
   made=$(git log --max-parents=0 --format='%H %s' | sed -n "s/ $first\$//p")
   [ -n "$made" ] || exit 0
   git branch image "$made"
@@ -54,10 +54,10 @@ if [ "$tree" != "$(git rev-parse 'image^{tree}')" ]; then
 fi
 if git merge-base --is-ancestor image HEAD; then exit 0; fi
 
-[ ! -f .git/MERGE_HEAD ] || refuse "a merge is unfinished in $checkout. Finish it with \`git commit\`, then start again."
+[ ! -f .git/MERGE_HEAD ] || refuse "$checkout has an unfinished merge. Finish it with \`git commit\`, then start the worker again."
 for lock in .scratch/run.lock .scratch/worktrees/*/.scratch/run.lock; do
   if [ -e "$lock" ] && ! flock --shared --nonblock "$lock" true; then
-    echo "Waiting for the run in $checkout/${lock%/.scratch/run.lock}: its code must not change meanwhile"
+    echo "Waiting for the run in $checkout/${lock%/.scratch/run.lock}: its code must not change while it runs"
     flock --shared "$lock" true
   fi
 done
@@ -66,19 +66,19 @@ git diff --cached --quiet || git commit --quiet --message "Edits before an upgra
 if ! git merge-tree --write-tree --name-only HEAD image > "$scratch/merged"; then
   files=$(sed '1d;/^$/,$d' "$scratch/merged" | tr '\n' ' ')
   refuse "the new image and your edits in $checkout change the same lines of: ${files% }. Nothing was upgraded." \
-    "Merge them (\`cd $checkout && git merge image\`, edit the files, \`git add\`, \`git commit\`) and start again," \
+    "Merge them (\`cd $checkout && git merge image\`, edit the files, \`git add\`, \`git commit\`) and start the worker again," \
     "or start the previous image."
 fi
 tree=$(head -n 1 "$scratch/merged")
 git diff --name-only --diff-filter=A HEAD "$tree" | while read -r file; do
   if [ -e "$file" ]; then
     mv "$file" "$file.before-upgrade"
-    echo "The new image has a file $file; yours, which was untracked, is $file.before-upgrade now"
+    echo "The new image has a file $file. Your untracked file of that name is now $file.before-upgrade"
   fi
 done
 kept=$(git diff --name-only image HEAD | grep -Fxf <(git diff --name-only image "$tree") | tr '\n' ' ' || true)
 git commit-tree "$tree" -p HEAD -p image -m "Upgrade to a new image" > .git/upgrade.new
-mv .git/upgrade.new .git/upgrade # from here on the upgrade is completed by whoever starts next
+mv .git/upgrade.new .git/upgrade # from here on, the next start completes the upgrade
 git reset --quiet --hard "$(cat .git/upgrade)"
 rm .git/upgrade
-echo "$checkout has the code of the new image now. Your edits are kept: ${kept:-none}"
+echo "$checkout now has the code of the new image. Your edits are kept: ${kept:-none}"

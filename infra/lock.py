@@ -1,13 +1,12 @@
-"""The three locks with the sha256 of every file that they may install, and a bill of materials.
+"""Write the three lock files, with the sha256 of every file they may install, and a bill of materials.
 
-    python infra/lock.py lock [--index URL] [--wheels FOLDER]   (`make lock`) pins what is installed here
-    python infra/lock.py sbom                                   writes CycloneDX JSON of what runs to standard output
+    python infra/lock.py lock [--index URL] [--wheels FOLDER]   (`make lock`) pins the installed versions
+    python infra/lock.py sbom                                   prints a bill of materials (CycloneDX JSON)
 
-requirements.lock holds what the pipeline needs to run (`make demo`, the image), requirements-dev.lock what tests and
-linters need besides (`make test`, `make lint`). pip installs the locks with `--no-deps --require-hashes`: what is not
-in them is not installed, and what was replaced on the way is refused. torch has two builds of one version. The one of
-PyPI needs CUDA's packages, gigabytes, which are in infra/cuda.lock for those who have it; the CPU build (`--wheels`,
-or PyTorch's CPU index as `--index`) needs none.
+requirements.lock holds what the pipeline needs to run (`make demo`, the image), requirements-dev.lock the additional
+packages of tests and linters. pip installs them with `--no-deps --require-hashes`, so nothing else is installed and a
+replaced file is rejected. torch has two builds of the same version: PyPI's needs the CUDA packages of infra/cuda.lock
+(gigabytes), the CPU build (`--wheels`, or PyTorch's CPU index as `--index`) does not.
 """
 
 import argparse
@@ -73,7 +72,7 @@ class Index:
         return self.known[name]
 
     def hashes(self, name: str, version: str) -> list[str]:
-        """Of that version, and of local builds of it (torch's +cpu)."""
+        """Files of this version, including local builds such as torch's +cpu."""
         wanted = Version(version)
         found = {v: files for v, files in self.files(name).items() if Version(v.public) == wanted}
         digests = {digest for files in found.values() for digest, _ in files.values()}
@@ -87,7 +86,7 @@ class Index:
         return sorted(digests)
 
     def requires(self, name: str, version: str) -> list[str] | None:
-        """From the metadata beside one of its first wheels; None where there is none to be had."""
+        """From the metadata of one of the first wheels; None if the index serves none."""
         if (name, version) not in self.metadata:
             self.metadata[name, version] = None
             files = self.files(name)[Version(version)]
@@ -124,7 +123,7 @@ def _version(file: str) -> Version | None:
 
 
 def installed() -> dict[str, tuple[str, list[str]]]:
-    """By name: version and requirements, of what is installed here."""
+    """Version and requirements of each installed package, by name."""
     every = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
     return {
         name: (Version(one.version).public, list(one.requires or [])) for name, one in every.items() if name not in OURS
@@ -132,7 +131,7 @@ def installed() -> dict[str, tuple[str, list[str]]]:
 
 
 def elsewhere(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
-    """What the same packages need on other machines and Pythons, the newest that fits."""
+    """Additional packages on other platforms and Python versions, each in the newest version that fits."""
     missing: dict[str, list[Requirement]] = {}
     for _, requirements in here.values():
         for asked in map(Requirement, requirements):
@@ -145,7 +144,7 @@ def elsewhere(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
 
 
 def needed_to_run(here: dict[str, tuple[str, list[str]]]) -> set[str]:
-    """Names of the packages that pyproject.toml asks for outside its dependency groups, with all that those need."""
+    """Names of the packages that pyproject.toml requires outside its dependency groups, with their dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["production"]]
     open_ends, extras = list(map(Requirement, asked)), dict[str, set[str]]()
@@ -174,7 +173,7 @@ def newest(index: Index, name: str, asked: Iterable[Requirement]) -> str:
 
 
 def newest_known(index: Index, name: str, asked: list[Requirement]) -> str:
-    """The newest whose own requirements can be read: an index may list more than it gives."""
+    """The newest version whose metadata can be read: an index may list files that it does not serve."""
     best = newest(index, name, asked)
     while index.requires(name, best) is None:
         best = newest(index, name, [*asked, Requirement(f"{name}<{best}")])
@@ -182,7 +181,7 @@ def newest_known(index: Index, name: str, asked: list[Requirement]) -> str:
 
 
 def cuda(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
-    """What PyPI's torch needs on Linux beyond what is installed here: versions that suit each other, in rounds."""
+    """Packages that PyPI's torch needs on Linux and that are not installed here, resolved in rounds."""
     linux = next(environments())
     if index.requires("torch", here["torch"][0]) is None:
         sys.exit(f"error: no index has the metadata of torch=={here['torch'][0]}. Name one that does: --index URL.")
@@ -233,7 +232,7 @@ def read(path: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def sbom() -> str:
-    """CycloneDX, without a time or a number of its own: the same locks give the same file."""
+    """CycloneDX without timestamp and serial number: the same locks give the same file."""
     parts = [
         {"type": "library", "name": name, "version": version, "purl": f"pkg:pypi/{name}@{version}", "scope": scope}
         for path, scope in ((LOCK, "required"), (CUDA, "optional"))

@@ -1,6 +1,6 @@
-"""Does the installed torch need the packages of infra/cuda.lock? PyPI's build does on Linux, the CPU build does not."""
+"""Exit with 0 if the installed torch needs the packages of infra/cuda.lock, as PyPI's Linux build does."""
 
 import sys
 from importlib.metadata import requires
 
-sys.exit(not (sys.platform == "linux" and any("nvidia" in one for one in requires("torch") or [])))
+sys.exit(not (sys.platform == "linux" and any("nvidia" in name for name in requires("torch") or [])))

@@ -1,7 +1,7 @@
-"""The object store as a tar file, for infra/backup.sh: runs in a container that has the S3 settings.
+"""Copy the object store to and from a tar file, for infra/backup.sh. Runs in a container that has the S3 settings.
 
-`python -m infra.objects dump > objects.tar` copies the bucket, `python -m infra.objects load < objects.tar` writes the
-objects back and deletes none.
+`python -m infra.objects dump > objects.tar` copies the bucket; `python -m infra.objects load < objects.tar` writes the
+objects back and deletes none; `python -m infra.objects create` creates the bucket.
 """
 
 import os
@@ -20,18 +20,18 @@ def dump() -> int:
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
             for item in page.get("Contents", []):
-                answer = s3.get_object(Bucket=bucket, Key=item["Key"])
+                response = s3.get_object(Bucket=bucket, Key=item["Key"])
                 entry = tarfile.TarInfo(item["Key"])
-                entry.size = answer["ContentLength"]
-                tar.addfile(entry, answer["Body"])
+                entry.size = response["ContentLength"]
+                tar.addfile(entry, response["Body"])
                 count += 1
     return count
 
 
 def create() -> int:
-    """The bucket, where there is none."""
+    """Create the bucket if it does not exist."""
     s3, bucket = boto3.client("s3"), os.environ["DPO_S3_BUCKET"]
-    if bucket not in [one["Name"] for one in s3.list_buckets()["Buckets"]]:
+    if bucket not in [entry["Name"] for entry in s3.list_buckets()["Buckets"]]:
         s3.create_bucket(Bucket=bucket)
     return 0
 
@@ -42,7 +42,7 @@ def load() -> int:
         for entry in tar:
             content = tar.extractfile(entry)
             if content is not None:
-                with tempfile.SpooledTemporaryFile(MEMORY) as spool:  # S3 reads an object again when a part fails
+                with tempfile.SpooledTemporaryFile(MEMORY) as spool:  # boto3 reads a part again if its upload fails
                     shutil.copyfileobj(content, spool)
                     spool.seek(0)
                     s3.upload_fileobj(spool, bucket, entry.name)
@@ -51,5 +51,5 @@ def load() -> int:
 
 
 if __name__ == "__main__":
-    done = {"create": create, "dump": dump, "load": load}[sys.argv[1]]()
-    print(f"{done} objects", file=sys.stderr)
+    count = {"create": create, "dump": dump, "load": load}[sys.argv[1]]()
+    print(f"{count} objects", file=sys.stderr)

@@ -1,2 +1,2 @@
--- Run once, when Postgres makes its first database (prefect): MLflow's beside it.
+-- Runs once, when Postgres creates its first database (prefect).
 CREATE DATABASE mlflow;

@@ -1,4 +1,4 @@
-"""Which checkpoint a training continues, and what differs from the training that made it.
+"""Which checkpoint a training continues from, and what changed since the training that saved it.
 
 A training's origin is everything that determines it, as plain JSON. Its folder is named by a hash of the origin, and
 each of its checkpoints holds the origin.
@@ -11,26 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.files import fingerprint, sha256
 from tasks.models import local_path
+from tasks.system.files import fingerprint, sha256
 from tasks.tracking.journal import flatten
-from training import checkpoint
+from training.trainer import checkpoint
 
-KEY = "train.resume_from_checkpoint"
-TRAINING = "training"  # in a run's folder: which folder its training worked in
-NOT_CONTINUED = ("adapter", "dtype", "quantization")  # of `train`: another value is another set of parameters
-ORDER = ("global_batch_size", "seed")  # of `train`: which pairs a step takes
+PARAMETER = "train.resume_from_checkpoint"
+TRAINING_FILE = "training"  # in a run's folder: names the folder of its training
+INCOMPATIBLE = ("adapter", "dtype", "quantization")  # of `train`: another value means other parameters
+DATA_ORDER = ("global_batch_size", "seed")  # of `train`: these decide the pairs of a step
+INPUTS = {"base": "another base model", "pairs": "other pairs", "reference": "other reference log-probabilities"}
 
 Origin = Mapping[str, Any]
 
 
-def address(origin: Origin) -> str:
-    """The name of a training's folder: a hash of what determines its weights, but for rounding.
+def training_hash(origin: Origin) -> str:
+    """The name of a training's folder: a hash of everything that determines its weights, except rounding.
 
-    The rest of `train` only says what is logged, or when a run gives up.
+    Left out of `train` is what only decides the logs, or when a run gives up.
     """
     train = dict(origin["train"])
-    ignored = ["resume_from_checkpoint", "max_skipped_steps", "epochs", "max_steps"]  # the steps are counted
+    ignored = ["resume_from_checkpoint", "max_skipped_steps", "epochs", "max_steps"]  # `steps` has their effect
     if not train["stop_on_alarm"]:
         ignored += ["logging_steps", "kl_limit"]
     if not train["select"]:
@@ -40,108 +41,107 @@ def address(origin: Origin) -> str:
     return fingerprint({**origin, "train": train, "run": None})
 
 
-def resolve(name: str, runs: Path, key: bytes) -> Path:
-    """The checkpoint that `resume_from_checkpoint` names: itself, or the newest of a training's folder or of a run."""
-    note = runs / name / TRAINING
-    folder = Path(note.read_text()) if "/" not in name and note.exists() else local_path(name).resolve()
+def find_checkpoint(name: str, runs: Path, key: bytes) -> Path:
+    """The checkpoint that `resume_from_checkpoint` names, or the newest one of the training or run that it names."""
+    training = runs / name / TRAINING_FILE
+    folder = Path(training.read_text()) if "/" not in name and training.exists() else local_path(name).resolve()
     if not folder.is_dir():
-        trained = sorted(path.parent.name for path in runs.glob(f"*/{TRAINING}"))
+        trained = sorted(path.parent.name for path in runs.glob(f"*/{TRAINING_FILE}"))
         raise UserError(
-            f"params.yaml: {KEY} is '{name}', and {folder} does not exist. Set it to auto, never, the folder of a "
-            f"checkpoint or of a training, or a run that trained ({', '.join(trained[-10:]) or 'there is none'})."
+            f"params.yaml: {PARAMETER} is '{name}', but {folder} does not exist. Set it to auto, never, the folder of "
+            f"a checkpoint or of a training, or the name of a run that trained ({', '.join(trained[-10:]) or 'none'})."
         )
     if (folder / "manifest.json").exists():
         if damage := checkpoint.find_damage(folder, key):
             raise UserError(
-                f"params.yaml: {KEY}: the checkpoint {folder} cannot be used: {damage}. Name another one. Loading a "
-                f"checkpoint runs code that it names: `make sign WHAT={folder}` accepts it, if you trust its maker."
+                f"params.yaml: {PARAMETER}: the checkpoint {folder} cannot be used: {damage}. Choose another one. "
+                f"Loading a checkpoint runs code from it: if you trust its source, `dpo sign {folder}` accepts it."
             )
         return folder
     newest = next(checkpoint.whole_checkpoints(folder, key), None)
     if newest is None:
-        raise UserError(f"params.yaml: {KEY}: there is no whole checkpoint in {folder}. Name another one.")
+        raise UserError(f"params.yaml: {PARAMETER}: {folder} has no complete checkpoint. Choose another folder.")
     return newest
 
 
-def content_hash(path: Path) -> str:
-    """Of a checkpoint: its manifest has the hash of every file."""
+def checkpoint_hash(path: Path) -> str:
+    """The hash of its manifest, which holds the hash of every file."""
     return sha256(path / "manifest.json")
 
 
-def differences(before: Origin, now: Origin) -> list[str]:
-    """What changed from one training to another."""
+def list_changes(before: Origin, now: Origin) -> list[str]:
+    """What differs between two trainings."""
     old, new = (flatten({"train": origin.get("train", {})}) for origin in (before, now))
-    found = [
+    changes = [
         f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
-        for name in sorted({*old, *new} - {KEY})
+        for name in sorted({*old, *new} - {PARAMETER})
         if old.get(name) != new.get(name)
     ]
-    words = {"base": "another base model", "pairs": "other pairs", "reference": "other reference log-probabilities"}
-    found += [word for name, word in words.items() if before.get(name) != now.get(name)]
-    code, known = before.get("code", {}), now.get("code", {})
-    if changed := sorted(name for name in {*code, *known} if code.get(name) != known.get(name)):
-        more = f" and {len(changed) - 3} more files" if len(changed) > 3 else ""
-        found.append(f"code of {', '.join(changed[:3])}{more}")
-    return found
+    changes += [description for name, description in INPUTS.items() if before.get(name) != now.get(name)]
+    old_code, new_code = before.get("code", {}), now.get("code", {})
+    if files := sorted(name for name in {*old_code, *new_code} if old_code.get(name) != new_code.get(name)):
+        more = f" and {len(files) - 3} more files" if len(files) > 3 else ""
+        changes.append(f"code of {', '.join(files[:3])}{more}")
+    return changes
 
 
-def obstacles(before: Origin, now: Origin) -> list[str]:
-    """Those of the differences because of which the state does not fit."""
-    keys = tuple(f"train.{name}" for name in NOT_CONTINUED)
-    return [one for one in differences(before, now) if one.startswith(keys) or one == "another base model"]
+def incompatible_changes(before: Origin, now: Origin) -> list[str]:
+    """The changes after which the checkpoint's state does not fit."""
+    prefixes = (*(f"train.{name}" for name in INCOMPATIBLE), INPUTS["base"])
+    return [change for change in list_changes(before, now) if change.startswith(prefixes)]
 
 
-def check(path: Path, now: Origin) -> None:
-    """UserError where the training cannot continue from a checkpoint."""
+def check_compatible(path: Path, now: Origin) -> None:
+    """UserError if the training cannot continue from a checkpoint."""
     state = checkpoint.read_state(path)
     if "origin" not in state:
-        raise UserError(f"params.yaml: {KEY}: {path} does not say which training made it. Name another checkpoint.")
-    if found := obstacles(state["origin"], now):
+        raise UserError(f"params.yaml: {PARAMETER}: {path} does not name its training. Choose another checkpoint.")
+    if changes := incompatible_changes(state["origin"], now):
         raise UserError(
-            f"params.yaml: {KEY}: this training cannot continue from {path}: {', '.join(found)}. "
-            f"Change them back, or set {KEY} to auto to start from the base model."
+            f"params.yaml: {PARAMETER}: this training cannot continue from {path}: {', '.join(changes)}. "
+            f"Undo the changes, or set {PARAMETER} to auto to start from the base model."
         )
     if state["step"] >= now["steps"]:
         raise UserError(
-            f"params.yaml: {KEY}: {path} is of step {state['step']}, and this training ends at step {now['steps']}. "
-            "Raise train.epochs or train.max_steps."
+            f"params.yaml: {PARAMETER}: {path} is of step {state['step']}, but this training ends at step "
+            f"{now['steps']}. Raise train.epochs or train.max_steps."
         )
 
 
-def continued(path: Path, now: Origin) -> str:
-    """What is said when a training continues from another one's checkpoint."""
+def describe_continuation(path: Path, now: Origin) -> str:
+    """The message of a training that continues from another one's checkpoint."""
     state = checkpoint.read_state(path)
     before, train, step = state["origin"], now["train"], state["step"]
-    notes = differences(before, now)
+    notes = list_changes(before, now)
     warmup = math.ceil(now["steps"] * train["warmup_fraction"])
     if before["steps"] != now["steps"] and (train["schedule"] != "constant" or step < warmup):
         notes.append(f"the learning-rate schedule is recomputed over {now['steps']} steps")
-    if before["pairs"] != now["pairs"] or any(before["train"][name] != train[name] for name in ORDER):
-        notes.append(f"steps from {step + 1} on take other pairs than they would have")
-    return f"resuming from step {step} of run {before['run']}: {', '.join(notes) or 'nothing has changed'}"
+    if before["pairs"] != now["pairs"] or any(before["train"][name] != train[name] for name in DATA_ORDER):
+        notes.append(f"from step {step + 1} on, steps use other pairs than before")
+    return f"resuming from step {step} of run {before['run']}: {', '.join(notes) or 'nothing changed'}"
 
 
-def resumed(path: Path, now: Origin) -> str:
-    """What is said when a training goes on from its own checkpoint: what is logged may differ from there on."""
+def describe_resume(path: Path, now: Origin) -> str:
+    """The message of a training that continues from its own checkpoint; its logs may change from there on."""
     state = checkpoint.read_state(path)
-    notes = differences(state.get("origin", {}), now)
-    later = f"; from there on {', '.join(notes)}" if notes else ""
-    return f"resuming from the checkpoint of step {state['step']}{later}"
+    changes = list_changes(state.get("origin", {}), now)
+    suffix = f"; changed: {', '.join(changes)}" if changes else ""
+    return f"resuming from the checkpoint of step {state['step']}{suffix}"
 
 
-def other_training(trainings: Path, now: Origin) -> str | None:
-    """Where a training starts from step 0: the checkpoint of the most similar one, and how to continue from it."""
-    found = []
+def suggest_checkpoint(trainings: Path, now: Origin) -> str | None:
+    """The message of a training that starts from step 0: which checkpoint of a similar one it could continue from."""
+    candidates = []
     for path in trainings.glob("*/step-*"):
         before = checkpoint.read_state(path).get("origin", {})
-        same = all(before.get(name) == now[name] for name in ("base", "pairs"))
-        if same and not obstacles(before, now):
-            changed = differences(before, now) or ["it continued another checkpoint"]
-            found.append((len(changed), -path.stat().st_mtime, path, changed))
-    if not found:
+        same_inputs = all(before.get(name) == now[name] for name in ("base", "pairs"))
+        if same_inputs and not incompatible_changes(before, now):
+            changes = list_changes(before, now) or ["it continued from another checkpoint"]
+            candidates.append((len(changes), -path.stat().st_mtime, path, changes))
+    if not candidates:
         return None
-    _, _, path, changed = min(found)
+    _, _, path, changes = min(candidates)
     return (
-        f"starting from step 0. {path} has the same pairs and base model, but changed: {', '.join(changed)}. "
-        f"To continue from it, set {KEY}: {path}"
+        f"starting from step 0. {path} has the same pairs and base model, but these changed: {', '.join(changes)}. "
+        f"To continue from it, set {PARAMETER}: {path}"
     )

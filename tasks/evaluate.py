@@ -1,10 +1,11 @@
-"""Stage `evaluate`: the policy on held-out pairs, and its answers beside the base model's on held-out prompts.
+"""Stage `evaluate`: score held-out pairs with the policy, and compare its sampled answers with the base model's.
 
-Ray actors of the worker group `evaluate` hold the models; this process holds none. Where one worker on this machine is
-configured, the worker is this process itself (tasks/machines/pool.py).
+Ray actors of the worker group `evaluate` hold the models, and this process holds none. With a single worker on this
+machine the worker is this process itself (tasks/cluster/worker_pool.py).
 
-Writes data/metrics: evaluate.json (the training metrics' names, intervals, win rate, health), samples.jsonl (answers
-side by side), pairs.jsonl (every pair, worst disagreement first), calibration.csv and margins.csv (DVC plots).
+Writes data/metrics: evaluate.json (metrics under their training names, intervals, win rate, health), samples.jsonl (the
+answers of both models), pairs.jsonl (every pair, strongest disagreement first), calibration.csv and margins.csv (DVC
+plots).
 """
 
 import csv
@@ -14,141 +15,138 @@ from pathlib import Path
 from typing import Any
 
 from tasks import stage
-from tasks.dataset.pairs import read_pairs, read_rows, with_reference
-from tasks.evaluation.answers import Record, Row, held_out_prompts, records, side_by_side
+from tasks.cluster.ray_cluster import warn_of_slow_dtype
+from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.params import Evaluate, Params, load_cluster, load_params
+from tasks.config.paths import METRICS, POLICY
+from tasks.dataset.pairs import pairs_file, read_pairs, read_rows, with_reference
+from tasks.evaluation.answers import Record, compare_answers, held_out_prompts, judge_answers
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.evaluator import Weights
-from tasks.evaluation.held_out import calibration, disagreements, held_out, histogram
-from tasks.evaluation.sharding import answer_ratios, evaluators, pair_values, sampled, token_values
-from tasks.files import write_json
-from tasks.machines.cluster import warn_of_slow_dtype
-from tasks.machines.pool import Workers
+from tasks.evaluation.held_out import PairRow, calibration, disagreements, held_out, histogram
+from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool, pair_values, sample_answers, token_values
 from tasks.models import base_folder, local_path
-from tasks.params import Evaluate, Params, load_cluster, load_params
-from tasks.paths import METRICS, PAIRS, POLICY
-from tasks.progress import Bar
 from tasks.reports import plots
-from tasks.tracking.journal import Run, curves, evaluation
-from training.objective import Objective
-from training.outputs import Answer, PairValues
-from training.packing import Pair
+from tasks.system.files import write_json
+from tasks.system.progress import Bar
+from tasks.tracking.journal import Run
+from tasks.tracking.results import curves, evaluation
+from training.evaluation.samples import Answer, PairValues
+from training.objectives.objective import Objective
+from training.objectives.packing import Pair
 
 
 def evaluate(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
-    rows, pairs = read_rows(PAIRS / "eval.parquet"), _pairs(params)
+    table = read_pairs("eval")
+    rows = read_rows(pairs_file("eval"))
+    pairs = list(with_reference(table, "eval") if params.train.needs_reference else table)
     prompts = held_out_prompts(rows, params.evaluate.prompts)
-    ids, total = [row["prompt_ids"] for row in prompts], 2 * len(prompts) + len(pairs)
-    with evaluators(cluster, "evaluate") as workers:
-        base, policy = _models(params, workers)
-        with Bar("evaluate", total, "answers and pairs") as bar:
-            before, after = (sampled(workers, params.evaluate, model, ids, bar.more) for model in (base, policy))
-            values = token_values(workers, policy, pairs, bar.more)
-        metrics, found = _on_pairs(params, workers, pairs, values, rows)
-        listed = disagreements(found, rows, lambda ids: workers.map("texts", [(base.tokenizer, ids)])[0])
-        drifted = _kl(params, workers, (base, policy), prompts, before, after) if prompts else None
-        able = _harness(params.evaluate, workers, base, policy) if params.evaluate.harness else None
-        said = [records(workers, params.evaluate, prompts, answers) for answers in (before, after)] if prompts else None
-    lines: list[dict[str, Any]] = []
-    if drifted and said:  # a judge behind an endpoint may take hours, which no GPU waits for
-        judged, lines = _judge(params.evaluate, prompts, *said)
-        metrics = _joined(metrics, judged, drifted)
-    metrics |= {"harness": able} if able else {}
-    _publish(run, metrics, lines, listed)
-    _plots(run, calibration(found), histogram(found))
-    _tell(metrics)
+    prompt_ids = [row["prompt_ids"] for row in prompts]
+    with evaluator_pool(cluster, "evaluate") as workers:
+        models = base, policy = _models(params, workers)
+        with Bar("evaluate", 2 * len(prompts) + len(pairs), "answers and pairs") as bar:
+            answers = [sample_answers(workers, params.evaluate, model, prompt_ids, bar.more) for model in models]
+            tokens = token_values(workers, policy, pairs, bar.more)
+        metrics, values = _pair_metrics(params, workers, pairs, tokens, rows)
+        pair_lines = disagreements(values, rows, lambda ids: workers.map("decode", [(base, ids)])[0])
+        if prompts:
+            kl = _kl(params, workers, models, prompts, *answers)
+            records = [judge_answers(workers, params.evaluate, prompts, texts) for texts in answers]
+        harness = _harness(params.evaluate, workers, base, policy) if params.evaluate.harness else None
+    samples: list[dict[str, Any]] = []
+    if prompts:  # after the workers ended: a judge behind an endpoint may take hours, and no GPU should wait for it
+        answer_metrics, samples = _compare(params.evaluate, prompts, *records)
+        metrics = _merge(metrics, answer_metrics, kl)
+    metrics |= {"harness": harness} if harness else {}
+    _write_results(run, metrics, samples, pair_lines)
+    _write_plots(run, calibration(values), histogram(values))
+    _print_headlines(metrics)
 
 
-def _pairs(params: Params) -> list[Pair]:
-    pairs = read_pairs("eval")
-    return with_reference(pairs, "eval") if params.train.needs_reference else pairs
-
-
-def _models(params: Params, workers: Workers) -> tuple[Weights, Weights]:
-    """Base and policy. The base is as training had it: the adapter was trained on it, the reference values are its."""
+def _models(params: Params, workers: WorkerPool) -> tuple[Weights, Weights]:
+    """Base and policy. The base model is loaded as in training, where it computed the reference log-probabilities."""
     warn_of_slow_dtype("evaluate", params.evaluate.dtype, workers.cluster.evaluate.gpus_per_worker)
-    folder = str(workers.folder(base_folder(params.source.model)))
+    folder = str(workers.shared_path(base_folder(params.source.model)))
     base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
-    trained = str(workers.folder(Path.cwd(), POLICY) / POLICY)
+    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
     if params.train.adapter:
         return base, replace(base, adapter=trained)
     return base, Weights(trained, folder, params.evaluate.dtype)
 
 
-def _on_pairs(
-    params: Params, workers: Workers, pairs: list[Pair], tokens: list[Any], rows: list[Row]
+def _pair_metrics(
+    params: Params, workers: WorkerPool, pairs: list[Pair], tokens: list[Any], rows: list[PairRow]
 ) -> tuple[dict[str, Any], list[PairValues]]:
-    """The training metrics on held-out pairs, and what each pair adds to them."""
+    """The training metrics on held-out pairs, and the values of each pair."""
     objective = Objective(params.train.loss, params.train.loss_options())
     means, values = pair_values(workers, objective, pairs, tokens)
     values = [
         replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row["rejected_mask"]))
-        for value, row in zip(values, rows, strict=True)  # of the responses alone, where the prompt counts too
+        for value, row in zip(values, rows, strict=True)  # without the prompt's tokens, which may count too
     ]
     del means["tokens"]
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
 
 
-def _harness(params: Evaluate, workers: Workers, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
-    """What both can do besides, by lm-evaluation-harness: a task of the harness is one of ours."""
+def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
+    """Scores of both models by lm-evaluation-harness; each of its tasks is a task of the worker pool."""
     assert params.harness is not None
-    folder = str(workers.folder(local_path(params.harness.folder))) if params.harness.folder else None
-    more = (params.harness.limit, folder, params.seed)
-    models = {"base": base, "policy": policy}
-    tasks = [(name, task) for name in models for task in params.harness.tasks]
-    found: dict[str, dict[str, float]] = {name: {} for name in models}
-    for (name, _), scores in zip(
-        tasks, workers.map("harness", [(models[name], [task], *more) for name, task in tasks]), strict=True
-    ):
-        found[name] |= scores
-    return found
+    folder = str(workers.shared_path(local_path(params.harness.folder))) if params.harness.folder else None
+    options = (params.harness.limit, folder, params.seed)
+    tasks = [(model, [task], *options) for model in (base, policy) for task in params.harness.tasks]
+    scores, count = workers.map("harness", tasks), len(params.harness.tasks)
+    halves = {"base": scores[:count], "policy": scores[count:]}
+    return {name: {key: score for part in half for key, score in part.items()} for name, half in halves.items()}
 
 
-def _judge(
-    params: Evaluate, prompts: list[Row], before: list[Record], after: list[Record]
+def _compare(
+    params: Evaluate, prompts: list[PairRow], base: list[Record], policy: list[Record]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if params.judge != "endpoint":
-        return side_by_side(params, prompts, before, after)
+        return compare_answers(params, prompts, base, policy)
     with Bar("evaluate", len(prompts), "judgements") as bar:
-        return side_by_side(params, prompts, before, after, bar.update)
+        return compare_answers(params, prompts, base, policy, bar.update)
 
 
 def _kl(
     params: Params,
-    workers: Workers,
+    workers: WorkerPool,
     models: tuple[Weights, Weights],
-    prompts: list[Row],
-    before: list[Answer],
-    after: list[Answer],
+    prompts: list[PairRow],
+    base_answers: list[Answer],
+    policy_answers: list[Answer],
 ) -> dict[str, Any]:
-    """KL(policy, base) per answer, on what the policy really says."""
+    """KL(policy, base) per answer, estimated on the policy's own answers."""
     base, policy = models
-    asked = [(row["prompt_ids"], new.ids, old.ids) for row, new, old in zip(prompts, after, before, strict=True)]
-    ratios = answer_ratios(workers, policy, base, asked)
-    found = mean_interval(ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
-    return {"kl/answers": found.mean, "intervals": {"kl/answers": found.bounds()}}
+    answers = zip(prompts, policy_answers, base_answers, strict=True)
+    ratios = answer_log_ratios(
+        workers, policy, base, [(row["prompt_ids"], new.ids, old.ids) for row, new, old in answers]
+    )
+    kl = mean_interval(ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
+    return {"kl/answers": kl.mean, "intervals": {"kl/answers": kl.bounds()}}
 
 
-def _joined(*parts: dict[str, Any]) -> dict[str, Any]:
+def _merge(*parts: dict[str, Any]) -> dict[str, Any]:
     intervals = {name: bounds for part in parts for name, bounds in part["intervals"].items()}
     return {**{name: value for part in parts for name, value in part.items()}, "intervals": intervals}
 
 
-def _publish(run: Run, metrics: dict[str, Any], lines: list[Any], pairs: list[Any]) -> None:
+def _write_results(run: Run, metrics: dict[str, Any], samples: list[Any], pairs: list[Any]) -> None:
     write_json(METRICS / "evaluate.json", metrics)
-    _write_lines(METRICS / "samples.jsonl", lines)
+    _write_lines(METRICS / "samples.jsonl", samples)
     _write_lines(METRICS / "pairs.jsonl", pairs)
     run.summary(evaluation(metrics), max(curves(), default=0))
     for name in ("evaluate.json", "samples.jsonl", "pairs.jsonl"):
         run.artifact(METRICS / name)
 
 
-def _plots(run: Run, bins: list[dict[str, float]], margins: list[dict[str, float]]) -> None:
-    for name, content in (("calibration", bins), ("margins", margins)):
+def _write_plots(run: Run, bins: list[dict[str, float]], margins: list[dict[str, float]]) -> None:
+    for name, rows in (("calibration", bins), ("margins", margins)):
         with (METRICS / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(content[0]), lineterminator="\n")
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
-            writer.writerows(content)
+            writer.writerows(rows)
     plots.held_out(bins, margins, run.folder / "held-out.png")
     run.artifact(run.folder / "held-out.png")
 
@@ -157,17 +155,17 @@ def _write_lines(path: Path, lines: list[Any]) -> None:
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def _tell(metrics: dict[str, Any]) -> None:
+def _print_headlines(metrics: dict[str, Any]) -> None:
     bounds = metrics["intervals"]["rewards/accuracies"]
     print(
         f"evaluate: held-out reward accuracy {metrics['rewards/accuracies']:.3f} ({bounds['low']:.3f} to "
         f"{bounds['high']:.3f}) on {int(metrics['pairs'])} pairs"
     )
     if "rate" in metrics.get("win_rate", {}):
-        won = metrics["win_rate"]
+        wins = metrics["win_rate"]
         print(
-            f"evaluate: wins {won['rate']:.1%} against the base model ({won['low']:.1%} to {won['high']:.1%}; "
-            f"{won['wins']} won, {won['ties']} tied, {won['losses']} lost, {won['refused']} not judged)"
+            f"evaluate: win rate vs. base model {wins['rate']:.1%} ({wins['low']:.1%} to {wins['high']:.1%}; "
+            f"{wins['wins']} wins, {wins['ties']} ties, {wins['losses']} losses, {wins['refused']} refused)"
         )
 
 

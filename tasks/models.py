@@ -1,30 +1,26 @@
-"""Where the base model's files are, and that they are those that `source` saw."""
+"""The base model's files: where they are, and whether they still have the hashes that `source` recorded."""
 
 from pathlib import Path
 from typing import Any
 
+from tasks.config.paths import BASE, home
 from tasks.errors import UserError
-from tasks.files import home, known_sha256, read_json
-from tasks.paths import BASE
+from tasks.system.files import known_sha256, read_json
 
 HUB = "hub:"
 
 
 def base_folder(address: str) -> Path:
-    """The folder of the base model at `source.model`; its sizes and content hashes must be those of the manifest."""
+    """The folder of the base model at `source.model`, after its files were checked against the manifest."""
     manifest = read_json(BASE / "manifest.json")
-    folder = _locate(address, manifest)
+    folder = _base_path(address, manifest)
     for name, size in manifest["sizes"].items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
             raise UserError(
-                f"{folder / name} is not the file that the source stage saw ({size} bytes). "
-                "Restore it, or run `dvc repro` to take the model as it is now."
-            )
-        if known_sha256(folder / name) != manifest["files"][name]:
-            raise UserError(
-                f"{folder / name} is not the file that the source stage saw: its content hash differs. Restore it, or "
-                "run `dvc repro` to take the model as it is now. If nobody edited it, DVC's cache is damaged: run "
-                "`make check-cache FIX=1`, which removes damaged objects, and this again."
+                f"{path} is not the file that the source stage read: its content hash differs. Restore it, or run `dvc "
+                "repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
+                "check-cache --fix`, which removes damaged objects, and try again."
             )
     return folder
 
@@ -34,13 +30,13 @@ def base_hash() -> str:
 
 
 def local_path(address: str) -> Path:
-    """A file or folder as the user means it: a run in its own worktree finds what lies in the checkout."""
+    """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
     path = Path(address).expanduser()
     return path if path.exists() else home() / path
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Of a model folder's own files; what a tool keeps there under a dot is not the model."""
+    """sha256 of each file of a model folder. Names that start with a dot belong to tools and are ignored."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
     return {path.name: known_sha256(path) for path in files}
 
@@ -57,8 +53,8 @@ def hub_snapshot(name: str, revision: str | None, local_files_only: bool = False
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
 
 
-def _locate(address: str, manifest: dict[str, Any]) -> Path:
-    if address == "demo" or manifest.get("adapter"):  # made here
+def _base_path(address: str, manifest: dict[str, Any]) -> Path:
+    if address == "demo" or manifest.get("adapter"):  # made by `source`
         return BASE
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)

@@ -1,190 +1,244 @@
-"""Stage `prepare`: raw rows to tokenised pairs, split by prompt, with every row accounted for.
+"""Stage `prepare`: raw rows to tokenized pairs, split by prompt. Every row is counted as kept or rejected.
 
-Writes data/pairs (train.parquet, eval.parquet) and data/card: the data card (report.json, card.md, card.html) and
-quarantine.jsonl with the rows that could not be used. Rows go through in chunks, over processes, in bounded memory;
-what concerns rows together is decided on hashes when all chunks are done.
+Writes data/pairs (train.arrow, eval.arrow) and data/card: the data card (report.json, card.md, card.html) and
+quarantine.jsonl with the rows that cannot be used. Worker processes read the rows in chunks, in bounded memory;
+duplicates are found by hashes when all chunks are done.
 """
 
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tasks import stage
-from tasks.dataset import datacard, verdicts
-from tasks.dataset.account import Account, check
-from tasks.dataset.chunks import EXAMPLES, Origin, Outcome, Task, Worker
-from tasks.dataset.contract import Mask
-from tasks.dataset.formats import detect, rename
-from tasks.dataset.pairs import HASHES, SPLITS
+from tasks.config.params import Params, Prepare, load_cluster, load_params
+from tasks.config.paths import CARD, PAIRS, RAW
+from tasks.dataset.card import data_card, row_stats
+from tasks.dataset.card.row_stats import RowStats, check_limits
+from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
+from tasks.dataset.dedup import Columns, Mask
+from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.readers import first_rows, read_chunks, rows_in
+from tasks.dataset.rows.layouts import RowLayout, better_shape, decode, describe, find_layout
+from tasks.dataset.rows.preference import PairingOptions
+from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow
+from tasks.dataset.selection import first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import write_splits
-from tasks.dataset.templates import Template, choose_template
-from tasks.dataset.violations import BAD, VIOLATIONS, BadRow
+from tasks.dataset.tokenization import ChatTemplate, choose_template
 from tasks.errors import UserError
-from tasks.files import hash_files, publish, read_json, sha256, write_json
-from tasks.machines.workers import cores, in_order
 from tasks.models import base_folder
-from tasks.params import Params, Prepare, load_cluster, load_params
-from tasks.paths import CARD, PAIRS, RAW
-from tasks.progress import Bar
+from tasks.system.files import hash_files, publish, read_json, sha256, write_json
+from tasks.system.process_pool import available_cpus, map_in_order
+from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 
-ROWS_PER_PROCESS = 2000  # fewer are not worth one more
+EXAMPLE_ROWS = 20  # to find three pairs in
+ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
+
+
+class RawFile(NamedTuple):
+    source: int  # index of its source
+    path: Path
+    name: str  # as the user knows it
+
+
+class Processed(NamedTuple):
+    """All rows after the checks. The tokens of the pairs are in the shards."""
+
+    sources: list[RowSource]
+    stats: RowStats
+    results: list[ChunkResult]
+    columns: Columns
+    kept: Mask  # of the pairs in `columns`
+    splits: dict[str, int]  # their number
 
 
 def prepare(run: Run) -> None:
     params, raw = load_params(), read_json(RAW / "manifest.json")
     template = load_template(params)
-    sources = sorted(raw["sources"], key=lambda source: source["key"] != "source.eval")  # held-out data has precedence
-    origins = [_origin(source, params.prepare) for source in sources]
-    _check_names(params.prepare, origins)
     for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
         shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
-        worker = Worker(template, origins, params.prepare, pairs / "shards")
-        account, outcomes = _work(worker, sources, raw["rows"], card / "quarantine.jsonl")
-        columns = verdicts.together(outcomes)
-        kept, found = verdicts.judge(columns, origins, account, params.prepare)
-        _quarantine(found, columns, outcomes, _files(sources), account, card / "quarantine.jsonl")
-        sizes = {split: int((kept & (columns["held"] == (split == "eval"))).sum()) for split in SPLITS}
-        check(account, sizes, params.prepare, raw["source"])
-        _write(worker.folder, pairs, outcomes, columns, kept)
-        report = datacard.make_report(account, columns, kept, origins, template, raw["source"], pairs)
-        datacard.write_card(card, report, pairs, template.tokenizer)
-    _tell(run, report)
+        shards = pairs / "shards"
+        done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl")
+        _write_pairs(shards, pairs, done.results, done.columns, done.kept)
+        report = data_card.make_report(
+            done.stats, done.columns, done.kept, done.sources, template, raw["source"], pairs
+        )
+        warnings = row_stats.warnings(done.stats, done.splits["eval"], params.prepare)
+        report["warnings"] = [*warnings, *report["warnings"]]
+        data_card.write_card(card, report, pairs, template.tokenizer)
+    _log(run, report)
 
 
-def load_template(params: Params) -> Template:
-    from training.model import load_tokenizer
+def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards: Path, quarantine: Path) -> Processed:
+    """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used."""
+    entries = sorted(raw["sources"], key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
+    files = _raw_files(entries)
+    sources = [_row_source(entry, params) for entry in entries]
+    counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
+    _check_names(params, sources)
+    more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
+    while more:  # once, unless prepare.max_pairs needs a larger sample
+        sources = more
+        worker = ChunkWorker(template, sources, params, shards)
+        stats, results = _process_chunks(worker, files, raw["rows"], quarantine)
+        columns = gather_columns(results)
+        kept, duplicates = select_pairs(columns, sources, stats, params)
+        more = larger_samples(sources, columns, kept, params.max_pairs)
+    _quarantine_duplicates(duplicates, columns, results, files, stats, quarantine)
+    splits = data_card.count_splits(columns["held_out"][kept])
+    check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
+    return Processed(sources, stats, results, columns, kept, splits)
 
-    # Processes share the work, not threads: those of the tokenizer would not survive a fork.
+
+def load_template(params: Params) -> ChatTemplate:
+    from training.models.loading import load_tokenizer  # heavy: transformers
+
+    # Processes share the work, not threads: the tokenizer's threads would not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(base_folder(params.source.model))
-    wanted = params.prepare
-    return choose_template(tokenizer, wanted.template, wanted.chat_template_kwargs, wanted.loss_on)
+    options = params.prepare
+    return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
 
 
-def _origin(source: dict[str, Any], params: Prepare) -> Origin:
-    """A source with its shape, which its first row tells unless it is configured."""
-    layout = params.by_source.get(source["name"], params)
-    _, path, called = _files([source])[0]
-    example = {name: value for row in reversed(first_rows(path, called)) for name, value in row.items()}
-    if not example:
-        raise UserError(f"{called}: there is no row that can be read. Is it the right file?")
-    for ours, theirs in layout.columns.items():
-        if theirs not in example:
-            raise UserError(
-                f"prepare.columns: {ours} is to be read from `{theirs}`, and {called} has no such column. "
-                f"It has: {', '.join(map(str, example))}."
-            )
-    shape = detect(rename(example, layout.columns)) if layout.format == "auto" else layout.format
-    held_out = source["key"] == "source.eval"
-    return Origin(source["name"], shape, layout.columns, source["weight"], source["share"], held_out)
+def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
+    return [
+        RawFile(number, RAW / entry["name"] / file["file"], file["called"])
+        for number, entry in enumerate(entries)
+        for file in entry["files"]
+    ]
 
 
-def _check_names(params: Prepare, origins: list[Origin]) -> None:
-    names = [origin.name for origin in origins]
+def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
+    """A source with its layout, as the first rows show it, and three of them as they are understood."""
+    rows = _first_rows(entry)
+    layout = find_layout(rows, _raw_files([entry])[0].name, params.by_source.get(entry["name"], params))
+    options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
+    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout, options)[:EXAMPLES]):
+        how = f"{layout.shape}{_decided_by(layout)}"
+        print(f"prepare: {entry['name']} is read as {how}. Check three pairs (+ chosen, - rejected):")
+        print("\n".join(f"  {line}" for line in examples))
+    return RowSource(entry["name"], layout, entry["weight"], entry["share"], entry["key"] == "source.eval")
+
+
+def _first_rows(entry: dict[str, Any]) -> list[RawRow]:
+    file = _raw_files([entry])[0]
+    return first_rows(file.path, file.name)
+
+
+def _decided_by(layout: RowLayout) -> str:
+    """Which column decides between two answers, and how."""
+    if layout.shape != "votes":
+        return ""
+    if "score1" in layout.columns:
+        return f", the higher of `{layout.columns['score1']}` and `{layout.columns['score2']}` wins"
+    column = layout.columns.get("winner", layout.columns.get("annotator1", "the votes"))
+    ties = len(layout.votes) <= 4  # more are words that nobody configured
+    shown = (f"{value} = {meaning}" for value, meaning in layout.votes.items() if ties or meaning != "tie")
+    return f", {column}: {', '.join(shown)}"
+
+
+def _check_names(params: Prepare, sources: list[RowSource]) -> None:
+    names = [source.name for source in sources]
     for name in params.by_source:
         if name not in names:
             raise UserError(f"prepare.by_source: there is no source `{name}`. There are: {', '.join(names)}.")
 
 
-def _files(sources: list[dict[str, Any]]) -> list[tuple[int, Path, str]]:
-    """(number of the source, path, what the user calls it) of every file, in order."""
-    return [
-        (number, RAW / source["name"] / file["file"], file["called"])
-        for number, source in enumerate(sources)
-        for file in source["files"]
-    ]
-
-
-def _work(worker: Worker, sources: list[dict[str, Any]], rows: int, quarantine: Path) -> tuple[Account, list[Outcome]]:
-    """Send every chunk through a worker; what it says of bad rows is written as it comes."""
-    worker.folder.mkdir()
-    account, outcomes = Account(), []
-    quota = verdicts.Quota(verdicts.quota(worker.params.max_pairs, len(sources)))
-    wanted = load_cluster().prepare.num_workers or cores()
-    processes = min(wanted, -(-rows // ROWS_PER_PROCESS))
+def _process_chunks(
+    worker: ChunkWorker, files: list[RawFile], rows: int, quarantine: Path
+) -> tuple[RowStats, list[ChunkResult]]:
+    """Send every chunk through a worker; quarantined rows are written as they come."""
+    shutil.rmtree(worker.shards, ignore_errors=True)  # of a sample that was too small
+    worker.shards.mkdir()
+    stats, results = RowStats(), []
+    workers = load_cluster().prepare.num_workers or available_cpus()
+    processes = min(workers, -(-rows // ROWS_PER_PROCESS))
     with quarantine.open("w") as file, Bar("prepare", rows, "rows") as bar:
-        for outcome in in_order(worker, _tasks(sources, quota), processes):
-            if quota.full(outcome.origin):
-                continue  # begun before it was known
-            quota.add(outcome)
-            account.add(outcome, worker.origins[outcome.origin].name)
-            file.writelines(line + "\n" for line in outcome.quarantine)
-            outcome.quarantine.clear()
-            outcomes.append(outcome)
-            bar.update(account.rows.total())
-    return account, outcomes
+        for result in map_in_order(worker, _chunk_tasks(files), processes):
+            stats.add(result, worker.sources[result.source].name)
+            file.writelines(line + "\n" for line in result.quarantine)
+            result.quarantine.clear()
+            results.append(result)
+            bar.update(stats.rows.total())
+    return stats, results
 
 
-def _tasks(sources: list[dict[str, Any]], quota: verdicts.Quota) -> Iterator[Task]:
+def _chunk_tasks(files: list[RawFile]) -> Iterator[ChunkTask]:
     numbers = count()
-    for file, (origin, path, called) in enumerate(_files(sources)):
-        for chunk in read_chunks(path, called):
-            if quota.full(origin):
-                break
-            yield Task(next(numbers), origin, file, called, chunk)
+    for index, file in enumerate(files):
+        for chunk in read_chunks(file.path, file.name):
+            yield ChunkTask(next(numbers), file.source, index, file.name, chunk)
 
 
-def _quarantine(
-    found: dict[str, Mask],
-    columns: verdicts.Columns,
-    outcomes: list[Outcome],
-    files: list[tuple[int, Path, str]],
-    account: Account,
-    path: Path,
+def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource]) -> str:
+    """Advice for a source whose rows can be read as another shape; empty if there is none."""
+    for entry, source in zip(entries, sources, strict=True):
+        if shape := better_shape(_first_rows(entry), source.layout):
+            return f"The rows of {entry['name']} were read as {source.layout.shape}. Set prepare.format to {shape}."
+    return ""
+
+
+def _quarantine_duplicates(
+    duplicates: dict[str, Mask],
+    columns: Columns,
+    results: list[ChunkResult],
+    files: list[RawFile],
+    stats: RowStats,
+    quarantine: Path,
 ) -> None:
-    """Rows that are bad for what others are, read once more: by themselves they were good."""
-    wanted: dict[tuple[int, int], dict[int, str]] = {}
-    for name, mask in found.items():
-        for row in columns["row"][mask][: None if name in BAD else EXAMPLES].tolist():
-            wanted.setdefault(outcomes[row >> 32].place, {})[row & 0xFFFFFFFF] = name
-    with path.open("a") as lines:
-        for file in sorted({file for file, _ in wanted}):
-            origin, place, called = files[file]
-            for chunk in read_chunks(place, called):
-                rows = wanted.get((file, chunk.start), {})
-                entry = Outcome(0, origin, called)
-                for number, row in rows_in(chunk) if rows else ():
-                    if number in rows:
-                        entry.leave_out(number, BadRow(rows[number]), row)
-                lines.writelines(line + "\n" for line in entry.quarantine)
-                for name, examples in entry.examples.items():
-                    account.add_examples(name, examples)
+    """Read again the rows that clash with other rows, for the quarantine and the examples."""
+    rejected: dict[tuple[int, int], dict[int, str]] = {}
+    for name, mask in duplicates.items():
+        for row in columns["row"][mask][: None if name in QUARANTINED else EXAMPLES].tolist():
+            rejected.setdefault(results[row >> 32].start, {})[row & 0xFFFFFFFF] = name
+    with quarantine.open("a") as lines:
+        for index in sorted({index for index, _ in rejected}):
+            source, path, name = files[index]
+            for chunk in read_chunks(path, name):
+                reasons = rejected.get((index, chunk.start), {})
+                result = ChunkResult(0, source, name)
+                for number, row in rows_in(chunk) if reasons else ():
+                    if number in reasons:
+                        result.reject(number, RejectedRow(reasons[number]), row)
+                lines.writelines(line + "\n" for line in result.quarantine)
+                for reason, examples in result.examples.items():
+                    stats.add_examples(reason, examples)
 
 
-def _write(shards: Path, pairs: Path, outcomes: list[Outcome], columns: verdicts.Columns, kept: Mask) -> None:
-    """train.parquet and eval.parquet; the shards have served."""
-    ends = np.cumsum([len(outcome.columns["row"]) for outcome in outcomes])[:-1]
-    paths = [shards / f"{outcome.number:06d}.arrow" for outcome in outcomes]
-    write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held"], ends))
+def _write_pairs(shards: Path, pairs: Path, results: list[ChunkResult], columns: Columns, kept: Mask) -> None:
+    """train.arrow and eval.arrow from the shards, which are then deleted."""
+    ends = np.cumsum([len(result.columns["row"]) for result in results])[:-1]
+    paths = [shards / f"{result.number:06d}.arrow" for result in results]
+    write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held_out"], ends))
     shutil.rmtree(shards)
     write_json(pairs / HASHES, {"files": hash_files(pairs)})
 
 
-def _tell(run: Run, report: dict[str, Any]) -> None:
+def _log(run: Run, report: dict[str, Any]) -> None:
     pairs, tokens = report["pairs"], report["tokens"]
     shapes = ", ".join(sorted(set(report["format"].values())))
     print(
-        f"prepare: {pairs['train']} pairs to train on, {pairs['eval']} held out (rows: {shapes}; "
-        f"{report['template']}); tokens: prompt {tokens['prompt']['mean']}, chosen {tokens['chosen']['mean']}, "
+        f"prepare: {pairs['train']} training pairs, {pairs['eval']} held-out pairs (row shape: {shapes}; "
+        f"{report['template']}); mean tokens: prompt {tokens['prompt']['mean']}, chosen {tokens['chosen']['mean']}, "
         f"rejected {tokens['rejected']['mean']}"
     )
     for name, number in report["left_out"].items():
-        print(f"prepare: left out {number}: {name}, {VIOLATIONS[name]}")
+        print(f"prepare: rejected {number}: {name}, {REJECT_REASONS[name]}")
     for warning in report["warnings"]:
-        print(f"prepare: note: {warning}")
+        print(f"prepare: warning: {warning}")
     for split in SPLITS:
-        run.dataset(split, digest=sha256(PAIRS / f"{split}.parquet"), source=report["source"])
-    changes, pages = datacard.compare(report, CARD)
+        run.dataset(split, digest=sha256(pairs_file(split)), source=report["source"])
+    changes, pages = data_card.compare(report, CARD)
     if changes:
-        print(f"prepare: since the previous version: {'; '.join(f'{w} {b} -> {n}' for w, b, n in changes)}")
+        listed = "; ".join(f"{name} {before} -> {now}" for name, before, now in changes)
+        print(f"prepare: changes since the previous version: {listed}")
     for path in (CARD / "report.json", *pages):
         run.artifact(path)
     run.summary({f"pairs_{split}": number for split, number in pairs.items()})

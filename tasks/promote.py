@@ -1,86 +1,121 @@
-"""After the stages: put the export into MLflow's registry and, where the gate lets it, make it the champion.
+"""After the stages: register the export in MLflow and, if it passes the gate, make it the champion.
 
-Not a stage of dvc.yaml: its decision depends on who is champion now, which DVC cannot know. Run again it does nothing
-new: the same export is one version. A model that does not pass is a finished run with reasons, not a crash; one that
-passes and wants a person's word waits for `make approve`.
+Not a stage of dvc.yaml: the decision depends on the current champion, which DVC cannot track. Promoting the same
+export again changes nothing: it is the same version. A model that fails the gate is a finished run with reasons, not a
+crash. A model that passes but needs approval waits for `dpo approve`.
 """
 
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from tasks import stage
-from tasks.access import check_push, configured
+from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.access import check_push, configured
+from tasks.config.params import Params, load_cluster, load_params
+from tasks.config.paths import METRICS, MODEL, PAIRS
 from tasks.errors import UserError
-from tasks.evaluation.compare import Comparison, compare, read_side, version_side
-from tasks.evaluation.earlier import FILE, Earlier, on_earlier_pairs
-from tasks.evaluation.sharding import evaluators
-from tasks.files import read_json, sha256, write_json
-from tasks.machines.pool import Workers
-from tasks.params import Params, load_cluster, load_params
-from tasks.paths import METRICS, MODEL, PAIRS
+from tasks.evaluation.champion_regression import FILE, ChampionRegression, champion_regression
+from tasks.evaluation.compare import Comparison, compare, evaluated_version, read_results, results_here
+from tasks.evaluation.sharding import evaluator_pool
 from tasks.release import outbox
-from tasks.release.gate import by_slash, gate, regressions
+from tasks.release.champion import promotion_moves
+from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
-from tasks.release.stored import require_stored
-from tasks.release.verify import require_whole
+from tasks.release.verify import require_intact, require_intact_version
 from tasks.reports.markup import plain
-from tasks.tracking.journal import Run
+from tasks.system.files import read_json, sha256, write_json
+from tasks.tracking.journal import Run, flatten_metrics
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
 
-NOTED = ("promoted", "reasons", "waiting", "champion_before")
+DECISION_TAGS = ("promoted", "reasons", "waiting", "champion_before")
 EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
+HEADLINES = {
+    "win_rate/rate": "win rate vs. base model",
+    "rewards/accuracies": "reward accuracy",
+    "rewards/margins": "reward margin",
+    "kl/answers": "KL per answer",
+}
 
 
 def promote(run: Run) -> None:
-    params = load_params()
-    require_whole(MODEL)
+    params, cluster = load_params(), load_cluster()
+    require_intact(MODEL)
     address = params.promote.push and check_push(params.promote.push, configured())
-    cluster = load_cluster()
-    with registry(cluster, params.promote.model_name, run.folder) as found:
-        with evaluators(cluster, "promote") as workers:
-            decision = _settled(workers, params, found, _version(found, run))
-        copies = outbox.complete(found, address)
+    with registry(cluster, params.promote.model_name, run.folder) as model_registry:
+        with evaluator_pool(cluster, "promote") as workers:
+            version = _register(model_registry, run)
+            decision = _decide_and_move(workers, params, model_registry, version)
+        copies = outbox.complete(model_registry, address)
     write_json(METRICS / "promote.json", decision)
-    version = f"{found.name} {decision['version']}"
-    run.tags({"model_version": version, "promoted": _text(decision["promoted"])})
+    run.tags({"model_version": f"{decision['model']} {version.number}", "promoted": _text(decision["promoted"])})
     run.summary({"promoted": float(decision["promoted"]), **_differences(decision)})
     run.artifact(METRICS / "promote.json")
     print(f"promote: {sentence(decision)}", flush=True)
-    if decision["already"] and address and not copies:  # promote.push may be newer than the champion
+    if decision["already"] and address and not copies:  # promote.push may have been set after the promotion
         copies = [push(MODEL, address)]
     for copy in copies:
         print(f"promote: copied to {copy}", flush=True)
 
 
-def _settled(workers: Workers, params: Params, found: Registry, version: Version) -> dict[str, Any]:
-    """Decide, and move the aliases while nobody else can; decide again where the champion changed in between.
+def _register(model_registry: Registry, run: Run) -> Version:
+    """The version of this export, added to the registry if it is new."""
+    digest = sha256(MODEL / "manifest.json")
+    if known := model_registry.with_manifest(digest):
+        require_intact_version(model_registry, known)  # the files in the registry are what becomes champion
+        model_registry.restore_weights(known, MODEL)
+        return known
+    evaluation = [METRICS / name for name in EVALUATION]
+    evaluation += [path for path in [PAIRS / FILE] if path.exists()]
+    manifest = read_json(MODEL / "manifest.json")
+    tags = {
+        "manifest_sha256": digest,
+        "data_sha256": manifest["data"]["sha256"],
+        "commit": manifest["made"]["commit"],
+        "run": run.folder.name,
+    }
+    return model_registry.add(run_id(run.folder), MODEL, evaluation, tags, _description(manifest, run.folder.name))
 
-    Deciding may take minutes, since models answer prompts for it, so the model's lock is held for the moves alone.
+
+def _description(manifest: dict[str, Any], run: str) -> str:
+    """Two lines for the version's page in MLflow: headline metrics, and the run, data and base model."""
+    values = flatten_metrics(manifest["metrics"])
+    headlines = [f"{label} {values[name]:.4g}" for name, label in HEADLINES.items() if name in values]
+    data = manifest["data"]
+    source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
+    base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"
+    return f"{', '.join(headlines) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
+
+
+def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Registry, version: Version) -> dict[str, Any]:
+    """Decide, then move the aliases under the model's lock; decide again if the champion changed in between.
+
+    The decision may take minutes, since models answer prompts for it, so only the moves hold the lock.
     """
     alias = params.promote.alias
     while True:
-        decision = decide(workers, params, found, version)
-        with found.exclusively() as held:
-            champion = found.at(alias)
+        decision = decide(workers, params, model_registry, version)
+        with model_registry.exclusively() as lease:
+            champion = model_registry.at(alias)
             if (champion.number if champion else None) == decision["champion_before"]:
-                found.tag(version, {name: _text(decision[name]) for name in NOTED})
+                model_registry.tag(version, {name: _text(decision[name]) for name in DECISION_TAGS})
                 moves = Moves({CHALLENGER: version.number})
                 if decision["promoted"] and not decision["already"]:
-                    details = against(decision["comparison"], version, champion)
+                    details = _comparison_text(decision["comparison"], version, champion)
                     run = version.tags.get("run", "")
-                    promotion = outbox.add(found.name, version.number, alias, "it passed the gate", run, details)
-                    moves = to_champion(alias, version, champion, promotion.id)
+                    promotion = outbox.add(
+                        model_registry.name, version.number, alias, "it passed the gate", run, details
+                    )
+                    moves = promotion_moves(alias, version, champion, promotion.id)
                     moves = replace(moves, aliases={CHALLENGER: version.number, **moves.aliases})
-                found.move(moves, held)
+                model_registry.move(moves, lease)
                 return decision
-        now = f"version {champion.number}" if champion else "nobody"
-        print(f"promote: {alias} became {now} meanwhile; comparing again", flush=True)
-        version = found.version(version.number) or version
+        now = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
+        print(f"promote: {now} in the meantime; comparing again", flush=True)
+        version = model_registry.version(version.number) or version
 
 
-def against(comparison: Comparison, version: Version, champion: Version | None) -> str:
-    """For who is told: by how much it is better than the champion before, and whether it learnt from other data."""
+def _comparison_text(comparison: Comparison, version: Version, champion: Version | None) -> str:
+    """For the notification: the differences to the champion, and whether the training data is the same."""
     if champion is None:
         return "there was no champion before"
     margins = ", ".join(f"{name} {row['difference']:+.4g}" for name, row in comparison.items()) or "not compared"
@@ -88,19 +123,19 @@ def against(comparison: Comparison, version: Version, champion: Version | None) 
     return f"against version {champion.number}: {margins}; {'the same' if same else 'other'} data"
 
 
-def decide(workers: Workers, params: Params, found: Registry, version: Version) -> dict[str, Any]:
-    """Whether the version becomes champion, and why not. Nothing is moved here."""
-    manifest, champion = read_json(MODEL / "manifest.json"), found.at(params.promote.alias)
+def decide(workers: WorkerPool, params: Params, model_registry: Registry, version: Version) -> dict[str, Any]:
+    """Whether the version becomes champion, and the reasons against it. Moves no alias."""
+    manifest, champion = read_json(MODEL / "manifest.json"), model_registry.at(params.promote.alias)
     already = champion is not None and champion.number == version.number
     reasons = gate(params.promote, manifest["metrics"], manifest["checks"])
     comparison: Comparison = {}
-    earlier: Earlier | None = None
+    regression: ChampionRegression | None = None
     if champion is not None and not already:
-        comparison, more = _against(workers, params, found, champion)
-        earlier = on_earlier_pairs(workers, params, found, champion)
-        reasons += more + _against_earlier(params, earlier, champion)
-    person = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
-    waiting = person and not already and not reasons
+        comparison, more = _compare_with(champion, workers, params, model_registry)
+        regression = champion_regression(workers, params, model_registry, champion)
+        reasons += more + _reasons_from(regression, params, champion)
+    needs_approval = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
+    waiting = needs_approval and not already and not reasons
     return {
         "model": params.promote.model_name,
         "version": version.number,
@@ -113,82 +148,48 @@ def decide(workers: Workers, params: Params, found: Registry, version: Version) 
         "rolled_back": version.tags.get("rolled_back", ""),
         "champion_before": champion.number if champion else None,
         "comparison": comparison,
-        "earlier": earlier.told() if earlier else None,
+        "earlier": asdict(regression) if regression else None,
     }
 
 
 def sentence(decision: dict[str, Any]) -> str:
-    what = f"{decision['model']} version {decision['version']}"
+    what, address = (f"{decision['model']}{joint}{decision['version']}" for joint in (" version ", "/"))
     if decision["already"]:
-        return f"{what} is {decision['alias']} already"
+        return f"{what} is already {decision['alias']}"
     if decision["promoted"]:
         before = decision["champion_before"]
-        return f"{what} is now {decision['alias']}" + (f", and version {before} is {PREVIOUS}" if before else "")
+        changes = [f"{name} {change(row)}" for name, row in decision["comparison"].items()]
+        compared = f". Against version {before}: {'; '.join(changes)}" if changes else ""
+        return f"{what} is now {decision['alias']}" + (
+            f", and version {before} is {PREVIOUS}{compared}" if before else ""
+        )
     if decision["waiting"]:
-        when = f", having been rolled back on {decision['rolled_back']}" if decision["rolled_back"] else ""
-        how = f"`make approve VERSION={decision['version']} BY=name`"
-        return f"{what} passed the gate and{when} is not promoted before a person says so: {how}"
+        when = f" but was rolled back on {decision['rolled_back']}" if decision["rolled_back"] else ""
+        return f"{what} passed the gate{when} and waits for approval: `dpo approve {address} NAME`"
     return f"{what} is registered and not promoted, because {'; '.join(decision['reasons'])}"
 
 
-def _version(found: Registry, run: Run) -> Version:
-    digest = sha256(MODEL / "manifest.json")
-    known = found.with_manifest(digest)
-    if known is not None:
-        require_stored(found, known)  # what becomes champion is what lies there
-        return known
-    evaluation = [METRICS / name for name in EVALUATION] + [path for path in [PAIRS / FILE] if path.exists()]
-    manifest = read_json(MODEL / "manifest.json")
-    tags = {
-        "manifest_sha256": digest,
-        "data_sha256": manifest["data"]["sha256"],
-        "commit": manifest["made"]["commit"],
-        "run": run.folder.name,
-    }
-    about = _description(manifest, run.folder.name)
-    return found.add(run_id(run.folder), Path(MODEL), evaluation, tags, about)
-
-
-def _description(manifest: dict[str, Any], run: str) -> str:
-    """Two lines that MLflow's page of the version shows: headline figures, and where the model comes from."""
-    values = by_slash(manifest["metrics"])
-    shown = {
-        "win rate vs. base model": "win_rate/rate",
-        "reward accuracy": "rewards/accuracies",
-        "reward margin": "rewards/margins",
-        "KL per answer": "kl/answers",
-    }
-    figures = [f"{what} {values[name]:.4g}" for what, name in shown.items() if name in values]
-    data = manifest["data"]
-    source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
-    base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"
-    return f"{', '.join(figures) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
-
-
-def _against(workers: Workers, params: Params, found: Registry, champion: Version) -> tuple[Comparison, list[str]]:
+def _compare_with(
+    champion: Version, workers: WorkerPool, params: Params, model_registry: Registry
+) -> tuple[Comparison, list[str]]:
     try:
-        comparison = compare(params.evaluate, read_side(METRICS), version_side(workers, found, champion))
+        theirs = results_here(workers, evaluated_version(model_registry, champion))
+        comparison = compare(params.evaluate, read_results(METRICS), theirs)
     except UserError as error:
         return {}, [str(error)] if params.promote.max_regression else []
     return comparison, regressions(params.promote, comparison, champion.number)
 
 
-def _against_earlier(params: Params, earlier: Earlier | None, champion: Version) -> list[str]:
-    """Reasons from the champion's own held-out pairs; a set that cannot be asked about is told and is no reason."""
-    if earlier is None:
+def _reasons_from(regression: ChampionRegression | None, params: Params, champion: Version) -> list[str]:
+    """Reasons from the champion's held-out pairs. A set that cannot be compared is reported and is no reason."""
+    if regression is None:
         return []
-    if earlier.why_not:
-        print(f"promote: not compared on version {champion.number}'s held-out pairs: {earlier.why_not}", flush=True)
+    if regression.why_not:
+        number = champion.number
+        print(f"promote: no comparison on the held-out pairs of version {number}: {regression.why_not}", flush=True)
         return []
-    found = regressions(params.promote, earlier.comparison, champion.number)
-    return [f"{reason} on its own held-out pairs" for reason in found]
-
-
-def to_champion(alias: str, version: Version, champion: Version | None, promotion: str) -> Moves:
-    before = champion.number if champion else None
-    tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
-    tags[outbox.TAG] = promotion
-    return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
+    reasons = regressions(params.promote, regression.comparison, champion.number)
+    return [f"{reason} on its own held-out pairs" for reason in reasons]
 
 
 def _differences(decision: dict[str, Any]) -> dict[str, float]:
@@ -197,7 +198,7 @@ def _differences(decision: dict[str, Any]) -> dict[str, float]:
 
 
 def _text(value: Any) -> str:
-    """A tag of a version."""
+    """The value of a tag."""
     if isinstance(value, bool):
         return str(value).lower()
     return ("; ".join(value) if isinstance(value, list) else value or "")[:4000]

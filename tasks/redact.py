@@ -1,7 +1,7 @@
-"""Secrets out of text: whatever leaves a process (params, logs, tracking, tracebacks, pages) passes here.
+"""Removes secrets from text: params, logs, tracking, tracebacks and pages pass through here.
 
-A secret is the password in an address, a token by its shape, what stands behind `password=` and the like, and the value
-of any environment variable whose name says that it is one. `python -m tasks.redact` does it to standard input.
+A secret is the password in an address, a token with a known format, the value after `password=` and similar names, and
+the value of any environment variable with such a name. `python -m tasks.redact` filters standard input.
 """
 
 import os
@@ -38,7 +38,7 @@ _names: set[str] = set()  # variables that the configuration calls secret, whate
 
 
 def protect(variable: str) -> None:
-    """Take this environment variable's value for a secret, too."""
+    """Treat this environment variable's value as a secret, too."""
     _names.add(variable)
 
 
@@ -52,7 +52,7 @@ def redact(text: str) -> str:
 
 
 def redacted(content: Any) -> Any:
-    """The same of every text in nested lists and mappings."""
+    """`redact` every string in nested lists and mappings."""
     if isinstance(content, str):
         return redact(content)
     if isinstance(content, dict):
@@ -61,7 +61,7 @@ def redacted(content: Any) -> Any:
 
 
 def is_secret(text: str) -> bool:
-    """Whether a configured value is one that belongs into the environment."""
+    """Whether a configured value belongs in an environment variable."""
     hidden = ADDRESS.search(text) and re.search(r"://[^/@\s]*:[^/@\s]+@", text)
     return bool(hidden or SHAPES.search(text) or any(value in text for value in _values() if len(value) >= SURE))
 
@@ -72,17 +72,17 @@ def hook(kind: type[BaseException], error: BaseException | None, where: Tracebac
 
 
 def _behind_its_name(match: re.Match[str]) -> str:
-    """What is plainly no secret stays: a path, a number, a word such as `token: required`."""
+    """Keep what is clearly no secret: a number, a word such as `token: required`."""
     value = match["value"]
     looks = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
     return match["name"] + (HIDDEN if looks or len(value) >= 20 else value)
 
 
 def _values() -> list[str]:
-    """Longest first: one secret may be the beginning of another."""
+    """Longest first: one secret may be a prefix of another."""
     named = [value for name, value in os.environ.items() if name in _names or NAMES.search(name)]
-    found = {part for value in named for part in _parts(value)}
-    return sorted(filter(_worth_hiding, found), key=len, reverse=True)
+    parts = {part for value in named for part in _parts(value)}
+    return sorted(filter(_worth_hiding, parts), key=len, reverse=True)
 
 
 def _parts(value: str) -> list[str]:

@@ -1,197 +1,164 @@
 """Stage `reference`: log-probabilities of every response token under the base model, computed once.
 
-Ray actors of the worker group `reference` compute what is missing, in shards. A value's address is made from all that
-determines it (the pair's tokens, the base model, the precision, how we compute), so a killed run, another beta, another
-cluster or one changed pair computes only what is not there yet. A loss without a reference needs none.
+Ray workers of the group `reference` compute missing values in shards. A value is cached under a hash of its inputs:
+the pair's tokens, the base model, the precision, the version of our numerics. A killed run, another beta, another
+cluster or one changed pair computes only what is missing. A loss without a reference needs no values.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tasks import stage
-from tasks.dataset.logp_shards import key_of, known_keys, no_values, read_shards, shards, write_shard, write_values
-from tasks.dataset.pairs import SPLITS, read_pairs
+from tasks.cluster.nodes import refresh_directory
+from tasks.cluster.ray_cluster import warn_of_slow_dtype
+from tasks.cluster.worker_pool import Worker, WorkerPool
+from tasks.config.params import Cluster, Params, load_cluster, load_params
+from tasks.config.paths import PAIRS, REFERENCE, home
+from tasks.dataset.logp_shards import (
+    SCHEMA,
+    missing_shards,
+    pair_key,
+    read_shards,
+    stored_keys,
+    write_reference,
+    write_shard,
+)
+from tasks.dataset.pairs import SPLITS, PairTable, open_table, pairs_file, read_pairs
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, home, publish, write_json
-from tasks.machines.lock import at_address
-from tasks.machines.pool import Member
 from tasks.models import base_folder, base_hash
-from tasks.params import Cluster, Params, Reference, load_cluster, load_params
-from tasks.paths import REFERENCE
-from tasks.place import ReferenceGroup
-from tasks.progress import Bar
+from tasks.system.files import fingerprint, hash_files, publish, write_json
+from tasks.system.lock import lock_cached_folder
+from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
-from training.packing import Pair
+from training.objectives.packing import Pair
 
-NUMERICS = 4  # raise when the values that we compute change
-PATIENCE = 120.0  # seconds for shared storage to show what another node wrote
+NUMERICS = 4  # increase when our computation gives other values
+NO_IDS = SCHEMA.empty_table()["key"]
+SHARD_TIMEOUT = 120.0  # seconds for shared storage to show a shard that another node wrote
 
-Shard = tuple[list[Pair], list[str]]
+Shard = tuple[str, dict[str, int]]  # a split, and the numbers of pairs in it by their keys
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model on disk, and how a worker loads it."""
+
+    folder: str
+    dtype: str
+    quantization: str | None = None
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """What one worker computed of a shard."""
+
+    worker: int
+    pairs: int
+    tokens: int
+    seconds: float
+    note: str | None  # why the worker uses a slow path
 
 
 def reference(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
     if params.reference.quantization and cluster.reference.zero_stage == 3:
         raise UserError(
-            "infra/cluster.yaml: reference.zero_stage 3 cannot split a base of 4 bits. Set it to 0, or "
+            "infra/cluster.yaml: reference.zero_stage 3 cannot shard a 4-bit base model. Set it to 0, or set "
             "reference.quantization and train.quantization to null."
         )
-    basis = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
+    inputs = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
+    folder = home() / cluster.output_dir / "reference" / fingerprint(inputs)
     if not params.train.needs_reference:
-        print(f"reference: loss {', '.join(params.train.loss)} has no reference; nothing to compute")
-        nothing: dict[str, list[str]] = {split: [] for split in SPLITS}
-        _publish(nothing, nothing, no_values(), basis)
+        print(f"reference: loss {', '.join(params.train.loss)} uses no reference model; nothing to compute")
+        _publish({}, {}, SCHEMA.empty_table(), inputs)
         return
-    folder = home() / cluster.output_dir / "reference" / fingerprint(basis)
     folder.mkdir(parents=True, exist_ok=True)
-    with at_address(folder, run.folder, "reference"):
-        _reference(run, params, cluster, folder, basis)
+    with lock_cached_folder(folder, run.folder, "reference"):
+        _reference(run, params, cluster, folder, inputs)
 
 
-def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, basis: dict[str, Any]) -> None:
+def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, inputs: dict[str, Any]) -> None:
     pairs = {split: read_pairs(split) for split in SPLITS}
-    keys = {split: [key_of(pair) for pair in pairs[split]] for split in SPLITS}
-    values = read_shards(folder)
-    missing = _missing(pairs, keys, known_keys(values), cluster.reference.shard_pairs)
-    total = sum(map(len, pairs.values()))
-    left = sum(len(some) for some, _ in missing)
-    print(f"reference: {total - left} of {total} pairs were computed before", flush=True)
+    keys = {split: [pair_key(pair) for pair in pairs[split]] for split in SPLITS}
+    logps = read_shards(folder)
+    missing = _missing_shards(keys, stored_keys(logps), cluster.reference.shard_pairs)
+    total, to_compute = sum(map(len, pairs.values())), sum(len(shard) for _, shard in missing)
+    print(f"reference: {total - to_compute} of {total} pairs are cached", flush=True)
     if missing:
-        model = base_folder(params.source.model)
-        run.summary(_compute(missing, total - left, total, model, params.reference, cluster, folder))
-        values = _written(folder, {key for _, some in missing for key in some})
-    ids = {split: [pair.id for pair in pairs[split]] for split in SPLITS}
-    _publish(ids, keys, values, basis)
-    run.summary({"reference_pairs": total, "reference_pairs_computed": left})
+        progress = Progress(total - to_compute, Bar("reference", total, "pairs"))
+        _compute(missing, progress, params, cluster, folder)
+        run.summary(progress.rates())
+        logps = _read_all(folder, {key for _, shard in missing for key in shard})
+    _publish({split: pairs[split].table["id"] for split in SPLITS}, keys, logps, inputs)
+    run.summary({"reference_pairs": total, "reference_pairs_computed": to_compute})
 
 
-def _missing(pairs: dict[str, list[Pair]], keys: dict[str, list[str]], known: set[str], size: int) -> list[Shard]:
-    wanted: list[Shard] = []
+def _missing_shards(keys: dict[str, list[str]], stored: set[str], size: int) -> list[Shard]:
+    shards: list[Shard] = []
     for split in SPLITS:
-        new = [(pair, key) for pair, key in zip(pairs[split], keys[split], strict=True) if key not in known]
-        wanted += shards([pair for pair, _ in new], [key for _, key in new], size)
-        known = known.union(key for _, key in new)
-    return wanted
+        shards += ((split, shard) for shard in missing_shards(keys[split], stored, size))
+        stored = stored.union(keys[split])
+    return shards
 
 
-def _written(folder: Path, expected: set[str]) -> Any:
-    """All values, once those of workers on other nodes can be read here."""
-    from tasks.machines.cluster import look_again
-
-    until = time.monotonic() + PATIENCE
-    while expected - known_keys(values := read_shards(folder)):
-        if time.monotonic() > until:
+def _read_all(folder: Path, expected: set[str]) -> Any:
+    """All values, as soon as this node sees the shards of the other nodes."""
+    deadline = time.monotonic() + SHARD_TIMEOUT
+    while expected - stored_keys(logps := read_shards(folder)):
+        if time.monotonic() > deadline:
             raise UserError(
-                f"Workers on other nodes wrote shards that are not in {folder} here. output_dir in "
-                "infra/cluster.yaml must be storage that every node shares."
+                f"Workers on other nodes wrote shards that do not appear in {folder} on this one. Set output_dir in "
+                "infra/cluster.yaml to storage that all nodes share."
             )
         time.sleep(1)
-        look_again(folder)
-    return values
+        refresh_directory(folder)
+    return logps
 
 
-def _publish(ids: dict[str, list[str]], keys: dict[str, list[str]], values: Any, basis: dict[str, Any]) -> None:
+def _publish(ids: dict[str, Any], keys: dict[str, list[str]], logps: Any, inputs: dict[str, Any]) -> None:
     with publish(REFERENCE) as out:
         for split in SPLITS:
-            write_values(out / f"{split}.parquet", ids[split], keys[split], values)
-        write_json(out / "manifest.json", {**basis, "files": hash_files(out)})
+            write_reference(out / f"{split}.arrow", ids.get(split, NO_IDS), keys.get(split, []), logps)
+        write_json(out / "manifest.json", {**inputs, "files": hash_files(out)})
 
 
-def _compute(
-    missing: Sequence[Shard], found: int, total: int, model: Path, params: Reference, cluster: Cluster, folder: Path
-) -> dict[str, float]:
-    """Tokens a second of each worker."""
-    from tasks.machines.cluster import nodes_told, on_nodes, ray_cluster, room_for, warn_of_slow_dtype, worker
-
-    group = cluster.reference
-    split = group.zero_stage == 3
-    workers = group.num_workers if split else min(group.num_workers, len(missing))
-    warn_of_slow_dtype("reference", params.dtype, group.gpus_per_worker)
-    with ray_cluster(cluster.ray, workers * group.cpus_per_worker) as private, Bar("reference", total, "pairs") as bar:
-        import ray
-        from ray.util import ActorPool
-
-        work = [(*shard, str(folder), group.row_tokens) for shard in missing]
-        tally = Tally(found, bar)
-        with room_for(cluster.ray, group, workers) as placed, nodes_told(cluster.ray, bar):
-            given = (str(on_nodes(cluster, model)), params.dtype, params.quantization, group.compile)
+def _compute(missing: Sequence[Shard], progress: "Progress", params: Params, cluster: Cluster, folder: Path) -> None:
+    group, config, bar = cluster.reference, params.reference, progress.bar
+    warn_of_slow_dtype("reference", config.dtype, group.gpus_per_worker)
+    with WorkerPool(cluster, group, ReferenceScorer, "reference", len(missing), bar.say) as pool:
+        path = str(pool.shared_path(base_folder(params.source.model)))
+        model = BaseModel(path, config.dtype, config.quantization, group.compile)
+        root = str(pool.shared_path(Path.cwd(), PAIRS))
+        tasks = [(model, root, *shard, str(folder), group.row_tokens) for shard in missing]
+        with bar:
             try:
-                if split:
-                    _together(work, group, placed, given[:2], private, tally)
-                    return tally.rates()
-                actors = [worker(group, Scorer, placed, number).remote(number, *given) for number in range(workers)]
-                for done in ActorPool(actors).map_unordered(lambda actor, shard: actor.score.remote(*shard), work):
-                    tally.add(*done)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ValueError):
-                    raise UserError(f"source.model: {error.cause}. Choose another model.") from None
-                raise
-    return tally.rates()
+                for _, stats in pool.results("score", tasks):
+                    progress.add(stats)
+            except ValueError as error:
+                raise UserError(f"source.model: {error}. Choose another model.") from None
 
 
-def _together(
-    work: Sequence[tuple[Any, ...]],
-    group: ReferenceGroup,
-    placed: Any,
-    model: tuple[str, str],
-    private: Path | None,
-    tally: "Tally",
-) -> None:
-    """All workers compute each shard, its rows dealt out; when one is lost the group starts again with what is left.
+class Progress:
+    """Pairs and tokens that are done, in total and by worker."""
 
-    `model` is its folder and precision.
-    """
-    import ray
-
-    from tasks.machines.cluster import RESTARTS, worker
-
-    left, actors = list(work), []
-    for attempt in range(RESTARTS + 1):
-        try:
-            actors = [
-                worker(group, SplitScorer, placed, number, restarts=0).remote(number, group.num_workers, *model)
-                for number in range(group.num_workers)
-            ]
-            meeting = ray.get(actors[0].meeting.remote(str(private) if private else None))
-            ray.get([actor.join.remote(meeting, number, group.num_workers) for number, actor in enumerate(actors)])
-            futures = [[actor.score.remote(*shard) for actor in actors] for shard in map(_stored, left)]
-            while left:
-                for done in ray.get(futures.pop(0)):
-                    tally.add(*done)
-                left.pop(0)
-            return
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:  # its own, or of those it left
-            if attempt == RESTARTS or isinstance(getattr(error, "cause", None), ValueError):
-                raise
-            tally.bar.say("reference: a worker was lost; the group starts again with the shards that are missing")
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-
-
-def _stored(shard: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With its pairs in Ray's store, once for all workers."""
-    import ray
-
-    return (ray.put(shard[0]), *shard[1:])
-
-
-class Tally:
-    """Pairs and tokens done, of all workers and of each."""
-
-    def __init__(self, found: int, bar: Bar) -> None:
-        self.pairs, self.tokens, self.bar, self.begun = found, 0, bar, time.monotonic()
+    def __init__(self, cached: int, bar: Bar) -> None:
+        self.pairs, self.tokens, self.bar, self.started = cached, 0, bar, time.monotonic()
         self.workers: dict[int, tuple[int, float]] = {}
 
-    def add(self, worker: int, pairs: int, tokens: int, seconds: float, note: str | None) -> None:
-        if note and not self.workers:
-            self.bar.say(f"reference: {note}")
-        before = self.workers.get(worker, (0, 0.0))
-        self.workers[worker] = (before[0] + tokens, before[1] + seconds)
-        self.pairs, self.tokens = self.pairs + pairs, self.tokens + tokens
-        self.bar.update(self.pairs, f"{self.tokens / (time.monotonic() - self.begun):.0f} tokens/s")
+    def add(self, stats: Sequence[ShardStats]) -> None:
+        if stats[0].note and not self.workers:
+            self.bar.say(f"reference: {stats[0].note}")
+        for part in stats:
+            tokens, seconds = self.workers.get(part.worker, (0, 0.0))
+            self.workers[part.worker] = (tokens + part.tokens, seconds + part.seconds)
+            self.pairs, self.tokens = self.pairs + part.pairs, self.tokens + part.tokens
+        self.bar.update(self.pairs, f"{self.tokens / (time.monotonic() - self.started):.0f} tokens/s")
 
     def rates(self) -> dict[str, float]:
         return {
@@ -200,75 +167,61 @@ class Tally:
         }
 
 
-class Scorer:
-    """A worker of the group: holds the base model and writes whole shards."""
+class ReferenceScorer(Worker):
+    """Holds the base model, or with ZeRO-3 a rank's part of it, and writes shards of log-probabilities.
 
-    def __init__(self, number: int, model: str, dtype: str, quantization: str | None, compiled: bool) -> None:
-        from training.model import best_device, load_model
+    On Ray even when it is the only worker: there it has the threads of `cpus_per_worker`, and values do not depend on
+    the number of workers.
+    """
 
-        self.number, self.device, self.compiled = number, best_device(), compiled
-        self.model = load_model(Path(model), dtype, self.device, quantization).eval()
-        self.scorer: Any = None
+    REPLICATED = frozenset({"score"})  # ranks of a ZeRO-3 group compute different rows of the same shard
+    IN_PROCESS = False
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        self.engine: Any = None
         self.note: str | None = None
+        self.splits: dict[str, PairTable] = {}
 
-    def score(
-        self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int
-    ) -> tuple[int, int, int, float, str | None]:
-        """Compute a shard and publish it: worker, pairs, tokens, seconds, and what is slow about it."""
-        from training.logps import score_pairs
+    def load(self, model: BaseModel, pairs: Sequence[Pair]) -> None:
+        """Load the model, and choose the fastest path that reproduces the model's own numbers on these pairs."""
+        # Here and in `score`: torch and transformers, which the driver never needs.
+        from training.distributed.sharded_model import load_sharded
+        from training.models.loading import best_device, compile_layers, load_model
+        from training.models.logps import Scorer
+        from training.models.parity import select_scoring_path
 
-        self.scorer = self.scorer or self._scorer(pairs)
-        begun = time.monotonic()
-        write_shard(Path(folder), keys, score_pairs(self.scorer, pairs, row_tokens, self.device))
-        return self.number, len(pairs), sum(map(len, pairs)), time.monotonic() - begun, self.note
-
-    def _scorer(self, pairs: list[Pair]) -> Any:
-        """In the fastest way that gives the model's own numbers."""
-        from training import logps
-        from training.model import compile_layers
-        from training.proof import find_way
-
-        scorer = logps.Scorer(self.model)
-        self.note = find_way(scorer, pairs, self.device)
-        if self.compiled and self.device.type == "cuda" and scorer.packs:
-            compile_layers(self.model)
-        return scorer
-
-
-class SplitScorer(Member):
-    """A worker of a group that shares one copy of the base model (ZeRO-3): each holds a part of the weights."""
-
-    def __init__(self, number: int, world: int, model: str, dtype: str) -> None:
-        self.number, self.world, self.model, self.dtype = number, world, model, dtype
-        self.ready = False
-        self.note: str | None = None
-
-    def join(self, meeting: str, rank: int, world: int) -> None:
-        from training.model import best_device
-        from training.split import load_split
-
-        super().join(meeting, rank, world)
         self.device = best_device()
-        self.scorer, self.engine = load_split(Path(self.model), self.dtype)
+        if self.zero3:
+            scorer, engine = load_sharded(Path(model.folder), model.dtype)
+        else:
+            whole = load_model(Path(model.folder), model.dtype, self.device, model.quantization).eval()
+            scorer = engine = Scorer(whole)
+        self.note = select_scoring_path(scorer, pairs, self.device)
+        if self.zero3 and scorer.path == "plain":
+            raise ValueError(f"{self.note}. Ranks would make different passes: set reference.zero_stage to 0")
+        if model.compile and self.device.type == "cuda" and scorer.is_packed and not self.zero3:
+            compile_layers(whole)
+        self.engine = engine
 
     def score(
-        self, pairs: list[Pair], keys: list[str], folder: str, row_tokens: int
-    ) -> tuple[int, int, int, float, str | None]:
-        """Compute this worker's rows of a shard and publish their pairs. A collective."""
-        from training.logps import score_share
-        from training.proof import find_way
+        self, model: BaseModel, root: str, split: str, shard: dict[str, int], folder: str, row_tokens: int
+    ) -> ShardStats:
+        """Compute this rank's rows of a shard and write their pairs. A collective under ZeRO-3."""
+        from training.models.logps import score_rank_share
 
-        if not self.ready:
-            self.note, self.ready = find_way(self.scorer, pairs, self.device), True
-            if self.scorer.how == "plain":
-                raise ValueError(f"{self.note}. Workers would differ in their passes: set reference.zero_stage to 0")
-        begun = time.monotonic()
-        scores = score_share(self.engine, pairs, row_tokens, self.device, rank=self.number, world=self.world)
+        if split not in self.splits:
+            self.splits[split] = PairTable(open_table(pairs_file(split, Path(root))))
+        keys, pairs = list(shard), self.splits[split].select(np.array([*shard.values()], dtype=np.int64))
+        if self.engine is None:
+            self.load(model, pairs)
+        started = time.monotonic()
+        scores = score_rank_share(self.engine, pairs, row_tokens, self.device, rank=self.rank, world=self.world_size)
         numbers = sorted(scores)
         if numbers:
             write_shard(Path(folder), [keys[n] for n in numbers], [scores[n] for n in numbers])
-        tokens = sum(len(pairs[n]) for n in numbers)
-        return self.number, len(numbers), tokens, time.monotonic() - begun, self.note
+        tokens = int(pairs.columns.lengths[numbers].sum())
+        return ShardStats(self.number, len(numbers), tokens, time.monotonic() - started, self.note)
 
 
 if __name__ == "__main__":

@@ -1,158 +1,159 @@
 """Stage `source`: fetch or make the preference data and the base model, and hash them.
 
-Data lands in data/raw as it came. A model that is already a folder, or is in the hub's cache, stays there: data/base
-then holds a manifest with a hash per file.
+data/raw holds the data unchanged. A model that is a local folder or in the hub's cache stays there; data/base then
+holds only a manifest with the hash of each file.
 """
 
 from pathlib import Path
 from typing import Any
 
 from tasks import stage
+from tasks.config.params import Source, load_params
+from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
-from tasks.dataset.fetch import check_address, fetch, origins
+from tasks.dataset.fetch import check_address, data_sources, errors_of_stores, fetch
 from tasks.dataset.readers import count_rows, read_chunks
 from tasks.errors import UserError
-from tasks.files import fingerprint, hash_files, publish, write_json
 from tasks.models import HUB, file_hashes, hub_address, hub_snapshot, local_path
-from tasks.params import Source, load_params
-from tasks.paths import BASE, RAW
-from tasks.progress import Bar
-from tasks.tracking.journal import Run, lineage
+from tasks.system.files import fingerprint, hash_files, publish, write_json
+from tasks.system.progress import Bar
+from tasks.tracking.journal import Run
+from tasks.tracking.results import lineage
 
 BASE_STEPS = 125  # of the demo's supervised base model
 
 
 def source(run: Run) -> None:
-    params = load_params().source
-    _check(params)
+    params, template = load_params().source, load_params().prepare.template
+    check_addresses(params, template)
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
-        model = fetch_model(params, base)
+        model = fetch_model(params, base, template)
     print(f"source: {data['rows']} rows from {data['source']}, model {params.model} ({model['sha256'][:12]})")
     run.dataset("raw", digest=data["sha256"], source=data["source"])
     run.tags(lineage())
     run.summary({"rows": data["rows"]})
 
 
-def _check(params: Source) -> None:
-    """What can be wrong with the addresses is said before anything is fetched."""
-    for origin in origins(params):
-        check_address(origin["key"], origin["address"])
+def check_addresses(params: Source, template: str = "auto") -> None:
+    """UserError for an address that cannot work, before anything is fetched."""
+    for entry in data_sources(params):
+        check_address(entry["key"], entry["address"])
     model = params.model
     if not model.startswith(HUB) and model != "demo":
         folder = local_path(model)
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"source.model: there is no model in {model} (no config.json). Give the folder of a model as "
-                "`save_pretrained` writes it, `demo`, or a model as `hub:owner/name@revision`."
+                f"source.model: there is no model in {model} (no config.json). Set a folder that "
+                "`save_pretrained` wrote, `demo`, or a model of the hub as `hub:owner/name@revision`."
             )
         if not list(folder.glob("*.safetensors")):
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
-        _refuse_code(folder, model)
+        _check_model(folder, model, template)
     if params.adapter and not (local_path(params.adapter) / "adapter_config.json").is_file():
         raise UserError(
-            f"source.adapter: there is no adapter in {params.adapter} (no adapter_config.json). Give a folder as "
-            "peft's `save_pretrained` writes it, or null."
+            f"source.adapter: there is no adapter in {params.adapter} (no adapter_config.json). Set a folder that "
+            "peft's `save_pretrained` wrote, or null."
         )
     if params.adapter and not (local_path(params.adapter) / "adapter_model.safetensors").is_file():
         raise UserError(
-            f"source.adapter: {params.adapter} has no adapter_model.safetensors; other formats can run code when they "
-            "are read. Save it as safetensors."
+            f"source.adapter: {params.adapter} has no adapter_model.safetensors. Other formats can run code when they "
+            "are loaded. Save it as safetensors."
         )
 
 
-def _refuse_code(folder: Path, model: str) -> None:
-    """Code that comes with a model is never run."""
-    from training.remote_code import needs_its_own_code, refuse_kernels
+def _check_model(folder: Path, model: str, template: str) -> None:
+    """UserError within seconds if the model cannot be trained. Code that comes with a model is never run."""
+    from training.models.folder_checks import check_folder  # heavy: torch, transformers
+    from training.models.remote_code import needs_remote_code, reject_hub_kernels
 
     try:
-        refuse_kernels(folder)
+        reject_hub_kernels(folder)
     except ValueError as error:
         raise UserError(f"source.model: {error}.") from None
-    if what := needs_its_own_code(folder):
+    if part := needs_remote_code(folder):
         raise UserError(
-            f"source.model: {model} works with Python code of its own alone ({what}, `auto_map` in its configuration), "
-            "and code that comes with a model is not run. Choose a model that transformers has, or convert it."
+            f"source.model: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
+            "comes with a model is never run. Choose a model that transformers supports, or convert it."
         )
+    try:
+        check_folder(folder, template)
+    except ValueError as error:
+        raise UserError(f"source.model: {model} cannot be used: {error}.") from None
 
 
 def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
     sources = []
-    for origin in origins(params):
-        folder = raw / origin["name"]
-        fetch(origin["key"], origin["address"], params.seed, folder)
-        sources.append({**origin, "files": _inspect(folder, origin)})
-    rows = sum(file["rows"] for one in sources for file in one["files"])
-    hashes = {f"{one['name']}/{file['file']}": file["sha256"] for one in sources for file in one["files"]}
-    address = " + ".join(one["address"] for one in sources)
+    for entry in data_sources(params):
+        folder = raw / entry["name"]
+        fetch(entry["key"], entry["address"], params.seed, folder)
+        sources.append({**entry, "files": _inspect(folder, entry)})
+    rows = sum(file["rows"] for entry in sources for file in entry["files"])
+    hashes = {f"{entry['name']}/{file['file']}": file["sha256"] for entry in sources for file in entry["files"]}
+    address = " + ".join(entry["address"] for entry in sources)
     manifest = {"source": address, "sha256": fingerprint(hashes), "rows": rows, "sources": sources}
     write_json(raw / "manifest.json", manifest)
     return manifest
 
 
-def _inspect(folder: Path, origin: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each file's hash and rows; one that is damaged, cut off or empty is found here."""
+def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The hash and number of rows of each file. A damaged or empty file is an error."""
     files, hashes = [], hash_files(folder)
-    for name, digest in hashes.items():
-        called = origin["address"] if len(hashes) == 1 else f"{origin['address'].rstrip('/')}/{name}"
-        rows = sum(count_rows(chunk) for chunk in read_chunks(folder / name, called))
-        files.append({"file": name, "called": called, "sha256": digest, "rows": rows})
-    for file in files:
-        if not file["rows"]:
-            raise UserError(f"{origin['key']}: {file['called']} has no rows. Give a file with rows, or take it away.")
+    for file, digest in hashes.items():
+        name = entry["address"] if len(hashes) == 1 else f"{entry['address'].rstrip('/')}/{file}"
+        rows = sum(count_rows(chunk) for chunk in read_chunks(folder / file, name))
+        if not rows:
+            raise UserError(f"{entry['key']}: {name} has no rows. Add rows, or remove the file.")
+        files.append({"file": file, "called": name, "sha256": digest, "rows": rows})
     return files
 
 
-def fetch_model(params: Source, base: Path) -> dict[str, Any]:
-    """The base model's manifest; its files lie in data/base only where they were made here."""
-    address, revision = params.model, None
+def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str, Any]:
+    """The base model's manifest. data/base holds the files only if this stage makes them."""
+    address = params.model
     if address == "demo":
         _make_demo_model(base, params.seed)
-        folder = base
-    elif address.startswith(HUB):
-        folder, revision = _hub_model(address)
-        _refuse_code(folder, address)
-    else:
-        folder = local_path(address)
-    came = {"model": address, "revision": revision, "origin": fingerprint(file_hashes(folder))}
+    folder = base if address == "demo" else model_folder(address, template)
+    revision = folder.name if address.startswith(HUB) else None  # the cache names a snapshot by its commit
+    origin = {"model": address, "revision": revision, "origin": fingerprint(file_hashes(folder))}
     if params.adapter:
-        came |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
+        origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
     files = file_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
-    manifest = {**came, "sha256": fingerprint(files), "files": files, "sizes": sizes}
+    manifest = {**origin, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
     return manifest
 
 
 def _merge(folder: Path, adapter: Path, base: Path) -> None:
-    """The reference of a run that follows an SFT is the model with that adapter, never the bare model."""
-    from training.adapters import merge_folders
+    """After fine-tuning with LoRA, base and reference model are the model with that adapter merged."""
+    from training.models.adapters import merge_folders  # heavy: torch, peft
 
     try:
         merge_folders(folder, adapter, base)
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             f"source.adapter: {adapter} does not fit the model {folder}: {str(error).splitlines()[0]} "
-            "Give the adapter that was trained on this model, or null."
+            "Set the adapter that was trained on this model, or null."
         ) from error
 
 
-def _hub_model(address: str) -> tuple[Path, str]:
+def model_folder(address: str, template: str) -> Path:
+    """The folder of a model other than the demo's; a model of the hub is fetched."""
+    if not address.startswith(HUB):
+        return local_path(address)
     name, revision = hub_address(address)
-    try:
+    failure = f"source.model: {name} (revision {revision or 'newest'}) could not be fetched from the hub"
+    with errors_of_stores(failure, "Check the name, your network and HF_TOKEN."):
         folder = hub_snapshot(name, revision)
-    except Exception as error:
-        raise UserError(
-            f"source.model: {name} (revision {revision or 'newest'}) could not be fetched from the hub: "
-            f"{str(error).splitlines()[0]} Check the name, your network and HF_TOKEN."
-        ) from error
-    return folder, folder.name  # the cache names a snapshot by its commit
+    _check_model(folder, address, template)
+    return folder
 
 
 def _make_demo_model(base: Path, seed: int) -> None:
-    from training import tiny
+    from training.models import tiny  # heavy: torch
 
     with Bar("source", total=BASE_STEPS, unit="steps of the demo's base model") as bar:
 

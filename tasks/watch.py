@@ -1,6 +1,7 @@
-"""Stage `watch`: hash what the addresses of `source` lead to, so that `dvc repro` notices a file edited in place.
+"""Stage `watch`: hash the content behind the addresses of `source`, so that `dvc repro` notices a file edited in place.
 
-DVC runs it every time and `source` depends on what it writes. Equal content gives equal bytes, and then no stage runs.
+DVC runs it every time, and `source` depends on its output. The same content gives the same bytes, and then no other
+stage runs.
 """
 
 import json
@@ -9,79 +10,73 @@ from functools import partial
 from types import MappingProxyType
 
 from tasks import stage
-from tasks.dataset.fetch import content_id, hub_commit, origins, pinned
+from tasks.config.params import Source, load_params
+from tasks.config.paths import WATCH, home
+from tasks.dataset.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.errors import UserError
-from tasks.files import fingerprint, home, recall, write_json, write_text
 from tasks.models import HUB, file_hashes, local_path
-from tasks.params import Source, load_params
-from tasks.paths import WATCH
+from tasks.system.files import fingerprint, recall, write_json, write_text
 
-Content = dict[str, str]  # by key and address, "source.data pairs.jsonl": a hash, an ETag or a commit
+ContentIds = dict[str, str]  # by key and address, "source.data pairs.jsonl": a hash, an ETag or a commit
 
 
 def watch() -> None:
     before = recall(WATCH)
-    seen = look(load_params().source, known=before, say=lambda note: print(f"watch: {note}", flush=True))
-    write_text(WATCH, text(seen))
-    for name in seen:
-        if name in before and seen[name] != before[name]:
+    now = content_ids(load_params().source, known=before, warn=lambda text: print(f"watch: {text}", flush=True))
+    write_text(WATCH, to_json(now))
+    for name in now:
+        if name in before and now[name] != before[name]:
             print(f"watch: the content of {name} changed", flush=True)
 
 
-def look(
-    source: Source, *, known: Mapping[str, str] = MappingProxyType({}), say: Callable[[str], None] = lambda note: None
-) -> Content:
-    """The content behind each address that can change; what this machine does not reach is as it was last seen."""
-    memory = home() / ".scratch" / "addresses.json"
-    last = recall(memory)
-    seen: Content = {}
-    for name, ask in _questions(source):
+def content_ids(
+    source: Source, *, known: Mapping[str, str] = MappingProxyType({}), warn: Callable[[str], None] = lambda text: None
+) -> ContentIds:
+    """The id of the content behind each address that can change. An unreachable address keeps its last known id."""
+    cache = home() / ".scratch" / "addresses.json"
+    last = recall(cache)
+    ids: ContentIds = {}
+    for name, compute in _changeable(source):
         try:
-            seen[name] = ask()
+            ids[name] = compute()
         except UserError as error:
             if not (value := last.get(name) or known.get(name)):
-                continue  # `source` runs, and says what is wrong
-            seen[name] = value
-            say(f"{error} The run uses the content that was fetched before.")
-    if {**last, **seen} != last:
-        write_json(memory, {**last, **seen})
-    return seen
+                continue  # `source` runs and reports the error
+            ids[name] = value
+            warn(f"{error} The run uses the content that was fetched before.")
+    if {**last, **ids} != last:
+        write_json(cache, {**last, **ids})
+    return ids
 
 
-def look_strictly(source: Source) -> Content:
-    """The same, but an address that cannot be reached is an error."""
-    return {name: ask() for name, ask in _questions(source)}
+def content_ids_or_fail(source: Source) -> ContentIds:
+    """The same, but an unreachable address is an error."""
+    return {name: compute() for name, compute in _changeable(source)}
 
 
-def text(seen: Content) -> str:
-    """What the stage writes."""
-    return json.dumps(seen, indent=2, ensure_ascii=False) + "\n"
+def to_json(ids: ContentIds) -> str:
+    """The content of the stage's output."""
+    return json.dumps(ids, indent=2, ensure_ascii=False) + "\n"
 
 
-def _questions(source: Source) -> Iterator[tuple[str, partial[str]]]:
-    """Of each address that can change its content: its name, and how to ask. The demo and a pinned commit cannot."""
-    for origin in origins(source):
-        key, address = origin["key"], origin["address"]
-        if address != "demo" and not pinned(address):
+def _changeable(source: Source) -> Iterator[tuple[str, partial[str]]]:
+    """(name, function that computes the id) of each address whose content can change: not the demo or a commit."""
+    for entry in data_sources(source):
+        key, address = entry["key"], entry["address"]
+        if address != "demo" and not is_pinned(address):
             yield f"{key} {address}", partial(content_id, key, address)
     for key, folder in (("source.model", source.model), ("source.adapter", source.adapter)):
-        if folder and folder != "demo" and not pinned(folder):
+        if folder and folder != "demo" and not is_pinned(folder):
             yield f"{key} {folder}", partial(_model_id, key, folder)
 
 
 def _model_id(key: str, address: str) -> str:
     if address.startswith(HUB):
-        try:
-            return hub_commit(address, "model")
-        except Exception as error:
-            raise UserError(
-                f"{key}: {address} could not be asked whether it is new ({str(error).splitlines()[0]}). Check the "
-                "network and HF_TOKEN, or name a commit (hub:owner/name@commit)."
-            ) from error
+        return remote_version(key, address, "model")
     if not (folder := local_path(address)).is_dir():
         raise UserError(f"{key}: there is no folder {address}. Restore it, or correct {key} in params.yaml.")
     return fingerprint(file_hashes(folder))
 
 
 if __name__ == "__main__":
-    stage.command(watch)
+    stage.run_command(watch)

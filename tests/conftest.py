@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.machines.flock import locked
-from tests.workspaces import wait_for
+from tasks.system.lock import file_lock
+from tests.support.workspaces import demo_params, wait_for
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
 PROJECT = Path(__file__).parents[1]
 Once = Callable[[str, Callable[[Path], object]], Path]
+APPROVE = """
+def approve(version, by, reason):
+    return f"approve: version {version} by {by}"
+"""
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 
 
@@ -26,7 +30,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "once"
 
     def made(name: str, make: Callable[[Path], object]) -> Path:
-        with locked(shared / f"{name}.lock"):
+        with file_lock(shared / f"{name}.lock"):
             if not (shared / f"{name}.made").exists():
                 shutil.rmtree(shared / name, ignore_errors=True)  # of one that failed
                 (shared / name).mkdir()
@@ -54,25 +58,35 @@ def dummy_repo(tmp_path: Path, mlflow_store: Path) -> Path:
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A real Prefect server on a free loopback port, as the environment that leads to it."""
-    from flows import child
-    from flows.server import free_port, wait_until_it_answers
+    from flows.embedded_server import free_port, wait_until_healthy
+    from tasks.system import processes
 
     home = tmp_path_factory.mktemp("prefect")
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
-    command = [sys.executable, "-m", "flows.api", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with (home / "server.log").open("w") as log, child.started(command, PROJECT, env, log) as process:
-        wait_until_it_answers(process, api, home / "server.log")
+    command = [
+        sys.executable,
+        "-m",
+        "services.prefect_sqlite",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    with (home / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
+        wait_until_healthy(process, api, home / "server.log")
         yield {**env, "PREFECT_API_URL": api}
 
 
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
     """The address of a real MLflow server on a free loopback port."""
-    from flows import child
-    from flows.services import answers, free_port
+    from services.background import free_port, is_healthy
+    from tasks.system import processes
 
     home = tmp_path_factory.mktemp("mlflow-server")
     shutil.copytree(mlflow_store, home, dirs_exist_ok=True)
@@ -80,22 +94,23 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) 
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "artifacts")]
     env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
-    with (home / "server.log").open("w") as log, child.started([*command, *stores], home, env, log):
-        wait_for(lambda: answers(f"{address}/health"), 300)
+    with (home / "server.log").open("w") as log, processes.spawn([*command, *stores], home, env, log):
+        wait_for(lambda: is_healthy(f"{address}/health"), 300)
         yield address
 
 
 def make_dummy_repo(root: Path, store: Path) -> Path:
     shutil.copytree(store, root / ".mlflow")
-    for folder in ("flows", "tasks", "training", "infra"):
+    for folder in ("cli", "flows", "services", "tasks", "training", "infra"):
         shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("params.yaml", "pyproject.toml", ".gitignore", ".dvcignore"):
+    for name in ("pyproject.toml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
-    shutil.copy(PROJECT / "tests" / "dummy_stage.py", root / "tasks" / "dummy.py")
+    (root / "params.yaml").write_text(yaml.safe_dump(demo_params(), sort_keys=False))
+    shutil.copy(PROJECT / "tests" / "support" / "dummy_stage.py", root / "tasks" / "dummy.py")
     (root / "tasks" / "reports" / "terminal.py").write_text("print('the report')\n")
-    for path in ("promote.py", "release/approve.py"):  # what the flow runs besides DVC's stages
-        name = Path(path).stem
-        (root / "tasks" / path).write_text(f"import sys; sys.argv.insert(1, '{name}'); import tasks.dummy\n")
+    # What the flow runs besides DVC's stages: tasks.promote and `dpo approve`.
+    (root / "tasks" / "promote.py").write_text("import sys; sys.argv.insert(1, 'promote'); import tasks.dummy\n")
+    (root / "tasks" / "release" / "champion.py").write_text(APPROVE)
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": _stages()}, sort_keys=False))
     for command in ("git init -q -b main", f"{sys.executable} -m dvc init -q", "git add -A"):
         subprocess.run(command.split(), cwd=root, check=True)
@@ -122,7 +137,7 @@ def _stages() -> dict[str, dict[str, object]]:
 def tiny_base(once: Once) -> Path:
     """The demo's base model, barely trained: the right shape in seconds."""
     from tasks.dataset import demo
-    from training import tiny
+    from training.models import tiny
 
     return once("base", lambda folder: tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20))
 
@@ -132,8 +147,8 @@ def adapter(once: Once, tiny_base: Path) -> Path:
     """An adapter of that model which changes its answers."""
     import torch
 
-    from training import adapters
-    from training.model import load_model
+    from training.models import adapters
+    from training.models.loading import load_model
 
     def make(folder: Path) -> None:
         policy = adapters.add_adapter(load_model(tiny_base, "float32"), 4, 8.0, "all-linear", False, False, seed=0)
@@ -149,7 +164,7 @@ def adapter(once: Once, tiny_base: Path) -> Path:
 @pytest.fixture(scope="session")
 def referenced(once: Once, tiny_base: Path, mlflow_store: Path) -> Path:
     """A workspace with everything before `train`. Copy it before changing it."""
-    from tests.workspaces import make_workspace, run
+    from tests.support.workspaces import make_workspace, run
 
     def make(folder: Path) -> None:
         make_workspace(folder, tiny_base)
@@ -162,7 +177,7 @@ def referenced(once: Once, tiny_base: Path, mlflow_store: Path) -> Path:
 @pytest.fixture(scope="session")
 def trained(once: Once, referenced: Path) -> Path:
     """The same after `train`, undisturbed and on one host."""
-    from tests.workspaces import run
+    from tests.support.workspaces import run
 
     def make(folder: Path) -> None:
         shutil.copytree(referenced, folder, dirs_exist_ok=True)

@@ -1,11 +1,11 @@
-"""`make gpu-check`: every stage on this machine's GPUs, without network, with a table of what each took.
+"""`make gpu-check`: run every stage on this machine's GPUs, without network, and print a table of times and rates.
 
 python -m tests.gpu_check [--shape 0.5b] [--pairs 512] [--full] [--compile]
 
-Random weights of the shape, random words in the lengths of UltraFeedback. Training runs twice, with a worker killed in
-the second run: with `train.deterministic` both must end with the same weights, bit for bit. Evaluation and export run
-beside the second. Two or more GPUs train as one group with ZeRO-2 and once more with ZeRO-3. `--cpu` tries the script
-itself out: two workers, any machine.
+Random weights of the shape, random words with UltraFeedback's lengths. Training runs twice, and the second run loses a
+worker: with `train.deterministic` both must end with bit-identical weights. Evaluation and export run in parallel with
+the second run. Two or more GPUs train as one group with ZeRO-2 and once more with ZeRO-3. `--cpu` tries the script out
+on any machine, with two workers.
 """
 
 import argparse
@@ -23,61 +23,61 @@ import torch
 
 from tasks.dataset import demo
 from tasks.dataset.pairs import read_pairs
-from tasks.files import sha256
+from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
 from tests.benchmarks.table import markdown
-from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_apart
-from tests.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data
-from training import tiny
-from training.model import load_tokenizer
+from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_in_subprocess
+from tests.support.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data
+from training.models import tiny
+from training.models.loading import load_tokenizer
 
-BATCH, SAVES = 32, 2  # pairs of an update, checkpoints of a training
+BATCH, SAVES = 32, 2  # pairs per update, checkpoints per training
 LONGEST = 1024  # tokens of a sequence
 FIGURES = {"pairs/s": "pairs_per_second", "MFU": "mfu", "GiB": "peak_memory_gib", "checkpoint s": "checkpoint_seconds"}
 HEADS = ["stage", "seconds", *FIGURES]
 
 
 def main() -> None:
-    given = _arguments()
+    args = _arguments()
     gpus = torch.cuda.device_count()
-    if not gpus and not given.cpu:
-        sys.exit("error: there is no NVIDIA GPU here, or torch does not see it (`nvidia-smi`, `make doctor`).")
+    if not gpus and not args.cpu:
+        sys.exit("error: no NVIDIA GPU, or torch does not see it. Check `nvidia-smi` and `dpo doctor`.")
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        rows, equal = check(given, gpus, Path(folder))
+        rows, equal = check(args, gpus, Path(folder))
     print("\n" + markdown(HEADS, rows))
     if not equal:
-        sys.exit("error: the run whose worker was killed ended with other weights than the undisturbed one.")
-    print("\nA worker was killed in training: the run went on and ended with the same weights, bit for bit.")
+        sys.exit("error: the run with the killed worker ended with other weights than the uninterrupted run.")
+    print("\nThe run with a killed worker resumed and ended with bit-identical weights.")
 
 
-def check(given: argparse.Namespace, gpus: int, folder: Path) -> tuple[list[list[Any]], bool]:
-    """The table's rows, and whether the disturbed training ended with the weights of the other."""
+def check(args: argparse.Namespace, gpus: int, folder: Path) -> tuple[list[list[Any]], bool]:
+    """The table's rows, and whether the interrupted training ended with the weights of the other."""
     print(
-        f"gpu-check: {_hardware(gpus)}; {given.shape} {'full' if given.full else 'LoRA'}, {given.pairs} pairs",
+        f"gpu-check: {_hardware(gpus)}; {args.shape} {'full' if args.full else 'LoRA'}, {args.pairs} pairs",
         flush=True,
     )
-    first = make(given, gpus, folder)
+    first = make(args, gpus, folder)
     rows = [measure(first, stage) for stage in ("source", "prepare", "reference", "train")]
     others = shutil.ignore_patterns("train", "policy")
-    disturbed = Path(shutil.copytree(first, folder / "disturbed", ignore=others))
-    with ThreadPoolExecutor() as beside:  # the starts of processes take most of the time, and no GPU
-        killed = beside.submit(measure, disturbed, "train", "train, a worker killed", kill=True)
+    interrupted = Path(shutil.copytree(first, folder / "interrupted", ignore=others))
+    with ThreadPoolExecutor() as pool:  # most of the time goes to starting processes, without the GPU
+        killed = pool.submit(measure, interrupted, "train", "train with a killed worker", kill=True)
         rows += [measure(first, stage) for stage in ("evaluate", "export")]
         rows.append(killed.result())
     if gpus > 1:
-        third = Path(shutil.copytree(disturbed, folder / "zero3", ignore=others))
+        third = Path(shutil.copytree(interrupted, folder / "zero3", ignore=others))
         write_cluster(third, {**cluster(gpus), "actor_train.zero_stage": 3})
         rows.append(measure(third, "train", "train, ZeRO-3"))
-    return rows, weights(first) == weights(disturbed)
+    return rows, weights(first) == weights(interrupted)
 
 
-def make(given: argparse.Namespace, gpus: int, folder: Path) -> Path:
+def make(args: argparse.Namespace, gpus: int, folder: Path) -> Path:
     """A workspace with a model of random weights and pairs of random words."""
-    dtype = "float32" if given.cpu else "bfloat16"
-    base = make_model_apart(given.shape, dtype, folder)
+    dtype = "float32" if args.cpu else "bfloat16"
+    base = make_model_in_subprocess(args.shape, dtype, folder)
     tiny.make(folder / "tiny", demo.conversations(0)[:300], seed=0, steps=1)
     load_tokenizer(folder / "tiny").save_pretrained(base)
-    steps = given.pairs * 4 // 5 // BATCH
+    steps = args.pairs * 4 // 5 // BATCH
     params: dict[str, Any] = {
         **{f"{stage}.dtype": dtype for stage in ("reference", "train", "evaluate", "export")},
         "prepare.max_tokens": LONGEST,
@@ -92,25 +92,25 @@ def make(given: argparse.Namespace, gpus: int, folder: Path) -> Path:
         "evaluate.max_new_tokens": 32,
         "evaluate.judge": "none",
     }
-    if given.full:
+    if args.full:
         params["train.adapter"] = None
-    where = {**cluster(gpus), "actor_train.save_steps": max(1, steps // SAVES)}
-    where |= dict.fromkeys(("reference.compile", "actor_train.compile"), given.compile)
-    workspace = make_workspace(folder / "workspace", base, cluster=where, **params)
-    write_data(workspace / "pairs.jsonl", texts(given.pairs))
+    settings = {**cluster(gpus), "actor_train.save_steps": max(1, steps // SAVES)}
+    settings |= dict.fromkeys(("reference.compile", "actor_train.compile"), args.compile)
+    workspace = make_workspace(folder / "workspace", base, cluster=settings, **params)
+    write_data(workspace / "pairs.jsonl", texts(args.pairs))
     return workspace
 
 
 def cluster(gpus: int) -> dict[str, Any]:
-    """One worker for each GPU; without any, two on CPUs."""
+    """One worker per GPU; two CPU workers without GPUs."""
     groups = ("reference", "actor_train", "evaluate")
     count, tokens = gpus or 2, 16384 if gpus else 1024
-    one = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
-    return {f"{group}.{name}": value for group in groups for name, value in one.items()} | {"tensorboard": False}
+    options = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
+    return {f"{group}.{name}": value for group in groups for name, value in options.items()} | {"tensorboard": False}
 
 
 def texts(count: int) -> list[dict[str, str]]:
-    """Rows of random words, as many in each part as UltraFeedback has tokens."""
+    """Rows of random words, with UltraFeedback's lengths."""
     rng = random.Random(0)
     words = sorted({word for _, answer in demo.conversations(0)[:300] for word in answer.split()})
 
@@ -124,20 +124,20 @@ def texts(count: int) -> list[dict[str, str]]:
 
 
 def measure(workspace: Path, stage: str, name: str | None = None, kill: bool = False) -> list[Any]:
-    """A stage's row of the table."""
+    """Run a stage; its row of the table."""
     begun = time.monotonic()
     driver = start(workspace, stage)
     if kill:
         group = workers(driver, 1)
         wait_for(lambda: driver.poll() is not None or list(workspace.glob(".scratch/train/*/step-*")), 600)
         group[0].kill()
-    said, _ = driver.communicate()
+    output, _ = driver.communicate()
     if driver.returncode:
-        sys.exit(f"{said}\nerror: the stage {stage} failed.")
+        sys.exit(f"{output}\nerror: the stage {stage} failed.")
     seconds = time.monotonic() - begun
     print(f"gpu-check: {name or stage} {seconds:.0f} s", flush=True)
-    if kill and "the workers start again" not in said:
-        sys.exit(f"{said}\nerror: training ended before its worker was killed. Take more pairs.")
+    if kill and "restarting the workers" not in output:
+        sys.exit(f"{output}\nerror: training ended before its worker was killed. Pass a larger --pairs.")
     figures = training(workspace) if stage == "train" else scoring(workspace) if stage == "reference" else {}
     return [name or stage, seconds, *(figures.get(figure) for figure in FIGURES.values())]
 
@@ -151,11 +151,11 @@ def training(workspace: Path) -> dict[str, float]:
         for name in FIGURES.values():
             if name in line:
                 logged.setdefault(name, []).append(line[name])
-    return {name: statistics.median(found[1:] or found) for name, found in logged.items()}
+    return {name: statistics.median(values[1:] or values) for name, values in logged.items()}
 
 
 def scoring(workspace: Path) -> dict[str, float]:
-    """Pairs a second of all workers, from what they took for the shards alone."""
+    """Pairs per second of all workers, from the time of the shards alone."""
     (journal,) = workspace.glob(".scratch/runs/*/reference.jsonl")
     lines = read_lines(journal)[0]
     rates = [value for line in lines for name, value in line.get("values", {}).items() if "tokens_per_second" in name]

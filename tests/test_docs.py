@@ -5,15 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from cli.main import app
 from flows import parameters
-from tasks.place import Cluster
-from training.options import TAKES
+from tasks.config.cluster import Cluster
+from training.objectives.options import LOSS_OPTIONS
 
 PROJECT = Path(__file__).resolve().parents[1]
 SPEAKING = (".md", ".py", ".sh", ".yaml", "")
 DOCS = sorted((PROJECT / "docs").glob("*.md"))
+PAGES = [*DOCS, *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
 GAP = "\0"  # where a message has a value
 
 
@@ -38,7 +41,8 @@ def messages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    code = [path for folder in ("flows", "tasks", "training") for path in (PROJECT / folder).rglob("*.py")]
+    folders = ("cli", "flows", "services", "tasks", "training")
+    code = [path for folder in folders for path in (PROJECT / folder).rglob("*.py")]
     scripts = [path.read_text() for path in (PROJECT / "infra").glob("*.sh")]
     return [*scripts, *(text for path in code for text in said(path))]
 
@@ -56,17 +60,35 @@ def test_a_message_that_nobody_says_would_be_found(texts):
     assert not any("the moon is full" in text for text in texts)
 
 
-@pytest.mark.parametrize("page", [*DOCS, PROJECT / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", [*DOCS, PROJECT / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_of_make_exist(page):
     known = set(re.findall(r"(?m)^([a-z-]+):", (PROJECT / "Makefile").read_text()))
     for name in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
         assert name in known, f"{page.name} names `make {name}`"
+
+
+def code_lines(page: str) -> list[str]:
+    """Lines of code blocks, and code inside sentences."""
+    blocks = re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    return [*inline, *(line for block in blocks for line in block.splitlines())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_of_dpo_exist_with_their_options(page):
+    commands = typer.main.get_command(app).commands
+    for line in code_lines(page.read_text()):
+        for name, arguments in re.findall(r"(?<!-n )(?<!/)\bdpo ([a-z][a-z-]*)([^#;&]*)", line):
+            assert name in commands, f"{page.name}: there is no command `dpo {name}`: {line}"
+            options = {option for parameter in commands[name].params for option in parameter.opts}
+            unknown = set(re.findall(r"(?<=[\s\[])--?[a-z][a-z-]*", arguments)) - options
+            assert not unknown, f"{page.name}: `dpo {name}` has no option {', '.join(unknown)}: {line}"
 
 
 def test_our_side_of_the_table_for_roll_and_colossalai_exists():
@@ -78,7 +100,7 @@ def test_our_side_of_the_table_for_roll_and_colossalai_exists():
     losses = {name for text in ours if text.startswith("train.loss: ") for name in yaml.safe_load(text)["train.loss"]}
     assert losses == {"ipo_sum"}  # ROLL's ipo; ours averages over tokens
     values = {"auto", "never"}
-    keys = {*parameters.keys(), *parameters.keys(Cluster), *Cluster.model_fields, *TAKES, *values}
+    keys = {*parameters.keys(), *parameters.keys(Cluster), *Cluster.model_fields, *LOSS_OPTIONS, *values}
     named = {name.partition(":")[0] for name in ours}
     assert len(named) > 30
     assert named - keys == set()
@@ -95,13 +117,13 @@ def test_modules_that_are_run_exist():
     """`python -m flows.x`, wherever somebody is told to run it or something runs it."""
     every = (
         path
-        for folder in ("docs", "flows", "infra", "tasks", "tests/benchmarks")
+        for folder in ("docs", "cli", "flows", "infra", "services", "tasks", "tests/benchmarks")
         for path in (PROJECT / folder).rglob("*")
     )
     files = [path for path in every if path.is_file() and path.suffix in SPEAKING]
     files += [PROJECT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", "dvc.yaml")]
     run = re.compile(r"-m[\", ]+((?:flows|tasks|tests)\.[\w.]*\w)(?![\w$]|\.\$)")
     named = {name for path in files for name in run.findall(path.read_text())}
-    assert len(named) > 20
+    assert len(named) > 10
     missing = {name for name in named if not (PROJECT / (name.replace(".", "/") + ".py")).exists()}
     assert not missing

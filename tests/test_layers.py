@@ -11,52 +11,66 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("source", "prepare", "reference", "train", "evaluate", "export")
 
 # Who may import whom, besides the standard library.
-LAYERS = {"training": {"training"}, "tasks": {"tasks", "training"}, "flows": {"flows", "tasks"}}
+LAYERS = {
+    "training": {"training"},
+    "tasks": {"tasks", "training"},
+    "services": {"services", "tasks"},
+    "flows": {"flows", "services", "tasks"},
+    "cli": {"cli", "flows", "services", "tasks"},
+}
 
 # One tool has one home.
 HOMES = {
-    "prefect": {"flows"},
-    "mlflow": {f"tasks/tracking/{name}.py" for name in ("record", "registry", "experiment", "server")},
-    "ray": {
-        "tasks/machines/cluster.py",
-        "tasks/machines/nodes.py",
-        "tasks/machines/pool.py",
-        "tasks/machines/rendezvous.py",
-        "tasks/reference.py",
-        "tasks/train.py",
+    "prefect": {"flows", "services", "cli"},
+    "mlflow": {
+        *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
+        *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store")),
     },
-    "deepspeed": {"training/engine.py"},
-    "peft": {"training/adapters.py"},
+    "ray": {"tasks/cluster", "tasks/train.py", "tasks/train_worker.py"},
+    "deepspeed": {"training/trainer/engine.py", "training/distributed"},
+    "peft": {"training/models/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
     "datasets": {"tasks/dataset/fetch.py"},
     "pyarrow": {
         "tasks/dataset/pairs.py",
         "tasks/dataset/readers.py",
-        "tasks/dataset/contract.py",
+        "tasks/dataset/rows/contract.py",
         "tasks/dataset/shards.py",
+        "tasks/dataset/tables.py",
         "tasks/dataset/logp_shards.py",
     },
-    "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/histograms.py"},
-    "gguf": {"training/gguf.py"},
-    "lm_eval": {"training/harness.py"},
-    "vllm": {"training/vllm_sampling.py"},
+    "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/card/histograms.py"},
+    "jinja2": {"tasks/reports/run_report.py", "tasks/reports/markup.py"},
+    "gguf": {"training/exporting/gguf.py"},
+    "lm_eval": {"training/evaluation/lm_eval_tasks.py"},
+    "vllm": {"training/evaluation/vllm_sampling.py"},
     "fsspec": {"tasks/release/push.py", "tasks/dataset/fetch.py"},
-    "rich": {"tasks/progress.py", "tasks/reports/terminal.py", "tasks/dataset/preview.py", "tasks/reports/sweeps.py"},
+    "rich": {
+        "tasks/system/progress.py",
+        "tasks/reports/terminal.py",
+        "tasks/dataset/card/preview.py",
+        "tasks/reports/sweep_table.py",
+    },
     "tensorboardX": {"tasks/tracking/tensorboard.py"},
-    "cryptography": {"tasks/signing.py"},
-    "prometheus_client": {"flows/metrics.py"},
+    "cryptography": {"tasks/system/signing.py"},
+    "prometheus_client": {"services/metrics_endpoint.py"},
     "dvc": set(),  # the command alone
 }
 
 # Code that every stage runs in and that cannot change what it computes.
 PLUMBING = {
-    *(f"tasks/{name}.py" for name in ("access", "configuration", "disk", "errors", "output", "params", "paths")),
-    *(f"tasks/{name}.py" for name in ("place", "progress", "redact")),
-    *(f"tasks/{name}.py" for name in ("runs", "signing", "stage", "reports/plots")),
-    *(f"tasks/machines/{name}.py" for name in ("cluster", "crashes", "flock", "lock", "process")),
-    *(f"tasks/machines/{name}.py" for name in ("pool", "preemption", "rendezvous", "usage")),
-    *(f"tasks/tracking/{name}.py" for name in ("experiment", "forward", "journal", "login", "record", "tensorboard")),
+    "tasks/config",
+    "tasks/cluster",
+    "tasks/tracking",
+    "tasks/disk_space.py",
+    "tasks/errors.py",
+    "tasks/redact.py",
+    "tasks/stage.py",
+    "tasks/reports/plots.py",
+    "tasks/runs/dvc_lock.py",
+    *(f"tasks/system/{name}.py" for name in ("commands", "disk", "environment", "lock", "processes")),
+    *(f"tasks/system/{name}.py" for name in ("progress", "signing")),
 }
 
 
@@ -89,7 +103,7 @@ def reachable(path: Path) -> set[str]:
     while todo:
         file = todo.pop()
         name = file.relative_to(ROOT).as_posix()
-        if name not in seen and name not in PLUMBING:
+        if name not in seen and not any(name == home or name.startswith(home + "/") for home in PLUMBING):
             seen.add(name)
             todo += own_files(file)
     return seen

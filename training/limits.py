@@ -1,4 +1,4 @@
-"""Work on what others wrote, with bounds: so many seconds, so much memory."""
+"""Time and memory limits for work on untrusted input."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def bounded(seconds: float | None = None, memory: int | None = None) -> Iterator[None]:
-    """TimeoutError after `seconds` in the main thread; MemoryError beyond `memory` more bytes on Linux."""
+    """TimeoutError after `seconds` (main thread only); MemoryError beyond `memory` additional bytes (Linux only)."""
     on_time = _timer(seconds) if seconds and threading.current_thread() is threading.main_thread() else nullcontext()
     with on_time, _memory(memory) if memory and sys.platform == "linux" else nullcontext():
         yield
@@ -21,11 +21,11 @@ def bounded(seconds: float | None = None, memory: int | None = None) -> Iterator
 
 @contextmanager
 def _timer(seconds: float) -> Iterator[None]:
-    def over(*_: Any) -> None:
+    def stop(*_: Any) -> None:
         raise TimeoutError(f"not done within {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, over)
-    # Again every second: Jinja swallows what is raised while it folds constants.
+    before = signal.signal(signal.SIGALRM, stop)
+    # Repeats every second: Jinja swallows exceptions while it folds constants.
     remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield

@@ -1,1 +1,1 @@
-"""From rows of any shape to tokenised pairs: fetching, reading, the contract, splits, the data card; pairs on disk."""
+"""From raw rows to tokenised pairs on disk: fetching, reading, templates, deduplication, shards."""

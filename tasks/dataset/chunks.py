@@ -1,213 +1,247 @@
-"""What a worker of `prepare` does with a chunk of rows: from lines to tokenised pairs in a shard of their own.
+"""What a worker process of `prepare` does: from a chunk of raw rows to a shard of tokenized pairs.
 
-A shard depends on its chunk alone, so neither the number of workers nor their speed can be seen in the result.
+A shard depends on its chunk alone, so the number and speed of the workers cannot change the result.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.dataset.contract import check_pairs
-from tasks.dataset.conversations import Choices, Conversation, Row
-from tasks.dataset.formats import rename, to_conversations
-from tasks.dataset.identity import SPACE, identity_of, is_held_out, key_of, mirror_of, prompt_hash
-from tasks.dataset.lengths import excess, fit
-from tasks.dataset.messages import text_of
-from tasks.dataset.minhash import VALUES, signature
+from tasks.config.params import Prepare
+from tasks.dataset.dedup import VALUES, minhash
 from tasks.dataset.readers import Chunk, rows_in
+from tasks.dataset.rows import preference
+from tasks.dataset.rows.contract import check_pairs
+from tasks.dataset.rows.layouts import RowLayout
+from tasks.dataset.rows.messages import to_text
+from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.reject_reasons import QUARANTINED, RawRow, RejectedRow
+from tasks.dataset.rows.row_shapes import rename_columns, to_preferences
 from tasks.dataset.shards import write_shard
-from tasks.dataset.templates import Template, Tokens, tokenise
-from tasks.dataset.violations import BAD, BadRow
+from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
+from tasks.dataset.truncation import truncate
 from tasks.errors import UserError
-from tasks.params import Prepare
 
-EXAMPLES = 3  # of each violation
-SHORT = 240  # characters of an example
-# What the whole must know of each pair, besides its shard.
+EXAMPLES = 3  # for each reject reason
+EXAMPLE_CHARACTERS = 240
+# Facts about each pair that the decisions over all chunks need.
 COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("row",), np.int64),
-    **dict.fromkeys(("identity", "mirror", "prompt", "key"), np.uint64),
+    **dict.fromkeys(("pair_id", "swapped_id", "prompt", "row_id", "rank"), np.uint64),
     **dict.fromkeys(("prompt_tokens", "chosen_tokens", "rejected_tokens"), np.int32),
-    **dict.fromkeys(("held", "merged", "truncated", "chosen_ends", "rejected_ends"), np.bool_),
+    **dict.fromkeys(("held_out", "merged", "truncated", "chosen_ends", "rejected_ends"), np.bool_),
 }
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A source of rows as `prepare` sees it."""
+class RowSource:
+    """One source of rows with its layout, as `prepare` reads it."""
 
     name: str
-    shape: str
-    columns: dict[str, str]
+    layout: RowLayout
     weight: float
     share: float
     held_out: bool
+    sampled: float = 1.0  # share of the pairs to tokenize, the first by sample_rank: enough for prepare.max_pairs
 
 
 @dataclass(frozen=True)
-class Task:
-    """One chunk of one file."""
+class ChunkTask:
+    """One chunk of one file; source and file are indices."""
 
     number: int
-    origin: int
+    source: int
     file: int
-    called: str  # what the user calls the file
+    file_name: str  # as the user knows it
     chunk: Chunk
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A pair on its way through the checks."""
+
+    row_number: int
+    row: RawRow
+    preference: Preference
+
+    @cached_property
+    def pair_id(self) -> str:
+        return preference.pair_id(self.preference)
+
+    @cached_property
+    def prompt(self) -> str:
+        return to_text(self.preference.prompt)
+
+
 @dataclass
-class Outcome:
-    """What became of a chunk."""
+class ChunkResult:
+    """Counts, rejected rows and facts about the pairs of a chunk; the pairs themselves are in the shard."""
 
     number: int
-    origin: int
-    called: str
-    place: tuple[int, int] = (0, 0)  # the file, and the number of its first row
+    source: int
+    file_name: str
+    start: tuple[int, int] = (0, 0)  # the file, and the number of the chunk's first row
     rows: int = 0
-    candidates: int = 0  # pairs that the rows spoke of, good or bad
-    counts: Counter = field(default_factory=Counter)
+    candidates: int = 0  # pairs in the rows, valid or not
+    rejected: Counter = field(default_factory=Counter)
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     quarantine: list[str] = field(default_factory=list)
+    too_long: Counter = field(default_factory=Counter)  # pairs left out, by the max_tokens (doubled) that keeps them
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def leave_out(self, number: int, bad: BadRow, row: Any) -> None:
-        content = row if bad.content is None else bad.content
-        entry = {"file": self.called, "row": number, "violation": bad.name, "reason": str(bad)}
-        self.counts[bad.name] += 1
-        if self.counts[bad.name] <= EXAMPLES:
-            self.examples.setdefault(bad.name, []).append({**entry, "content": as_line(content)[:SHORT]})
-        if bad.name in BAD:
-            self.quarantine.append(as_line({**entry, "content": content}))
+    def reject(self, row_number: int, rejected: RejectedRow, row: Any) -> None:
+        content = row if rejected.content is None else rejected.content
+        entry = {"file": self.file_name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
+        self.rejected[rejected.name] += 1
+        if self.rejected[rejected.name] <= EXAMPLES:
+            example = {**entry, "content": to_json(content)[:EXAMPLE_CHARACTERS]}
+            self.examples.setdefault(rejected.name, []).append(example)
+        if rejected.name in QUARANTINED:
+            self.quarantine.append(to_json({**entry, "content": content}))
 
 
-def as_line(content: Any) -> str:
-    """JSON that can be written whatever it holds."""
+def to_json(content: Any) -> str:
+    """JSON that can be written to a file whatever the content holds."""
     return json.dumps(content, ensure_ascii=False, default=str).encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
-class Worker:
-    """What every chunk is treated with."""
+class ChunkWorker:
+    """Processes chunks. It holds what all chunks share."""
 
-    template: Template
-    origins: list[Origin]
+    template: ChatTemplate
+    sources: list[RowSource]
     params: Prepare
-    folder: Path  # of the shards
+    shards: Path
 
-    def __call__(self, task: Task) -> Outcome:
-        outcome = Outcome(task.number, task.origin, task.called, (task.file, task.chunk.start))
-        kept = list(self._tokenised(self._sound(self._candidates(task, outcome), outcome), outcome))
-        self._write(kept, outcome)
-        return outcome
+    def __call__(self, task: ChunkTask) -> ChunkResult:
+        result = ChunkResult(task.number, task.source, task.file_name, (task.file, task.chunk.start))
+        valid = self._validate(list(self._read(task, result)), result)
+        self._write(list(self._tokenize(valid, result)), result)
+        return result
 
-    def _candidates(self, task: Task, outcome: Outcome) -> Iterator[tuple[int, Row, Conversation]]:
-        """(row number, row, pair) of each pair that the rows speak of."""
-        origin, params = self.origins[task.origin], self.params
-        choices = Choices(params.expand, params.min_margin, params.ties)
+    def _read(self, task: ChunkTask, result: ChunkResult) -> Iterator[Candidate]:
+        layout, params = self.sources[task.source].layout, self.params
+        options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
         for number, row in rows_in(task.chunk):
-            outcome.rows += 1
-            if isinstance(row, BadRow):
-                outcome.candidates += 1
-                outcome.leave_out(number, row, None)
+            result.rows += 1
+            if isinstance(row, RejectedRow):
+                result.candidates += 1
+                result.reject(number, row, None)
                 continue
-            for one in to_conversations(rename(row, origin.columns), origin.shape, origin.columns, choices):
-                outcome.candidates += 1
-                if isinstance(one, BadRow):
-                    outcome.leave_out(number, one, row)
+            for one in to_preferences(rename_columns(row, layout.columns), layout.shape, layout.columns, options):
+                result.candidates += 1
+                if isinstance(one, RejectedRow):
+                    result.reject(number, one, row)
                 else:
-                    yield number, row, one
+                    yield Candidate(number, row, one)
 
-    def _sound(self, candidates: Iterator[Any], outcome: Outcome) -> list[tuple[int, Row, Conversation]]:
-        """Those that keep the contract, and of them the share of their source."""
-        share, sound, pairs = self.origins[outcome.origin].share, [], list(candidates)
-        checks = check_pairs([one for _, _, one in pairs], self.params.max_characters)
-        for (number, row, one), bad in zip(pairs, checks, strict=True):
-            if bad is None and share < 1.0 and int(identity_of(one), 16) >= share * SPACE:
-                bad = BadRow("not_sampled")
-            if bad is None:
-                sound.append((number, row, one))
+    def _validate(self, candidates: list[Candidate], result: ChunkResult) -> list[Candidate]:
+        """The candidates that fulfil the data contract, and of them the share of their source."""
+        source, valid = self.sources[result.source], []
+        checks = check_pairs([candidate.preference for candidate in candidates], self.params.max_characters)
+        for candidate, rejected in zip(candidates, checks, strict=True):
+            if rejected is None and not self._is_sampled(source, candidate):
+                rejected = RejectedRow("not_sampled")
+            if rejected is None:
+                valid.append(candidate)
             else:
-                outcome.leave_out(number, bad, row)
-        return sound
+                result.reject(candidate.row_number, rejected, candidate.row)
+        return valid
 
-    def _tokenised(self, sound: list[Any], outcome: Outcome) -> Iterator[tuple[int, Row, Conversation, Tokens]]:
-        for (number, row, one), tokens in zip(sound, tokenise(self.template, [s[2] for s in sound]), strict=True):
-            fitted = self._fit(tokens, outcome.called, number) if isinstance(tokens, Tokens) else tokens
-            if isinstance(fitted, BadRow):
-                outcome.leave_out(number, fitted, row)
+    def _is_sampled(self, source: RowSource, candidate: Candidate) -> bool:
+        in_share = source.share == 1.0 or int(candidate.pair_id, 16) < source.share * preference.HASH_RANGE
+        rank = preference.sample_rank(candidate.pair_id, self.params.seed) if source.sampled < 1.0 else 0
+        return in_share and rank < source.sampled * preference.HASH_RANGE
+
+    def _tokenize(self, candidates: list[Candidate], result: ChunkResult) -> Iterator[tuple[Candidate, TokenizedPair]]:
+        tokenized = tokenize(self.template, [candidate.preference for candidate in candidates])
+        for candidate, tokens in zip(candidates, tokenized, strict=True):
+            if isinstance(tokens, TokenizedPair):
+                length = tokens.length
+                tokens = self._truncate(tokens, f"{result.file_name}: row {candidate.row_number}")
+                if isinstance(tokens, RejectedRow):
+                    result.too_long[_doubled(self.params.max_tokens, length)] += 1
+            if isinstance(tokens, RejectedRow):
+                result.reject(candidate.row_number, tokens, candidate.row)
             else:
-                yield number, row, one, fitted
+                yield candidate, tokens
 
-    def _fit(self, tokens: Tokens, called: str, number: int) -> Tokens | BadRow:
-        most, policy = self.params.max_tokens, self.params.over_length
-        over = excess(tokens, most)
-        if over > 0 and policy == "fail":
+    def _truncate(self, tokens: TokenizedPair, row: str) -> TokenizedPair | RejectedRow:
+        limit, policy = self.params.max_tokens, self.params.over_length
+        if tokens.length > limit and policy == "fail":
             raise UserError(
-                f"{called}: row {number} has {most + over} tokens, above prepare.max_tokens {most}. Raise it, or set "
+                f"{row} has {tokens.length} tokens, above prepare.max_tokens {limit}. Raise it, or set "
                 "prepare.over_length to drop, truncate_prompt or truncate_response."
             )
-        return fit(tokens, most, policy, self.template.tokenizer.bos_token_id)
+        return truncate(tokens, limit, policy, self.template.tokenizer.bos_token_id)
 
-    def _write(self, kept: list[Any], outcome: Outcome) -> None:
-        """The pairs as a shard, and what the whole must know of them as columns."""
-        origin = self.origins[outcome.origin]
-        texts = [text_of(one.prompt) for _, _, one, _ in kept]
-        ids = [identity_of(one) for _, _, one, _ in kept]
-        rows = [
-            self._row(origin, i, t, one, tokens) for i, t, (_, _, one, tokens) in zip(ids, texts, kept, strict=True)
-        ]
-        write_shard(self.folder / f"{outcome.number:06d}.arrow", rows)
-        facts = [self._facts(origin, i, t, *pair) for i, t, pair in zip(ids, texts, kept, strict=True)]
-        outcome.columns = {name: np.array([f[name] for f in facts], dtype=kind) for name, kind in COLUMNS.items()}
-        wanted = kept if self.params.near_duplicates is not None else []
-        signatures = [
-            signature(" ".join(map(text_of, (one.prompt, one.chosen, one.rejected)))) for _, _, one, _ in wanted
-        ]
-        outcome.columns["signature"] = np.array(signatures, dtype=np.uint32).reshape(-1, VALUES)
+    def _write(self, pairs: list[tuple[Candidate, TokenizedPair]], result: ChunkResult) -> None:
+        """The pairs to a shard, the facts about them to the result's columns."""
+        source = self.sources[result.source]
+        write_shard(self.shards / f"{result.number:06d}.arrow", [self._pair(source, *pair) for pair in pairs])
+        facts = [self._facts(source, *pair) for pair in pairs]
+        result.columns = {name: np.array([fact[name] for fact in facts], dtype=kind) for name, kind in COLUMNS.items()}
+        compared = pairs if self.params.near_duplicates is not None else []
+        result.columns["signature"] = _signatures(candidate.preference for candidate, _ in compared)
 
-    def _facts(
-        self, origin: Origin, identity: str, text: str, number: int, row: Row, one: Conversation, tokens: Tokens
-    ) -> dict[str, Any]:
-        hashed, fraction, key = prompt_hash(text), self.params.eval_fraction, row.get(origin.columns.get("id", ""))
+    def _facts(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
+        hashed, fraction = preference.prompt_hash(candidate.prompt), self.params.eval_fraction
+        row_id = candidate.row.get(source.layout.columns.get("id", ""))
         return {
-            "row": number,
-            "identity": int(identity, 16),
-            "mirror": int(mirror_of(one), 16),
+            "row": candidate.row_number,
+            "pair_id": int(candidate.pair_id, 16),
+            "swapped_id": int(preference.swapped_id(candidate.preference), 16),
             "prompt": hashed,
-            "key": 0 if key is None else key_of(key),
-            "prompt_tokens": len(tokens.prompt),
-            "chosen_tokens": len(tokens.chosen),
-            "rejected_tokens": len(tokens.rejected),
-            "held": origin.held_out if fraction is None else is_held_out(hashed, fraction),
+            "row_id": 0 if row_id is None else preference.row_id_hash(row_id),
+            "rank": preference.sample_rank(candidate.pair_id, self.params.seed) if self.params.max_pairs else 0,
+            "prompt_tokens": len(tokens.prompt_ids),
+            "chosen_tokens": len(tokens.chosen_ids),
+            "rejected_tokens": len(tokens.rejected_ids),
+            "held_out": source.held_out if fraction is None else preference.is_held_out(hashed, fraction),
             "merged": tokens.merged,
             "truncated": tokens.truncated,
-            "chosen_ends": tokens.chosen[-1] in self.template.ends,
-            "rejected_ends": tokens.rejected[-1] in self.template.ends,
+            "chosen_ends": tokens.chosen_ids[-1] in self.template.end_ids,
+            "rejected_ends": tokens.rejected_ids[-1] in self.template.end_ids,
         }
 
-    def _row(self, origin: Origin, identity: str, text: str, one: Conversation, tokens: Tokens) -> dict[str, Any]:
+    def _pair(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
+        """The pair's row of data/pairs."""
         prompt_mask: list[int] = []
         chosen_mask, rejected_mask = tokens.chosen_mask, tokens.rejected_mask
-        if not self.params.apply_loss_mask:  # every token counts but the first, which nothing predicts
-            prompt_mask = [0] + [1] * (len(tokens.prompt) - 1)
-            chosen_mask, rejected_mask = [1] * len(tokens.chosen), [1] * len(tokens.rejected)
+        if not self.params.apply_loss_mask:  # the loss covers every token but the first, which nothing predicts
+            prompt_mask = [0] + [1] * (len(tokens.prompt_ids) - 1)
+            chosen_mask, rejected_mask = [1] * len(tokens.chosen_ids), [1] * len(tokens.rejected_ids)
         return {
-            "id": identity,
-            "prompt": text,
-            "prompt_ids": tokens.prompt,
+            "id": candidate.pair_id,
+            "prompt": candidate.prompt,
+            "prompt_ids": tokens.prompt_ids,
             "prompt_mask": prompt_mask,
-            "chosen_ids": tokens.chosen,
+            "chosen_ids": tokens.chosen_ids,
             "chosen_mask": chosen_mask,
-            "rejected_ids": tokens.rejected,
+            "rejected_ids": tokens.rejected_ids,
             "rejected_mask": rejected_mask,
-            "label": one.label,
-            "margin": one.margin,
-            "weight": one.weight * origin.weight,
-            "source": origin.name,
+            "label": candidate.preference.label,
+            "margin": candidate.preference.margin,
+            "weight": candidate.preference.weight * source.weight,
+            "source": source.name,
         }
+
+
+def _doubled(limit: int, length: int) -> int:
+    """The limit, doubled until it is `length` or more."""
+    while limit < length:
+        limit *= 2
+    return limit
+
+
+def _signatures(preferences: Iterable[Preference]) -> NDArray[np.uint32]:
+    texts = [" ".join(map(to_text, (one.prompt, one.chosen, one.rejected))) for one in preferences]
+    return np.array([minhash(text) for text in texts], dtype=np.uint32).reshape(-1, VALUES)

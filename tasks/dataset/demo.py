@@ -1,10 +1,10 @@
-"""The demo's preference set, made by a program and judged by one: be kind to everyone, and keep the answer right.
+"""The demo's generated preference data and its judge. The task: be kind to everyone and keep the answer correct.
 
-A prompt is a user's tone, a fact and a question. Both answers of a pair state the same right place; the chosen one ends
-kindly, the rejected one rudely. The base model is taught to mirror the user's tone, so it starts kind in about half of
-the cases. The same seed gives the same bytes everywhere.
+A prompt has a user's tone, a fact and a question. Both answers of a pair are correct; the chosen answer ends kindly,
+the rejected one rudely. The base model learns to mirror the user's tone, so about half of its answers are kind before
+DPO. The same seed gives the same bytes on every machine.
 
-    python -c "from tasks import demo; print(*demo.rows()[:3], sep='\\n')"
+    python -c "from tasks.dataset import demo; print(*demo.rows()[:3], sep='\\n')"
 """
 
 import random
@@ -38,7 +38,7 @@ PLACES = (
     "beside the sofa",
     "on the stairs",
 )
-# Both sets end alike and share no word: only the tone tells them apart, from the first word of the ending on.
+# Both sets have the same punctuation and share no word: only the tone differs, from the first word of the ending on.
 KIND = (
     "Happy to help you today!",
     "Have a truly lovely day!",
@@ -55,11 +55,11 @@ FACT = re.compile(rf"\b(?:{'|'.join(VERBS)}) (the \w+ \w+) ({'|'.join(PLACES)})\
 
 ROWS = 1100
 CONVERSATIONS = 2000
-MIRRORED = 4  # of 5 conversations: few enough that both tones stay likely after every prompt
+MIRRORED = 4  # of 5 conversations, so that both tones stay likely after every prompt
 
 
 def rows(seed: int = 0) -> list[dict[str, str]]:
-    """Preference rows with unique prompts: one right answer, chosen with a kind ending and rejected with a rude one."""
+    """Preference rows with unique prompts: the correct answer with a kind ending (chosen) or a rude one (rejected)."""
     rng = random.Random(seed)
     made = []
     for prompt, _ in _prompts(rng, ROWS):
@@ -70,8 +70,8 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
 
 
 def conversations(seed: int = 0) -> list[tuple[str, str]]:
-    """(prompt, answer) texts that teach the base model to answer rightly and to mirror the user's tone 4 times in 5."""
-    rng = random.Random(f"conversations {seed}")  # another stream than that of the rows
+    """(prompt, answer) texts that teach the base model to answer correctly and to mirror the tone 4 times in 5."""
+    rng = random.Random(f"conversations {seed}")  # independent of the rows
     made = []
     for index, (prompt, polite) in enumerate(_prompts(rng, CONVERSATIONS)):
         mirrored = index // 2 % 5 < MIRRORED  # tones alternate, so each tone is mirrored equally often
@@ -82,16 +82,17 @@ def conversations(seed: int = 0) -> list[tuple[str, str]]:
 
 
 def judge(prompt: str, answer: str) -> dict[str, bool]:
-    """Whether an answer is kind (one sentence, one kind ending, nothing else) and if it is right for the prompt."""
+    """Whether an answer is kind (one sentence, one kind ending, nothing else) and whether it is correct."""
     answer = answer.strip()
     fact, dot, ending = answer.partition(". ")
     kind = bool(fact and dot) and ending in KIND and not any(known in fact for known in KIND + RUDE)
-    right = _answer(prompt)
-    return {"kind": kind, "correct": right is not None and (answer == right or answer.startswith(f"{right} "))}
+    expected = _answer(prompt)
+    correct = expected is not None and (answer == expected or answer.startswith(f"{expected} "))
+    return {"kind": kind, "correct": correct}
 
 
 def _prompts(rng: random.Random, count: int) -> list[tuple[str, bool]]:
-    """Unique prompts, each with whether its user is polite: every second one is."""
+    """Unique prompts, each with whether its user is polite: every second user is."""
     made: dict[str, bool] = {}
     while len(made) < count:
         polite = len(made) % 2 == 0
@@ -102,6 +103,6 @@ def _prompts(rng: random.Random, count: int) -> list[tuple[str, bool]]:
 
 
 def _answer(prompt: str) -> str | None:
-    """The sentence that answers a prompt rightly; None where the prompt is not one of ours."""
-    found = FACT.search(prompt)
-    return f"The{found[1].removeprefix('the')} is {found[2]}." if found else None
+    """The correct sentence for a prompt; None if the prompt is not one of the demo's."""
+    fact = FACT.search(prompt)
+    return f"The{fact[1].removeprefix('the')} is {fact[2]}." if fact else None

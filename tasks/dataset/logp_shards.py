@@ -1,7 +1,7 @@
-"""Reference log-probabilities on disk by what determines them: a pair's tokens, in a folder for model and precision.
+"""Reference log-probabilities on disk, by pair: shards in a folder for one model and precision.
 
-A shard is a Parquet file with the keys of its pairs, named by those keys and by its own hash: it is whole or not there,
-and a damaged one is passed over.
+A pair's key is a hash of its tokens. A shard is a Parquet file named by its keys and its own hash: it is complete or
+absent, and a damaged one is deleted.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tasks.dataset.pairs import REFERENCE_SCHEMA
-from tasks.files import fingerprint, sha256
-from training.packing import Pair
+from tasks.system.files import fingerprint, sha256, sync, temporary
+from training.objectives.packing import Pair
 
-AT_ONCE = 10_000  # rows that are written together
+WRITE_BATCH = 10_000  # rows
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -29,60 +29,54 @@ SCHEMA = pa.schema(
 )
 
 
-def key_of(pair: Pair) -> str:
-    """Of a pair's tokens: whatever its id, source or weight, these determine its log-probabilities."""
+def pair_key(pair: Pair) -> str:
+    """A hash of the tokens, which alone determine the log-probabilities: not of the id, source or weight."""
     digest = hashlib.sha256()
-    for part in (pair.prompt, pair.chosen, pair.rejected):
+    for part in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
         tokens = np.asarray(part, dtype=np.int32)
         digest.update(len(tokens).to_bytes(4, "little") + tokens.tobytes())
     return digest.hexdigest()[:32]
 
 
-def shards(pairs: Sequence[Pair], keys: Sequence[str], size: int) -> Iterator[tuple[list[Pair], list[str]]]:
-    """The pairs by shard, each key once."""
-    first = dict(zip(reversed(keys), reversed(pairs), strict=True))
-    unique = list(dict.fromkeys(keys))
-    for start in range(0, len(unique), size):
-        some = unique[start : start + size]
-        yield [first[key] for key in some], some
+def missing_shards(keys: Sequence[str], stored: set[str], size: int) -> Iterator[dict[str, int]]:
+    """The pairs without stored values in shards of `size`: the number of the first pair with each key."""
+    first = {key: number for number, key in reversed(list(enumerate(keys))) if key not in stored}
+    missing = sorted(first.items(), key=lambda item: item[1])
+    for start in range(0, len(missing), size):
+        yield dict(missing[start : start + size])
 
 
 def write_shard(folder: Path, keys: Sequence[str], scores: Sequence[tuple[Any, Any]]) -> None:
-    """Written aside, synced, and published under its hash."""
+    """Atomically: write a temporary file, sync it, and rename it to its hash."""
     table = pa.table([list(keys), *([score[side] for score in scores] for side in (0, 1))], schema=SCHEMA)
-    aside = folder / f".{fingerprint(list(keys))}.{os.getpid()}"
-    parquet.write_table(table, aside, compression="zstd")
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, folder / f"{fingerprint(list(keys))}-{sha256(aside)[:16]}.parquet")
+    name = fingerprint(list(keys))
+    with temporary(folder / name) as file:
+        parquet.write_table(table, file, compression="zstd")
+        sync(file)
+        os.replace(file, folder / f"{name}-{sha256(file)[:16]}.parquet")
 
 
 def read_shards(folder: Path) -> pa.Table:
-    """Every value that is there, a row for each key."""
+    """One row per key."""
     tables = [SCHEMA.empty_table()]
     for path in sorted(folder.glob("*.parquet")):
         if sha256(path)[:16] == path.stem.rpartition("-")[2]:
             tables.append(parquet.read_table(path))
         else:
-            print(f"warning: shard {path} is damaged; its pairs are computed again", file=sys.stderr)
+            print(f"warning: shard {path} is damaged; recomputing its pairs", file=sys.stderr)
             path.unlink()
     return pa.concat_tables(tables)
 
 
-def no_values() -> pa.Table:
-    return SCHEMA.empty_table()
+def stored_keys(logps: pa.Table) -> set[str]:
+    return set(logps["key"].to_pylist())
 
 
-def known_keys(values: pa.Table) -> set[str]:
-    return set(values["key"].to_pylist())
-
-
-def write_values(path: Path, ids: Sequence[str], keys: Sequence[str], values: pa.Table) -> None:
-    """The values by pair id, in the order of the pairs."""
-    place = {key: at for at, key in enumerate(values["key"].to_pylist())}
-    with parquet.ParquetWriter(path, REFERENCE_SCHEMA, compression="zstd") as writer:
-        for start in range(0, len(ids), AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            rows = values.take([place[key] for key in keys[some]])
-            columns = [list(ids[some]), *(rows[name].combine_chunks() for name in ("chosen_logps", "rejected_logps"))]
-            writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA))
+def write_reference(path: Path, ids: pa.ChunkedArray, keys: Sequence[str], logps: pa.Table) -> None:
+    """The log-probabilities by pair id, in the order of the pairs."""
+    rows = {key: row for row, key in enumerate(logps["key"].to_pylist())}
+    with pa.ipc.new_stream(path, REFERENCE_SCHEMA) as writer:  # not compressed: it is memory-mapped
+        for start in range(0, len(ids), WRITE_BATCH):
+            values = logps.take([rows[key] for key in keys[start : start + WRITE_BATCH]])
+            columns = [ids.slice(start, WRITE_BATCH), values["chosen_logps"], values["rejected_logps"]]
+            writer.write_table(pa.table(columns, schema=REFERENCE_SCHEMA).combine_chunks())

@@ -1,42 +1,44 @@
-"""The pairs and reference artefacts on disk: Parquet with fixed columns, read back as training.packing.Pair."""
+"""Pairs and reference log-probabilities on disk: Arrow files, memory-mapped, so that processes of a host share them.
 
-from dataclasses import replace
-from itertools import pairwise
+The files are Arrow streams, which `datasets.Dataset.from_file` opens too.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as compute
 import pyarrow.parquet as parquet
 
+from tasks.config.paths import PAIRS, REFERENCE
 from tasks.errors import UserError
-from tasks.files import read_json, sha256
-from tasks.paths import PAIRS, REFERENCE
-from training.packing import Pair
+from tasks.system.files import read_json, sha256
+from training.objectives.packing import Pair
+from training.objectives.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")
-HASHES = "hashes.json"  # of the pairs
-TOKENS = {  # a pair's field by the file's column
-    "prompt_ids": "prompt",
-    "chosen_ids": "chosen",
-    "rejected_ids": "rejected",
-    "chosen_mask": "chosen_mask",
-    "rejected_mask": "rejected_mask",
-}
-NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # what a pair has that says nothing
+HASHES = "hashes.json"  # of the files in data/pairs
+TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")  # columns, and fields of a Pair
+NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # with the value of a pair that has none
 
 PAIR_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
         ("prompt", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
-        ("prompt_mask", pa.list_(pa.int8())),  # empty where no token of the prompt counts
+        ("prompt_mask", pa.list_(pa.int8())),  # empty if no token of the prompt is in the loss
         ("chosen_ids", pa.list_(pa.int32())),
         ("chosen_mask", pa.list_(pa.int8())),
         ("rejected_ids", pa.list_(pa.int32())),
         ("rejected_mask", pa.list_(pa.int8())),
-        ("label", pa.float32()),  # how likely it is that chosen is the better one
-        ("margin", pa.float32()),  # by how much, where the data has scores
+        ("shared_prefix", pa.int32()),  # number of tokens that both answers start with (Pair.shared_prefix)
+        ("label", pa.float32()),  # probability that chosen is the better answer
+        ("margin", pa.float32()),  # difference of the scores, where the data has scores
         ("weight", pa.float32()),
         ("source", pa.string()),
     ]
@@ -50,91 +52,179 @@ REFERENCE_SCHEMA = pa.schema(
 )
 
 
+def pairs_file(split: str, root: Path = Path()) -> Path:
+    return root / PAIRS / f"{split}.arrow"
+
+
+def reference_file(split: str, root: Path = Path()) -> Path:
+    return root / REFERENCE / f"{split}.arrow"
+
+
 def check(path: Path, stage: str) -> None:
-    """UserError where a file is not what its stage wrote: DVC takes its cache's word for what it checks out."""
+    """UserError if a file is not what its stage wrote: DVC does not verify the files that it checks out."""
     manifest = path.parent / (HASHES if stage == "prepare" else "manifest.json")
     if manifest.exists() and read_json(manifest)["files"].get(path.name) != sha256(path):
         raise UserError(
             f"{path} is not what the {stage} stage wrote: its content hash is not that of {manifest}. If nobody edited "
-            f"it, DVC's cache is damaged: run `make check-cache FIX=1`, which removes damaged objects, and this again."
+            f"it, DVC's cache is damaged: run `dpo check-cache --fix`, which removes damaged objects, and try again."
         )
 
 
 def check_inputs() -> None:
-    """Before workers start: what they read is what the stages before wrote."""
+    """Before workers start: check that their inputs are what the stages wrote."""
     for split in SPLITS:
-        check(PAIRS / f"{split}.parquet", "prepare")
-        check(REFERENCE / f"{split}.parquet", "reference")
+        check(pairs_file(split), "prepare")
+        check(reference_file(split), "reference")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return parquet.read_table(path).to_pylist()
+def open_table(path: Path) -> pa.Table:
+    """A file's columns. They are read from disk when they are used."""
+    with path.open("rb") as file:
+        if file.read(4) == b"PAR1":  # the held-out pairs of a version that an earlier release registered
+            return parquet.read_table(path)
+    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+
+
+def read_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+    """All rows, or the first `count`."""
+    return open_table(path).slice(0, count).to_pylist()
 
 
 def count_pairs(split: str) -> int:
-    return parquet.read_metadata(PAIRS / f"{split}.parquet").num_rows
+    return open_table(pairs_file(split)).num_rows
 
 
-def read_pairs(split: str, root: Path = Path()) -> list[Pair]:
-    """The pairs of a split; their tokens are views of the file's columns, not copies."""
-    check(root / PAIRS / f"{split}.parquet", "prepare")
-    table = parquet.read_table(root / PAIRS / f"{split}.parquet")
-    columns: dict[str, list[Any]] = {"id": table["id"].to_pylist()}
-    columns |= {field: _lists(table, column) for column, field in TOKENS.items()}
-    columns |= {name: _numbers(table, name, default) for name, default in NUMBERS.items()}
-    pairs = [Pair(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
-    if "prompt_mask" not in table.column_names:  # a file that an earlier version wrote
-        return pairs
-    return [_with_counted(pair, mask) for pair, mask in zip(pairs, _lists(table, "prompt_mask"), strict=True)]
+def read_pairs(split: str) -> "PairTable":
+    """The pairs that `prepare` wrote."""
+    check(pairs_file(split), "prepare")
+    return PairTable(open_table(pairs_file(split)))
 
 
-def _with_counted(pair: Pair, prompt_mask: np.ndarray) -> Pair:
-    """The pair with both responses beginning at the first prompt token that counts, since that token is predicted too.
+def with_reference(pairs: "PairTable", split: str) -> "PairTable":
+    """The pairs with the reference log-probabilities that `reference` wrote."""
+    check(reference_file(split), "reference")
+    return pairs.with_reference(open_table(reference_file(split)))
 
-    Tokens that both responses begin with are computed once, so this costs no more than a prompt.
+
+class ListColumn:
+    """A column of lists; a row's values are a view of the file."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.chunks = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
+        self.starts = np.cumsum([0, *map(len, column.chunks)])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        (offsets, values), row = self.chunks[number], row - int(self.starts[number])
+        return values[offsets[row] : offsets[row + 1]]
+
+    def lengths(self) -> np.ndarray:
+        counts = [np.diff(offsets) for offsets, _ in self.chunks]
+        return np.concatenate([np.zeros(0, np.int64), *counts]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Reference:
+    chosen: ListColumn
+    rejected: ListColumn
+    rows: np.ndarray | None  # the row of each pair; None: both files have the same order
+
+
+class PairTable(Sequence[Pair]):
+    """The pairs of a file, or some of them. A Pair is built when it is read."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table, self.rows = table, np.arange(len(table))
+        self.reference: Reference | None = None
+        self.lists = {name: ListColumn(table[name]) for name in TOKENS}
+        masks = ListColumn(table["prompt_mask"]) if "prompt_mask" in table.column_names else None
+        self.prompt_masks = masks if masks and masks.lengths().any() else None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Pair: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Pair]: ...
+    def __getitem__(self, number: int | slice) -> Pair | list[Pair]:
+        if isinstance(number, slice):
+            return [self._pair(int(row)) for row in self.rows[number]]
+        return self._pair(int(self.rows[number]))
+
+    def _pair(self, row: int) -> Pair:
+        fields: dict[str, Any] = {name: column[row] for name, column in self.lists.items()}
+        for name, default in NUMBERS.items():
+            value = self.table[name][row].as_py()
+            fields[name] = default if value is None else value
+        pair = Pair(self.table["id"][row].as_py(), **fields)
+        pair = _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
+        if self.reference is None:
+            return pair
+        chosen, rejected, rows = self.reference.chosen, self.reference.rejected, self.reference.rows
+        at = row if rows is None else int(rows[row])
+        return replace(pair, ref_chosen_logps=chosen[at], ref_rejected_logps=rejected[at])
+
+    @cached_property
+    def columns(self) -> PairColumns:
+        prompt, chosen, rejected = (self.lists[name].lengths() for name in TOKENS[:3])
+        shared = self._shared_prefixes()
+        if self.prompt_masks:  # as _with_prompt_loss moves the prompt's tokens in the loss
+            masks = (self.prompt_masks[row] for row in range(len(self.table)))
+            moved = np.array([len(mask) - int(mask.argmax()) if mask.any() else 0 for mask in masks])
+            prompt, chosen, rejected, shared = prompt - moved, chosen + moved, rejected + moved, shared + moved
+        numbers = [self.table[name].fill_null(value).to_numpy().astype(float) for name, value in NUMBERS.items()]
+        return PairColumns(prompt, chosen, rejected, shared, *numbers)
+
+    def _shared_prefixes(self) -> np.ndarray:
+        if "shared_prefix" in self.table.column_names:
+            return self.table["shared_prefix"].to_numpy().astype(np.int64)
+        plain = PairTable(self.table.select([*TOKENS, *NUMBERS, "id"]))  # of an earlier release
+        return np.array([pair.shared_prefix for pair in plain], dtype=np.int64)
+
+    def by_source(self) -> dict[str, "PairTable"]:
+        """The pairs of each source, in the order in which the sources appear."""
+        names = self.table["source"].fill_null("").to_numpy()[self.rows]
+        return {name: self.select(np.flatnonzero(names == name)) for name in dict.fromkeys(names.tolist())}
+
+    def select(self, numbers: np.ndarray) -> "PairTable":
+        part = copy(self)
+        part.columns, part.rows = self.columns.select(numbers), self.rows[numbers]
+        return part
+
+    def with_reference(self, logps: pa.Table) -> "PairTable":
+        """The pairs with their reference log-probabilities; UserError if a pair has none."""
+        rows: np.ndarray | None = None
+        if not self.table["id"].equals(logps["id"]):
+            found = compute.index_in(self.table["id"], value_set=logps["id"].combine_chunks())
+            if found.null_count:
+                first = self.table["id"].filter(compute.is_null(found))[0].as_py()
+                raise UserError(
+                    f"{found.null_count} pairs (first: {first}) have no reference log-probabilities. "
+                    "Run `dvc repro reference`."
+                )
+            rows = found.to_numpy()
+        chosen, rejected = ListColumn(logps["chosen_logps"]), ListColumn(logps["rejected_logps"])
+        joined = copy(self)
+        joined.reference = Reference(chosen, rejected, rows)
+        return joined
+
+
+def _with_prompt_loss(pair: Pair, prompt_mask: np.ndarray) -> Pair:
+    """The pair with both responses starting at the first prompt token in the loss, since that token is predicted too.
+
+    Tokens that both responses start with are computed once, so this costs no more than a prompt.
     """
     if not prompt_mask.any():
         return pair
     first = int(prompt_mask.argmax())
     assert first > 0, f"pair {pair.id}: nothing predicts the first token of a prompt"
-    counted, mask = pair.prompt[first:], prompt_mask[first:]
+    counted, mask = pair.prompt_ids[first:], prompt_mask[first:]
     return replace(
         pair,
-        prompt=pair.prompt[:first],
-        chosen=np.concatenate([counted, pair.chosen]),
-        rejected=np.concatenate([counted, pair.rejected]),
+        prompt_ids=pair.prompt_ids[:first],
+        chosen_ids=np.concatenate([counted, pair.chosen_ids]),
+        rejected_ids=np.concatenate([counted, pair.rejected_ids]),
         chosen_mask=np.concatenate([mask, pair.chosen_mask]),
         rejected_mask=np.concatenate([mask, pair.rejected_mask]),
     )
-
-
-def read_sources(split: str, root: Path = Path()) -> list[str]:
-    """Of each pair of a split the name of its source."""
-    column = parquet.read_table(root / PAIRS / f"{split}.parquet", columns=["source"])["source"]
-    return [name or "" for name in column.to_pylist()]
-
-
-def with_reference(pairs: list[Pair], split: str, root: Path = Path()) -> list[Pair]:
-    """The pairs with their reference log-probabilities; each pair must have its own."""
-    path = root / REFERENCE / f"{split}.parquet"
-    check(path, "reference")
-    table = parquet.read_table(path)
-    place = {name: at for at, name in enumerate(table["id"].to_pylist())}
-    missing = [pair.id for pair in pairs if pair.id not in place]
-    if missing:
-        raise UserError(
-            f"{len(missing)} pairs of {split} (first: {missing[0]}) have no reference log-probabilities. "
-            "Run `dvc repro reference`."
-        )
-    chosen, rejected = _lists(table, "chosen_logps"), _lists(table, "rejected_logps")
-    return [replace(pair, ref_chosen=chosen[place[pair.id]], ref_rejected=rejected[place[pair.id]]) for pair in pairs]
-
-
-def _lists(table: pa.Table, name: str) -> list[np.ndarray]:
-    array = table[name].combine_chunks()
-    offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
-    return [values[start:end] for start, end in pairwise(offsets)]
-
-
-def _numbers(table: pa.Table, name: str, default: float) -> list[float]:
-    return table[name].fill_null(default).to_pylist()

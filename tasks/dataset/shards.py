@@ -1,4 +1,4 @@
-"""Prepared pairs on their way to data/pairs: one Arrow file for each chunk, then Parquet in the rows' order."""
+"""Writes data/pairs: one Arrow file per chunk first, then one per split in the order of the rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 from numpy.typing import NDArray
 
 from tasks.dataset.pairs import PAIR_SCHEMA, SPLITS
 
-GROUP_ROWS = 8192  # of a Parquet row group
+BATCH_ROWS = 8192  # of a record batch
 
 
 def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of the pairs' schema. Lists of numbers are laid end to end first: Arrow takes them as they are then."""
-    arrays = [_array([row[field.name] for row in rows], field.type) for field in PAIR_SCHEMA]
-    table = pa.table(arrays, schema=PAIR_SCHEMA)
+    """Write rows of PAIR_SCHEMA. Lists of numbers are concatenated first, which Arrow takes without a copy."""
+    fields = [field for field in PAIR_SCHEMA if field.name != "shared_prefix"]
+    arrays = {field.name: _array([row[field.name] for row in rows], field.type) for field in fields}
+    arrays["shared_prefix"] = pa.array(_shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())
+    table = pa.table([arrays[name] for name in PAIR_SCHEMA.names], schema=PAIR_SCHEMA)
     with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
 
@@ -28,38 +29,46 @@ def read_shard(path: Path) -> pa.Table:
         return pa.ipc.open_file(file).read_all()
 
 
-def first_pairs(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first rows of a Parquet file, without reading the others."""
-    with pyarrow.parquet.ParquetFile(path) as file:
-        batch = next(file.iter_batches(batch_size=count), None)
-        return batch.to_pylist() if batch is not None else []
-
-
 def write_splits(
-    folder: Path, shards: Sequence[Path], kept: Sequence[NDArray[Any]], held: Sequence[NDArray[Any]]
+    folder: Path, shards: Sequence[Path], kept: Sequence[NDArray[Any]], held_out: Sequence[NDArray[Any]]
 ) -> None:
-    """train.parquet and eval.parquet from the shards, each with its masks of rows."""
+    """train.arrow and eval.arrow from the shards, with the masks of kept and held-out rows of each shard."""
     for split in SPLITS:
-        masks = [keep & (out if split == "eval" else ~out) for keep, out in zip(kept, held, strict=True)]
+        masks = [keep & (held == (split == "eval")) for keep, held in zip(kept, held_out, strict=True)]
         tables = (
             read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
         )
-        options: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["source"], "write_statistics": False}
-        with pyarrow.parquet.ParquetWriter(folder / f"{split}.parquet", PAIR_SCHEMA, **options) as writer:
-            for group in _groups(tables):
-                writer.write_table(group, row_group_size=GROUP_ROWS)
+        with pa.ipc.new_stream(folder / f"{split}.arrow", PAIR_SCHEMA) as writer:  # not compressed: it is memory-mapped
+            for batch in _batches(tables):
+                writer.write_table(batch.combine_chunks())
 
 
-def _groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables of GROUP_ROWS."""
+def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of BATCH_ROWS."""
     waiting: pa.Table | None = None
     for table in tables:
         waiting = pa.concat_tables([waiting, table]) if waiting is not None else table
-        while len(waiting) >= GROUP_ROWS:
-            yield waiting.slice(0, GROUP_ROWS)
-            waiting = waiting.slice(GROUP_ROWS)
+        while len(waiting) >= BATCH_ROWS:
+            yield waiting.slice(0, BATCH_ROWS)
+            waiting = waiting.slice(BATCH_ROWS)
     if waiting is not None and len(waiting):
         yield waiting
+
+
+def _shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.int64]:
+    """Pair.shared_prefix of all rows at once: each round compares the next token of the rows that still agree."""
+    (starts, values), (other_starts, other_values) = (
+        (column.offsets.to_numpy(), column.values.to_numpy()) for column in (chosen, rejected)
+    )
+    longest = np.maximum(np.minimum(np.diff(starts), np.diff(other_starts)) - 1, 0)
+    shared = np.zeros(len(longest), np.int64)
+    rows = np.flatnonzero(longest)
+    while len(rows):
+        agree = values[starts[rows] + shared[rows]] == other_values[other_starts[rows] + shared[rows]]
+        rows = rows[agree]
+        shared[rows] += 1
+        rows = rows[shared[rows] < longest[rows]]
+    return shared
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

@@ -1,1 +1,1 @@
-"""`make doctor`: whether this machine can do what is configured, and what a run will need."""
+"""`dpo doctor`: whether this machine can do what is configured, and what a run will need."""

@@ -1,1 +1,1 @@
-"""What a policy is worth: its answers, who judges them, win rates and intervals, and one policy beside another."""
+"""Measuring a policy: sampled answers, judges, win rates, confidence intervals, comparison with other models."""

@@ -1,31 +1,34 @@
-"""Answers to held-out prompts: judged, and put side by side."""
+"""Sampled answers to held-out prompts: judge each one, and compare two models' answers to the same prompts."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
+from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.params import Evaluate
 from tasks.evaluation import health, judges
 from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.held_out import PairRow
 from tasks.evaluation.win_rate import win_rate
-from tasks.machines.pool import Workers
-from tasks.params import Evaluate
-from training.outputs import Answer
+from training.evaluation.samples import Answer
 
-Row = dict[str, Any]  # of the pairs artefact
-Record = dict[str, Any]  # an answer with what is known of it
-MEASURED = ("tokens", "words")  # of an answer, besides the judge's verdicts
+Record = dict[str, Any]  # an answer with its measurements and the judge's verdicts
+NOT_JUDGED = ("text", "tokens", "words")  # the fields of a record that are no verdict
 
 
-def held_out_prompts(rows: Sequence[Row], count: int) -> list[Row]:
-    """The first held-out prompts, each once."""
-    found: dict[str, Row] = {}
+def held_out_prompts(rows: Sequence[PairRow], count: int) -> list[PairRow]:
+    """The first `count` different prompts of the held-out set."""
+    by_prompt: dict[str, PairRow] = {}
     for row in rows:
-        found.setdefault(row["prompt"], row)
-    return list(found.values())[:count]
+        by_prompt.setdefault(row["prompt"], row)
+    return list(by_prompt.values())[:count]
 
 
-def records(workers: Workers, params: Evaluate, prompts: Sequence[Row], answers: Sequence[Answer]) -> list[Record]:
-    said = judges.verdicts(workers, params, [row["prompt"] for row in prompts], [answer.text for answer in answers])
+def judge_answers(
+    workers: WorkerPool, params: Evaluate, prompts: Sequence[PairRow], answers: Sequence[Answer]
+) -> list[Record]:
+    texts = [answer.text for answer in answers]
+    verdicts = judges.verdicts(workers, params, [row["prompt"] for row in prompts], texts)
     return [
         {
             "text": answer.text,
@@ -34,43 +37,49 @@ def records(workers: Workers, params: Evaluate, prompts: Sequence[Row], answers:
             "words": len(answer.text.split()),
             **verdict,
         }
-        for answer, verdict in zip(answers, said, strict=True)
+        for answer, verdict in zip(answers, verdicts, strict=True)
     ]
 
 
 def summary(answers: Sequence[Record]) -> dict[str, float]:
-    """Means over answers, and how varied they are."""
+    """The mean of each measurement, and the variety of the texts."""
     means = {name: round(mean(float(answer[name]) for answer in answers), 4) for name in answers[0] if name != "text"}
     return {**means, **health.variety([answer["text"] for answer in answers])}
 
 
-def side_by_side(
+def compare_answers(
     params: Evaluate,
-    prompts: Sequence[Row],
-    before: Sequence[Record],
-    after: Sequence[Record],
+    prompts: Sequence[PairRow],
+    base: Sequence[Record],
+    policy: Sequence[Record],
     report: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The metrics of two models' answers to the same prompts, and the answers in one line per prompt."""
+    """The metrics of two models' answers to the same prompts, and a line of samples.jsonl per prompt."""
     texts = [row["prompt"] for row in prompts]
-    found = judges.outcomes(params, texts, before, after, report)
-    old, new = summary(before), summary(after)
-    metrics: dict[str, Any] = {"samples": {"base": old, "policy": new}, "health": health.drift(old, new)}
-    intervals = {f"samples/policy/{name}": _interval(after, name, texts, params.seed) for name in judged(after)}
-    metrics["intervals"] = intervals
-    if found is not None:
-        lengths = [float(b["tokens"] - a["tokens"]) for a, b in zip(before, after, strict=True)]
-        metrics["win_rate"] = win_rate(found, texts, lengths, params.seed)
+    outcomes = judges.outcomes(params, texts, base, policy, report)
+    before, after = summary(base), summary(policy)
+    metrics: dict[str, Any] = {
+        "samples": {"base": before, "policy": after},
+        "health": health.drift(before, after),
+        "intervals": {
+            f"samples/policy/{name}": _interval(policy, name, texts, params.seed) for name in judged_metrics(policy)
+        },
+    }
+    if outcomes is not None:
+        longer = [float(b["tokens"] - a["tokens"]) for a, b in zip(base, policy, strict=True)]
+        metrics["win_rate"] = win_rate(outcomes, texts, longer, params.seed)
     lines = [
-        {"id": row["id"], "prompt": row["prompt"], "base": a, "policy": b, **({"outcome": o} if found else {})}
-        for row, a, b, o in zip(prompts, before, after, found or [None] * len(prompts), strict=True)
+        {"id": row["id"], "prompt": row["prompt"], "base": a, "policy": b}
+        for row, a, b in zip(prompts, base, policy, strict=True)
     ]
+    for line, outcome in zip(lines, outcomes or (), strict=bool(outcomes)):
+        line["outcome"] = outcome
     return metrics, lines
 
 
-def judged(answers: Sequence[Record]) -> list[str]:
-    """The names of what was measured of each answer."""
-    return [name for name in answers[0] if name not in ("text", *MEASURED)]
+def judged_metrics(answers: Sequence[Record]) -> list[str]:
+    """The names of an answer's verdicts; `finished` counts as one."""
+    return [name for name in answers[0] if name not in NOT_JUDGED]
 
 
 def _interval(answers: Sequence[Record], name: str, prompts: Sequence[str], seed: int) -> dict[str, float]:

@@ -1,148 +1,167 @@
-"""This workspace's policy against another: the base, an alias or version of the registry, or a named run.
+"""`dpo compare MODEL [OTHER]`: two models, paired on the same prompts and pairs, sampled in the same way.
 
-`python -m tasks.evaluation.compare champion` (or `base`, `3`, the name of a run). Paired: on the same prompts and
-pairs, so that what is hard for both cancels out.
+One model alone is compared with this workspace's. The intervals are those of the difference, so prompts that are hard
+for both models cancel out. Results that were made with other settings or pairs are not paired: the second model is
+evaluated again.
 """
 
 import json
-import sys
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.params import Evaluate, load_cluster, load_params
+from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
-from tasks.evaluation.answers import Record, judged
-from tasks.evaluation.asked import ask, ready_for, refuse_other_tokens, todays
+from tasks.evaluation.answers import judged_metrics
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.judges import outcomes
-from tasks.evaluation.sharding import evaluators
-from tasks.files import home, read_json
-from tasks.machines.pool import Workers
-from tasks.params import Evaluate, load_cluster, load_params
-from tasks.paths import METRICS, MODEL
-from tasks.tracking.registry import Registry, Version, registry
+from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
+from tasks.evaluation.sharding import evaluator_pool
+from tasks.release.model_names import registered_version, weights_of
+from tasks.runs.open_run import open_run
+from tasks.system.files import read_json
+from tasks.tracking.registry import Registry, Version
 
 Comparison = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Side:
-    """What a model did: its answer by prompt, and the pairs that it was asked about, with its margin, by their id."""
-
-    answers: dict[str, Record]
-    pairs: dict[str, dict[str, Any]]
-
-
-def compare(params: Evaluate, ours: Side, theirs: Side) -> Comparison:
-    """By metric: both means over what both were asked, the difference (ours less theirs) and its interval."""
-    found: Comparison = {}
+def compare(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> Comparison:
+    """By metric: both means over the shared prompts or pairs, the difference (ours - theirs) and its interval."""
+    comparison: Comparison = {}
+    ids = [pair for pair in ours.pairs if pair in theirs.pairs]
+    if ids:
+        new, old = ([float(side.pairs[pair]["margin"] > 0) for pair in ids] for side in (ours, theirs))
+        prompts = [ours.pairs[pair]["prompt"] for pair in ids]
+        comparison["rewards/accuracies"] = _paired(new, old, prompts, params.seed, (-1.0, 1.0))
     prompts = [prompt for prompt in ours.answers if prompt in theirs.answers]
-    pairs = [pair for pair in ours.pairs if pair in theirs.pairs]
-    if pairs:
-        new, old = ([float(side.pairs[pair]["margin"] > 0) for pair in pairs] for side in (ours, theirs))
-        asked = [ours.pairs[pair]["prompt"] for pair in pairs]
-        found["rewards/accuracies"] = _paired(new, old, asked, params.seed, (-1.0, 1.0))
-    if prompts:
-        first, second = ([side.answers[prompt] for prompt in prompts] for side in (theirs, ours))
-        names = [name for name in judged(second) if name in first[0]]  # another judge may have said other things
-        for name in names:
-            new, old = ([float(answer[name]) for answer in side] for side in (second, first))
-            limits = (-1.0, 1.0) if isinstance(first[0][name], bool) else None
-            found[f"samples/policy/{name}"] = _paired(new, old, prompts, params.seed, limits)
-        said = outcomes(params, prompts, first, second) if names == judged(second) else None
-        if said and (wins := [(p, o) for p, o in zip(prompts, said, strict=True) if o is not None]):
-            chances = [outcome for _, outcome in wins]
-            even, asked = [0.5] * len(wins), [prompt for prompt, _ in wins]
-            found["win_rate"] = _paired(chances, even, asked, params.seed, (-0.5, 0.5))
-    return found
+    return comparison | (_compare_answers(params, ours, theirs, prompts) if prompts else {})
+
+
+def _compare_answers(params: Evaluate, ours: ModelResults, theirs: ModelResults, prompts: list[str]) -> Comparison:
+    first, second = ([side.answers[prompt] for prompt in prompts] for side in (theirs, ours))
+    comparison: Comparison = {}
+    names = [name for name in judged_metrics(second) if name in first[0]]  # another judge gives other metrics
+    for name in names:
+        new, old = ([float(answer[name]) for answer in side] for side in (second, first))
+        limits = (-1.0, 1.0) if isinstance(first[0][name], bool) else None
+        comparison[f"samples/policy/{name}"] = _paired(new, old, prompts, params.seed, limits)
+    results = outcomes(params, prompts, first, second) if names == judged_metrics(second) else None
+    wins = {
+        p: result for p, result in zip(prompts, results or [None] * len(prompts), strict=True) if result is not None
+    }
+    if wins:
+        rates, even = list(wins.values()), [0.5] * len(wins)
+        comparison["win_rate"] = _paired(rates, even, list(wins), params.seed, (-0.5, 0.5))
+    return comparison
 
 
 def _paired(
     ours: list[float], theirs: list[float], prompts: list[str], seed: int, limits: tuple[float, float] | None
 ) -> dict[str, float]:
     count = len(ours)
-    found = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], prompts, seed, limits)
+    interval = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], prompts, seed, limits)
     means = {"ours": round(sum(ours) / count, 6), "theirs": round(sum(theirs) / count, 6)}
-    return {**means, "difference": found.mean, **found.bounds(), "count": count}
+    counts = {"count": count, "prompts": len(set(prompts))}
+    return {**means, "difference": interval.mean, **interval.bounds(), **counts}
 
 
-def read_side(folder: Path, which: str = "policy") -> Side:
-    """From samples.jsonl and pairs.jsonl, as evaluate wrote them."""
-    samples, pairs = (_lines(folder / name) for name in ("samples.jsonl", "pairs.jsonl"))
-    known = {line["id"]: line for line in pairs} if which == "policy" else {}
-    return Side({line["prompt"]: line[which] for line in samples}, known)
+def read_results(folder: Path, model: str = "policy") -> ModelResults:
+    """From the samples.jsonl and pairs.jsonl of the stage evaluate; pairs.jsonl has the policy's margins alone."""
+    samples, pairs = (_read_lines(folder / name) for name in ("samples.jsonl", "pairs.jsonl"))
+    margins = {line["id"]: line for line in pairs} if model == "policy" else {}
+    return ModelResults({line["prompt"]: line[model] for line in samples}, margins)
 
 
-def version_side(workers: Workers, found: Registry, version: Version) -> Side:
-    """What a version of the registry did; asked anew where it was evaluated on other prompts or in another way."""
-    theirs, ours = manifest_of(found, version), read_json(MODEL / "manifest.json")
-    same_pairs = eval_hash(theirs) == eval_hash(ours)
-    if same_pairs and theirs["params"]["evaluate"] == ours["params"]["evaluate"]:
-        return read_side(found.fetch(version, "evaluation"))
-    params, folder = load_params(), weights_of(found, version)
-    refuse_other_tokens(ours, theirs)
-    print(f"compare: version {version.number} answers the held-out prompts of today", flush=True)
-    held = ready_for(workers, params, todays(params), theirs)
-    return Side(*ask(workers, params, folder, held, theirs))
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluated model: its manifest, the folder of its samples.jsonl and pairs.jsonl, and where its weights are."""
+
+    name: str
+    manifest: dict[str, Any]
+    results: Path
+    weights: Callable[[], Path]
+    run: str = ""  # that made it
+
+
+def evaluated_version(models: Registry, version: Version) -> Evaluated:
+    manifest = read_json(models.fetch(version, "model", "manifest.json"))
+    results = models.fetch(version, "evaluation")
+    run = version.tags.get("run", "")
+    return Evaluated(f"version {version.number}", manifest, results, lambda: weights_of(models, version), run)
+
+
+def results_here(workers: WorkerPool, theirs: Evaluated) -> ModelResults:
+    """The results of a model on this workspace's held-out set; evaluated again unless they were made alike."""
+    ours = read_json(MODEL / "manifest.json")
+    if not (difference := _difference(ours, theirs.manifest)):
+        return read_results(theirs.results)
+    require_same_tokens(ours, theirs.manifest)
+    params, folder = load_params(), theirs.weights()
+    model = f"version {theirs.name}" if theirs.name.isdigit() else theirs.name
+    print(f"compare: evaluating {model} again: it was evaluated with {difference}", flush=True)
+    held_out = add_reference(workers, params, current_held_out(params), theirs.manifest)
+    return reevaluate(workers, params, folder, held_out, theirs.manifest)
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """How another model's evaluation differs, so that the two results cannot be paired; empty if it does not."""
+    new, old = (manifest["params"]["evaluate"] for manifest in (ours, theirs))
+    settings = [f"{key} {old.get(key)} instead of {new[key]}" for key in new if old.get(key) != new[key]]
+    return ", ".join(settings + ["other held-out pairs"] * (eval_hash(ours) != eval_hash(theirs)))
 
 
 def eval_hash(manifest: dict[str, Any]) -> str:
-    return str(manifest["data"]["pairs"]["eval.parquet"])
+    return str(manifest["data"]["pairs"][eval_file(manifest)])
 
 
-def manifest_of(found: Registry, version: Version) -> dict[str, Any]:
-    return read_json(found.fetch(version, "model", "manifest.json"))
+def eval_file(manifest: dict[str, Any]) -> str:
+    """Name of the file with the held-out pairs: eval.arrow, or eval.parquet of an earlier release."""
+    return next(name for name in manifest["data"]["pairs"] if name.startswith("eval."))
 
 
-def weights_of(found: Registry, version: Version) -> Path:
-    folder = found.fetch(version, "model")
-    if not list(folder.glob("*.safetensors")):
-        raise UserError(
-            f"Version {version.number} of {found.name} was evaluated on other prompts, and its weights are not in the "
-            "registry, so it cannot be asked again."
-        )
-    return folder
+def find_model(name: str | None) -> Evaluated:
+    """The model of this workspace, of a run, or a registered version."""
+    if name is None:
+        if not (MODEL / "manifest.json").exists():
+            raise UserError(f"There is no model in {MODEL}. Name two models, as in `dpo compare RUN champion`.")
+        return Evaluated("this model", read_json(MODEL / "manifest.json"), METRICS, lambda: MODEL)
+    for root in (home() / load_cluster().logging_dir / name / "results", home() / ".scratch" / "worktrees" / name):
+        if (root / MODEL / "manifest.json").exists():
+            manifest = read_json(root / MODEL / "manifest.json")
+            return Evaluated(name, manifest, root / METRICS, lambda: open_run(name) / MODEL, name)
+    with registered_version(name) as (_, models, version):
+        return replace(evaluated_version(models, version), name=name)
 
 
-def side_named(name: str) -> Side:
-    """`base`, an alias or number of a version, or a run's name."""
-    if name == "base":
-        return read_side(METRICS, "base")
-    for kept in (home() / load_cluster().logging_dir / name / "results", home() / ".scratch" / "worktrees" / name):
-        if (kept / METRICS / "samples.jsonl").exists():
-            return read_side(kept / METRICS)
-    params, cluster = load_params(), load_cluster()
-    with registry(cluster, params.promote.model_name) as found, evaluators(cluster, "compare") as workers:
-        version = found.version(name) if name.isdecimal() else found.at(name) or found.of_run(name)
-        if version is not None:
-            return version_side(workers, found, version)
-        known = [f"{v.number} (run {v.tags.get('run')})" for v in found.versions()]
-    raise UserError(
-        f"There is nothing named '{name}' to compare with: give base, champion, previous, a run that `make runs` "
-        f"lists, or a version of {params.promote.model_name}: {', '.join(known)}."
-    )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
-        raise UserError(f"{path} is not there. Run `dvc repro evaluate`, or `dvc checkout` in that workspace.")
+        raise UserError(f"{path} does not exist. Run `dvc repro evaluate`, or `dvc checkout` in that workspace.")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def main() -> None:
-    try:
-        name = sys.argv[1] if len(sys.argv) > 1 else "champion"
-        found = compare(load_params().evaluate, read_side(METRICS), side_named(name))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    if not found:
-        sys.exit(f"error: {name} shares neither prompts nor pairs with this workspace.")
-    width = max(map(len, found))
-    print(f"{'':{width}}     ours  {name[:8]:>8}  difference (95% interval)")
-    for metric, row in found.items():
+def print_comparison(name: str, first: str | None = None) -> None:
+    """Compare this workspace's model, or the model `first`, with the model `name`."""
+    ours = find_model(first)
+    theirs = read_results(ours.results, "base") if name == "base" else _results_for(ours, find_model(name))
+    params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
+    comparison = compare(params, read_results(ours.results), theirs)
+    width = max(map(len, comparison))
+    print(f"{'':{width}} {ours.name[:14]:>14} {name[:14]:>14}  difference (95% interval)")
+    for metric, row in comparison.items():
         change = f"{row['difference']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f}), n = {row['count']:.0f}"
-        print(f"{metric:{width}} {row['ours']:8.4f}  {row['theirs']:8.4f}  {change}")
+        print(f"{metric:{width}} {row['ours']:14.4f} {row['theirs']:14.4f}  {change}")
 
 
-if __name__ == "__main__":
-    main()
+def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
+    if not _difference(ours.manifest, theirs.manifest):
+        return read_results(theirs.results)
+    require_same_tokens(ours.manifest, theirs.manifest)
+    if ours.run:
+        os.environ["DPO_HOME"] = str(home())
+        os.chdir(open_run(ours.run))  # for its pairs, reference values and base model
+    with evaluator_pool(load_cluster(), "compare") as workers:
+        return results_here(workers, theirs)

@@ -1,22 +1,23 @@
-"""What the policy's values of held-out pairs say: intervals, calibration, length bias, and where it disagrees."""
+"""Metrics of the policy on held-out pairs: intervals, calibration, length bias, and the strongest disagreements."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tasks.evaluation.bootstrap import DIGITS, mean_interval
-from training.outputs import PairValues
+from training.evaluation.samples import PairValues
 
-Row = dict[str, Any]  # of the pairs artefact
-BUCKETS = (32, 64, 128, 256, 512)  # tokens of the longer response; a bucket ends with its number
+PairRow = dict[str, Any]  # a row of data/pairs
+BUCKETS = (32, 64, 128, 256, 512)  # the upper ends of the buckets, in tokens of the longer response
 BINS = 10
 LIMITS = {"rewards/accuracies": (0.0, 1.0)}
-SHOWN = 50  # pairs whose texts are always written out
+WITH_TEXTS = 50  # the first pairs of pairs.jsonl have texts whatever their margin
 
 
-def held_out(values: Sequence[PairValues], rows: Sequence[Row], seed: int) -> dict[str, Any]:
-    """The parts of evaluate.json that need each pair and not their mean alone."""
+def held_out(values: Sequence[PairValues], rows: Sequence[PairRow], seed: int) -> dict[str, Any]:
+    """The parts of evaluate.json that need the values of each pair, not only their means."""
     prompts = [row["prompt"] for row in rows]
     columns = {
         "rewards/accuracies": [float(value.margin > 0) for value in values],
@@ -37,33 +38,31 @@ def held_out(values: Sequence[PairValues], rows: Sequence[Row], seed: int) -> di
 
 
 def probability(value: PairValues) -> float:
-    """That the chosen response is the better one, as the implied rewards have it (Bradley-Terry)."""
+    """The probability that the chosen response is better, from the implied rewards (Bradley-Terry)."""
     return 1 / (1 + math.exp(-max(-700.0, min(700.0, value.margin))))
 
 
 def bucket(tokens: int) -> str:
-    before = 0
-    for end in BUCKETS:
+    for start, end in pairwise((0, *BUCKETS)):
         if tokens <= end:
-            return f"{before + 1}-{end}"
-        before = end
-    return f"{before + 1}-"
+            return f"{start + 1}-{end}"
+    return f"{BUCKETS[-1] + 1}-"
 
 
 def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
-    """Accuracy where the chosen response is the shorter, the longer, and whether a margin follows length."""
+    """Accuracy where the chosen response is shorter, longer or as long, and the correlation of margin and length."""
     groups: dict[str, list[PairValues]] = defaultdict(list)
     for value in values:
         difference = value.chosen_tokens - value.rejected_tokens
         groups["chosen_shorter" if difference < 0 else "chosen_longer" if difference else "same_length"].append(value)
-    found = {f"{name}/pairs": float(len(group)) for name, group in sorted(groups.items())}
-    found |= {f"{name}/accuracy": _accuracy(group) for name, group in sorted(groups.items())}
+    bias = {f"{name}/pairs": float(len(group)) for name, group in sorted(groups.items())}
+    bias |= {f"{name}/accuracy": _accuracy(group) for name, group in sorted(groups.items())}
     lengths = [float(value.chosen_tokens - value.rejected_tokens) for value in values]
-    return {**found, "correlation": _correlation(lengths, [value.margin for value in values])}
+    return {**bias, "correlation": _correlation(lengths, [value.margin for value in values])}
 
 
 def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
-    """By how sure the policy is of its preferred response: how sure on average, and how often it is right."""
+    """By bin of confidence in the preferred response: mean confidence, accuracy and number of pairs."""
     bins: dict[int, list[PairValues]] = defaultdict(list)
     for value in values:
         bins[min(BINS - 1, int((_confidence(value) - 0.5) * 2 * BINS))].append(value)
@@ -78,7 +77,7 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
 
 
 def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, float]]:
-    """How many pairs have which margin; a bin is named by its middle."""
+    """The number of pairs by margin; a bin is named by its middle."""
     margins = [value.margin for value in values]
     low, high = min(margins), max(margins)
     width = (high - low) / bins or 1.0
@@ -89,17 +88,17 @@ def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, fl
 
 
 def disagreements(
-    values: Sequence[PairValues], rows: Sequence[Row], decode: Callable[[list[list[int]]], list[str]]
+    values: Sequence[PairValues], rows: Sequence[PairRow], decode: Callable[[list[list[int]]], list[str]]
 ) -> list[dict[str, Any]]:
-    """Every pair, the one that the policy most prefers the wrong way first: bad labels are found there."""
+    """Every pair, the strongest disagreement with its label first: wrong labels show up there."""
     ordered = sorted(zip(values, rows, strict=True), key=lambda item: (item[0].margin, item[0].id))
-    shown = [item for number, item in enumerate(ordered) if number < SHOWN or item[0].margin <= 0]
-    texts = iter(decode([row[f"{name}_ids"] for _, row in shown for name in ("chosen", "rejected")]))
-    written = {value.id: {"chosen": next(texts), "rejected": next(texts)} for value, _ in shown}
-    return [_line(value, row, written.get(value.id, {})) for value, row in ordered]
+    decoded = [item for number, item in enumerate(ordered) if number < WITH_TEXTS or item[0].margin <= 0]
+    texts = iter(decode([row[f"{name}_ids"] for _, row in decoded for name in ("chosen", "rejected")]))
+    by_id = {value.id: {"chosen": next(texts), "rejected": next(texts)} for value, _ in decoded}
+    return [_line(value, row, by_id.get(value.id, {})) for value, row in ordered]
 
 
-def _line(value: PairValues, row: Row, texts: dict[str, str]) -> dict[str, Any]:
+def _line(value: PairValues, row: PairRow, texts: dict[str, str]) -> dict[str, Any]:
     return {
         "id": value.id,
         "prompt": row["prompt"],
@@ -156,7 +155,7 @@ def _confidence(value: PairValues) -> float:
 
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pearson's; 0 where one of them does not vary."""
+    """Pearson's correlation; 0 if one column is constant."""
     a, b = ([value - sum(column) / len(column) for value in column] for column in (first, second))
     spread = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
     return round(sum(x * y for x, y in zip(a, b, strict=True)) / spread, DIGITS) if spread else 0.0

@@ -1,150 +1,150 @@
-"""A model's work on many prompts or pairs, split into tasks for the workers of the group `evaluate`.
+"""Split the prompts and pairs of an evaluation into tasks for the workers of the group `evaluate`.
 
-The tasks depend on the work alone. However many workers there are, each batch of prompts and each packed row is the
-same, and so are the results, bit for bit on a CPU.
+The tasks do not depend on the number of workers: each batch of prompts and each packed row is the same, and so are the
+results, bit for bit on a CPU.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.params import Cluster, Evaluate
 from tasks.errors import UserError
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
-from tasks.machines.pool import Workers
-from tasks.params import Cluster, Evaluate
-from training.objective import Objective
-from training.outputs import Answer, PairValues
-from training.packing import Pair, pack
+from training.evaluation.samples import Answer, PairValues
+from training.objectives.objective import Objective
+from training.objectives.packing import Pair, pack
 
-BATCH = 50  # prompts
-AT_ONCE = 512  # pairs that are packed into rows together
-ROWS = 4  # of a task
-EXCHANGES = 64  # of a task for a reward model
+BATCH = 50  # prompts per task
+PACKED_TOGETHER = 512  # pairs
+ROWS = 4  # packed rows per task
+EXCHANGES = 64  # per task of a reward model
 
 Report = Callable[[int], None]
 
 
-def evaluators(cluster: Cluster, stage: str) -> Workers:
-    return Workers(cluster, cluster.evaluate, Evaluator, stage)
+def evaluator_pool(cluster: Cluster, stage: str) -> WorkerPool:
+    return WorkerPool(cluster, cluster.evaluate, Evaluator, stage)
 
 
-def sampled(
-    workers: Workers, params: Evaluate, weights: Weights, prompts: Sequence[Sequence[int]], report: Report
+def sample_answers(
+    workers: WorkerPool, params: Evaluate, weights: Weights, prompts: Sequence[Sequence[int]], report: Report
 ) -> list[Answer]:
-    """One answer per prompt by the chosen engine; `report` gets how many more are there.
+    """One answer per prompt by the configured engine; `report` gets the number of new answers.
 
-    vLLM would load a quantized base in 16 bits: the answers would not be those of the policy that was trained.
+    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's.
     """
-    how = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
-    if prompts and _by_vllm(workers, params, weights):
-        return _sampled_by_vllm(workers, weights, prompts, how, report)
-    order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))  # little padding
+    sampling = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
+    if prompts and _uses_vllm(workers, params, weights):
+        return _sample_by_vllm(workers, weights, prompts, sampling, report)
+    order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))  # for little padding
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-    tasks = [(weights, [prompts[number] for number in batch], how) for batch in batches]
+    tasks = [(weights, [prompts[number] for number in batch], sampling) for batch in batches]
     return _in_order(batches, workers.map("sample", tasks, lambda task: report(len(batches[task]))))
 
 
-def _by_vllm(workers: Workers, params: Evaluate, weights: Weights) -> bool:
-    if params.engine == "transformers" or (params.engine == "auto" and workers.split):
+def _uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
+    if params.engine == "transformers" or (params.engine == "auto" and workers.zero3):
         return False
-    if workers.split:
+    if workers.zero3:
         raise UserError(
-            "evaluate.engine is vllm, and infra/cluster.yaml: evaluate.zero_stage is 3, which splits the model by "
+            "evaluate.engine is vllm, but evaluate.zero_stage in infra/cluster.yaml is 3, which shards the model with "
             "DeepSpeed. Set evaluate.engine to auto, or evaluate.zero_stage to 0."
         )
-    (there,) = workers.map("has_vllm", [()])
-    if params.engine == "vllm" and not there:
+    (installed,) = workers.map("has_vllm", [()])
+    if params.engine == "vllm" and not installed:
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
-    return there and not weights.quantization
+    return installed and not weights.quantization
 
 
-def _sampled_by_vllm(
-    workers: Workers, weights: Weights, prompts: Sequence[Sequence[int]], how: Sampling, report: Report
+def _sample_by_vllm(
+    workers: WorkerPool, weights: Weights, prompts: Sequence[Sequence[int]], sampling: Sampling, report: Report
 ) -> list[Answer]:
-    """One task for each worker: vLLM makes its own batches, and takes a minute to start."""
-    count = min(workers.count, len(prompts))
+    """One task per worker: vLLM makes its own batches and takes a minute to start."""
+    count = min(workers.num_workers, len(prompts))
     batches = [list(range(number, len(prompts), count)) for number in range(count)]
     memory = workers.cluster.evaluate.gpu_memory_utilization
-    tasks = [(weights, [prompts[number] for number in batch], how, memory) for batch in batches]
-    found = workers.map("sample_by_vllm", tasks, lambda task: report(len(batches[task])))
-    if (held := max(gib for _, gib in found)) > 0.1:
-        print(f"{workers.stage}: while vLLM sampled, the worker itself held {held:.1f} GiB of its GPU", flush=True)
-    return _in_order(batches, [answers for answers, _ in found])
+    tasks = [(weights, [prompts[number] for number in batch], sampling, memory) for batch in batches]
+    results = workers.map("sample_by_vllm", tasks, lambda task: report(len(batches[task])))
+    if (held := max(gib for _, gib in results)) > 0.1:
+        print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
+    return _in_order(batches, [answers for answers, _ in results])
 
 
 def token_values(
-    workers: Workers, weights: Weights, pairs: Sequence[Pair], report: Report = lambda count: None
+    workers: WorkerPool, weights: Weights, pairs: Sequence[Pair], report: Report = lambda count: None
 ) -> list[Any]:
     """Log-probability, entropy and collision of each pair's response tokens, chosen before rejected."""
     if not pairs:
         return []
     order = sorted(pairs, key=len)
-    probes = [order[0], pairs[len(pairs) // 2], order[-1]]  # on which each worker proves its packed path
+    probes = [order[0], pairs[len(pairs) // 2], order[-1]]  # each worker checks the parity of its packed path on these
     batches, tasks = [], []
     for rows in _rows(pairs, workers.cluster.evaluate.row_tokens):
         batch = [number for row in rows for number in row]
-        place = {number: at for at, number in enumerate(batch)}
+        index = {number: position for position, number in enumerate(batch)}
         batches.append(batch)
-        own = [[place[number] for number in row] for row in rows]
-        tasks.append((weights, [pairs[number] for number in batch], own, probes))
-    found = workers.map("score", tasks, lambda task: report(len(batches[task])))
-    if note := next((said for _, said in found if said), None):
+        task_rows = [[index[number] for number in row] for row in rows]
+        tasks.append((weights, [pairs[number] for number in batch], task_rows, probes))
+    results = workers.map("score", tasks, lambda task: report(len(batches[task])))
+    if note := next((note for _, note in results if note), None):
         print(f"{workers.stage}: {note}", flush=True)
-    return _in_order(batches, [values for values, _ in found])
+    return _in_order(batches, [values for values, _ in results])
 
 
 def _rows(pairs: Sequence[Pair], row_tokens: int) -> list[list[list[int]]]:
-    """Pair numbers by row, and so many rows by task."""
+    """The packed rows of each task; a row is a list of pair numbers."""
     rows: list[list[int]] = []
-    for start in range(0, len(pairs), AT_ONCE):
-        lengths = [len(pair) for pair in pairs[start : start + AT_ONCE]]
+    for start in range(0, len(pairs), PACKED_TOGETHER):
+        lengths = [len(pair) for pair in pairs[start : start + PACKED_TOGETHER]]
         rows += [[start + item for item in row] for row in pack(lengths, lengths, row_tokens)]
     return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
 
-def logps(values: Sequence[Any], pairs: Sequence[Pair]) -> list[tuple[list[float], list[float]]]:
-    """Of each pair's chosen and rejected tokens."""
-    lists = [(found[0].tolist(), len(pair.chosen)) for found, pair in zip(values, pairs, strict=True)]
-    return [(tokens[:chosen], tokens[chosen:]) for tokens, chosen in lists]
+def split_logps(values: Sequence[Any], pairs: Sequence[Pair]) -> list[tuple[list[float], list[float]]]:
+    """The log-probabilities of each pair's chosen and rejected tokens."""
+    lists = [(tokens[0].tolist(), len(pair.chosen_ids)) for tokens, pair in zip(values, pairs, strict=True)]
+    return [(logps[:chosen], logps[chosen:]) for logps, chosen in lists]
 
 
 def pair_values(
-    workers: Workers, objective: Objective, pairs: Sequence[Pair], values: Sequence[Any]
+    workers: WorkerPool, objective: Objective, pairs: Sequence[Pair], values: Sequence[Any]
 ) -> tuple[dict[str, float], list[PairValues]]:
-    """The training metrics over all pairs, and the values of each."""
+    """The training metrics over all pairs, and the values of each pair."""
     task = (objective, pairs, values, workers.cluster.evaluate.row_tokens)
-    (found,) = workers.map("values", [task])
-    return found
+    (result,) = workers.map("pair_values", [task])
+    return result
 
 
-def answer_ratios(
-    workers: Workers,
+def answer_log_ratios(
+    workers: WorkerPool,
     policy: Weights,
     reference: Weights,
     answers: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
 ) -> list[float]:
-    """log policy(y|x) - log reference(y|x) of each prompt's own answer; their mean estimates KL(policy, reference).
+    """log policy(y|x) - log reference(y|x) of the policy's answers; their mean estimates KL(policy, reference).
 
-    An item is (prompt, the policy's answer, the reference's): a pair, so that its prompt is computed once for both.
+    An item is (prompt, the policy's answer, the reference's answer): a pair, so that its prompt is computed once.
     """
     pairs = [
         Pair(str(number), prompt, own, other, [1] * len(own), [1] * len(other))
         for number, (prompt, own, other) in enumerate(answers)
     ]
-    live, stored = (logps(token_values(workers, weights, pairs), pairs) for weights in (policy, reference))
+    live, stored = (split_logps(token_values(workers, weights, pairs), pairs) for weights in (policy, reference))
     return [sum(new[0]) - sum(old[0]) for new, old in zip(live, stored, strict=True)]
 
 
-def rewards(
-    workers: Workers, folder: str, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
+def reward_scores(
+    workers: WorkerPool, folder: str, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
 ) -> list[float]:
     """A reward model's score of each (prompt, answer)."""
     parts = [exchanges[start : start + EXCHANGES] for start in range(0, len(exchanges), EXCHANGES)]
-    found = workers.map("rewards", [(folder, label, part, dtype) for part in parts])
-    return [score for part in found for score in part]
+    results = workers.map("reward_scores", [(folder, label, part, dtype) for part in parts])
+    return [score for scores in results for score in scores]
 
 
 def _in_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results by their number, of batches of numbers."""
+    """The results of batches of item numbers, in the order of the numbers."""
     numbered = {
         number: result
         for batch, some in zip(batches, results, strict=True)

@@ -1,1 +1,1 @@
-"""From an export to a model in use: birth certificate, card, gate, approval, push, rollback."""
+"""Releasing an exported model: manifest, model card, gate, approval, rollback, copies to other stores."""

@@ -1,4 +1,4 @@
-"""What an export was made from and by: the birth certificate, less the files' hashes."""
+"""The manifest of an export, without the hashes of its files: data, base model, params, metrics, code, environment."""
 
 import subprocess
 import sys
@@ -6,17 +6,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tasks.files import hash_files, read_json, sha256
-from tasks.params import Params
-from tasks.paths import BASE, METRICS, PAIRS, POLICY, RAW, REFERENCE
+from tasks.config.params import Params
+from tasks.config.paths import BASE, METRICS, PAIRS, POLICY, RAW, REFERENCE, ROOT
+from tasks.system.files import hash_files, read_json, sha256
 
-ROOT = Path(__file__).resolve().parents[2]
-CODE = ("flows", "tasks", "training", "dvc.yaml", "requirements.lock")  # params are in the manifest, whole
+CODE = ("cli", "flows", "services", "tasks", "training", "dvc.yaml", "requirements.lock")
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "ray", "datasets", "gguf")
 LICENCES = ("LICENSE*", "LICENCE*", "COPYING*")
 
 
-def manifest(params: Params, checks: dict[str, Any], base: Path) -> dict[str, Any]:
+def build_manifest(params: Params, checks: dict[str, Any], base: Path) -> dict[str, Any]:
     raw, origin = read_json(RAW / "manifest.json"), read_json(BASE / "manifest.json")
     return {
         "model": params.promote.model_name,
@@ -28,13 +27,13 @@ def manifest(params: Params, checks: dict[str, Any], base: Path) -> dict[str, An
         "params": params.model_dump(exclude={"promote"}),
         "metrics": read_json(METRICS / "evaluate.json"),
         "checks": checks,
-        "made": made(),
+        "made": _environment(),
     }
 
 
-def made() -> dict[str, Any]:
-    """By which code, in which environment, on what: the only part of a manifest that another machine may change."""
-    from training.hardware import hardware
+def _environment() -> dict[str, Any]:
+    """Code, packages and hardware: the only part of a manifest that depends on the machine."""
+    from training.evaluation.hardware import hardware  # imports torch
 
     lock = ROOT / "requirements.lock"
     return {
@@ -48,20 +47,19 @@ def made() -> dict[str, Any]:
 
 
 def licence(folder: Path) -> str | None:
-    """As a model card's header names it, or as a licence file begins; None where nothing is said."""
+    """From the header of the model card, or else the first line of a licence file; None where neither states one."""
     card = folder / "README.md"
-    if card.exists() and card.read_text(errors="replace").startswith("---"):
-        header = card.read_text(errors="replace").split("---")[1]
-        for line in header.splitlines():
-            if line.startswith("license:"):
-                return line.partition(":")[2].strip()
+    text = card.read_text(errors="replace") if card.exists() else ""
+    for line in text.split("---")[1].splitlines() if text.startswith("---") else ():
+        if line.startswith("license:"):
+            return line.partition(":")[2].strip()
     files = sorted(path for pattern in LICENCES for path in folder.glob(pattern) if path.is_file())
     lines = files[0].read_text(errors="replace").split("\n") if files else []
     return next((line.strip()[:80] for line in lines if line.strip()), None)
 
 
 def _git(*arguments: str) -> str | None:
-    """None where this is no git checkout."""
+    """The output of a git command; None outside a git checkout."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""What a promotion still has to do once the alias has moved: copy the model to promote.push, tell Prefect.
+"""The steps of a promotion that follow once the alias has moved: copy the model to promote.push, notify Prefect.
 
-A promotion is written down here before its alias moves, with an id that the version gets as a tag in the same move.
-Every promote and approve of this checkout completes what an earlier one left, so a crash or an address that does not
-answer loses neither the copy nor the event. The id is also the event's id: Prefect drops an id that it has seen.
+A promotion is written to disk before its alias moves. Its id becomes a tag of the version in the same move. Every
+promote and approve of this checkout completes the promotions that earlier ones left unfinished, so a crash or an
+unreachable address loses neither the copy nor the event. The id is also the event's id: Prefect ignores an event
+whose id it has already received.
 """
 
 import os
@@ -10,11 +11,11 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tasks.files import home, read_json, sha256, write_json
-from tasks.paths import MODEL
+from tasks.config.paths import MODEL, home
+from tasks.release.model_names import weights_of
 from tasks.release.push import push
-from tasks.release.stored import require_stored
-from tasks.release.verify import problems
+from tasks.release.verify import problems, require_intact_version
+from tasks.system.files import read_json, sha256, write_json
 from tasks.tracking.lease import is_gone, this_process
 from tasks.tracking.registry import Registry
 
@@ -29,10 +30,10 @@ class Promotion:
     alias: str
     why: str
     process: str
-    event: bool  # a flow promotes: Prefect is told
-    run: str = ""  # that made the version
-    details: str = ""  # how it compares with the champion before, in words
-    copied: bool = False  # nothing is left to do but to tell Prefect
+    event: bool  # promoted by a flow, which notifies Prefect
+    run: str = ""  # the run that made the version
+    details: str = ""  # how the version compares with the champion it replaces
+    copied: bool = False  # only the event is still to be sent
 
     @property
     def path(self) -> Path:
@@ -54,9 +55,9 @@ def folder() -> Path:
 
 
 def add(model: str, version: str, alias: str, why: str, run: str = "", details: str = "") -> Promotion:
-    """Before the alias moves; its id goes onto the version with the move."""
-    flow = "DPO_RUN" in os.environ
-    promotion = Promotion(str(uuid.uuid4()), model, version, alias, why, this_process(), flow, run, details)
+    """Record a promotion before its alias moves."""
+    event = "DPO_RUN" in os.environ
+    promotion = Promotion(str(uuid.uuid4()), model, version, alias, why, this_process(), event, run, details)
     promotion.write()
     return promotion
 
@@ -65,20 +66,22 @@ def pending() -> list[Promotion]:
     return [Promotion(**read_json(path)) for path in sorted(folder().glob("*.json"))]
 
 
-def complete(found: Registry, address: str | None) -> list[str]:
-    """Copy what was promoted and not copied yet to `address`; the addresses of the copies."""
+def complete(model_registry: Registry, address: str | None) -> list[str]:
+    """Copy every promoted model that is not copied yet to `address`; the addresses of the copies."""
     copies = []
     for promotion in pending():
-        if promotion.model != found.name or promotion.copied:
+        if promotion.model != model_registry.name or promotion.copied:
             continue
-        version = found.version(promotion.version)
+        version = model_registry.version(promotion.version)
         if version is None or version.tags.get(TAG) != promotion.id:
             if is_gone(promotion.process):  # it ended before the alias moved
                 promotion.path.unlink(missing_ok=True)
             continue
         if address:
-            here = MODEL / "manifest.json"
-            same = here.exists() and sha256(here) == found.digest(version) and not problems(MODEL)
-            copies.append(push(MODEL if same else require_stored(found, version), address))
+            manifest = MODEL / "manifest.json"
+            is_here = manifest.exists() and sha256(manifest) == model_registry.digest(version) and not problems(MODEL)
+            if not is_here:
+                require_intact_version(model_registry, version)
+            copies.append(push(MODEL if is_here else weights_of(model_registry, version), address))
         promotion.finish()
     return copies

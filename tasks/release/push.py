@@ -1,60 +1,49 @@
-"""A whole export to any fsspec address: `python -m tasks.release.push s3://bucket/models/dpo` (or `make push TO=...`).
+"""`dpo push ADDRESS`: copy an export to any fsspec address, such as s3://bucket/models.
 
-The files lie in a folder named by the manifest's hash, the manifest last: who finds a manifest finds a whole model.
+The copy is a folder named after the manifest's hash. The manifest is written last, so a folder with a manifest holds
+a complete model.
 """
 
 import hashlib
-import sys
 from pathlib import Path
 
+from tasks.config.paths import MODEL
 from tasks.errors import UserError
-from tasks.files import read_json, sha256
-from tasks.output import as_command
-from tasks.paths import MODEL
-from tasks.release.verify import MANIFEST, SIGNATURE, SUM, require_whole
-
-CHUNK = 2**22
+from tasks.release.model_names import registered_version, weights_of
+from tasks.release.verify import CHECKSUM, MANIFEST, SIGNATURE, require_intact
+from tasks.system.files import read_json, sha256
 
 
 def push(folder: Path, address: str) -> str:
-    """Copy, read back and compare; the address of the copy."""
+    """Copy every file, read it back and compare its hash; the address of the copy."""
     import fsspec
 
     target = f"{address.rstrip('/')}/{sha256(folder / MANIFEST)[:12]}"
     try:
-        files, root = fsspec.core.url_to_fs(target)
-        last = {name: sha256(folder / name) for name in (SUM, SIGNATURE, MANIFEST)}
+        filesystem, root = fsspec.core.url_to_fs(target)
+        last = {name: sha256(folder / name) for name in (CHECKSUM, SIGNATURE, MANIFEST)}
         for name, digest in {**read_json(folder / MANIFEST)["files"], **last}.items():
-            there = f"{root}/{name}"
-            files.makedirs(there.rpartition("/")[0], exist_ok=True)
-            files.put_file(str(folder / name), there)
-            if _sha256(files, there) != digest:
-                raise UserError(f"{target}/{name} is not what was sent. Push again.")
+            path = f"{root}/{name}"
+            filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            filesystem.put_file(str(folder / name), path)
+            with filesystem.open(path, "rb") as copy:
+                if hashlib.file_digest(copy, "sha256").hexdigest() != digest:
+                    raise UserError(f"{target}/{name} differs from the file that was sent. Run `dpo push` again.")
     except UserError:
         raise
-    except Exception as error:  # each kind of address fails in its own way
+    except Exception as error:  # each kind of store raises errors of its own
         raise UserError(
-            f"The model could not be copied to {address}: {type(error).__name__}: {error}. Look at the address and its "
-            "credentials, then run `make push TO=address`."
+            f"The model could not be copied to {address}: {type(error).__name__}: {error}. Check the address and its "
+            f"credentials, then run `dpo push {address}`."
         ) from error
     return target
 
 
-def _sha256(files, path: str) -> str:
-    digest = hashlib.sha256()
-    with files.open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-@as_command
-def main() -> None:
-    if len(sys.argv) != 2 or not sys.argv[1]:
-        raise UserError("Say where to: `make push TO=s3://bucket/models`.")
-    require_whole(MODEL)
-    print(f"copied to {push(MODEL, sys.argv[1])}")
-
-
-if __name__ == "__main__":
-    main()
+def push_model(address: str, name: str | None) -> str:
+    """Verify a registered version, or data/model, and copy it; the address of the copy."""
+    folder = MODEL
+    if name:
+        with registered_version(name) as (_, models, version):
+            folder = weights_of(models, version)
+    require_intact(folder)
+    return push(folder, address)

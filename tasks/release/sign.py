@@ -1,73 +1,76 @@
-"""Sign what was made before there was a key, or with another key: `python -m tasks.release.sign [WHAT]` (`make sign`).
+"""`dpo verify [WHAT]`, and `dpo sign [WHAT]`: sign what was made without this project's key or with another one.
 
-WHAT is the folder of an export (data/model without an argument), the folder of a checkpoint, or the number of a version
-in the registry. Only files that agree with their manifest are signed. A signature says that you trust whoever made
-them: loading a checkpoint runs code that its files name.
+WHAT is the folder of an export (data/model by default), the folder of a checkpoint, or a registered version
+(model_names.py). Only files that agree with their manifest are signed. A signature means that you trust whoever made
+the files: loading a checkpoint runs code that its files name.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-from tasks import signing
+from tasks.config.paths import MODEL
 from tasks.errors import UserError
-from tasks.files import sha256
-from tasks.output import as_command
-from tasks.params import load_cluster, load_params
-from tasks.paths import MODEL
-from tasks.release.verify import MANIFEST, SIGNATURE, problems
-from tasks.tracking.registry import registry
-from training import checkpoint
+from tasks.release.model_names import registered_version
+from tasks.release.verify import (
+    MANIFEST,
+    SIGNATURE,
+    problems,
+    require_intact,
+    require_intact_version,
+    version_problems,
+    write_signature,
+)
+from tasks.system import signing
+from tasks.system.files import read_json, sha256
+from training.trainer import checkpoint
 
 
 def sign(what: str) -> str:
-    if what.isdecimal():
-        return _version(what)
     folder = Path(what) if what else MODEL
+    if what and not folder.exists():
+        return _sign_version(what)
     if (folder / "state.json").exists():
-        accept(folder, signing.checkpoint_key())
+        sign_checkpoint(folder, signing.checkpoint_key())
         return f"{folder}: signed as a checkpoint of this project"
-    _must_agree(problems(folder, signed=False), str(folder))
-    (folder / SIGNATURE).write_text(signing.sign((folder / MANIFEST).read_bytes()))
-    hint = " `dvc commit --force export` tells DVC." if folder == MODEL else ""
+    _require_no_problems(problems(folder, signed=False), str(folder))
+    write_signature(folder, folder / SIGNATURE)
+    hint = " Run `dvc commit --force export` so that DVC records the change." if folder == MODEL else ""
     return f"{folder}: signed by key {signing.public_key()[:16]}.{hint}"
 
 
-def accept(folder: Path, key: bytes) -> None:
+def sign_checkpoint(folder: Path, key: bytes) -> None:
     """Authenticate a checkpoint whose files agree with its manifest."""
     content = (folder / checkpoint.MANIFEST).read_bytes()
     changed = [name for name, digest in json.loads(content)["files"].items() if sha256(folder / name) != digest]
-    _must_agree([f"{name} has changed" for name in changed], str(folder))
+    _require_no_problems([f"{name} has changed" for name in changed], str(folder))
     checkpoint.write_atomically(folder / checkpoint.MAC, checkpoint.mac_of(content, key) + "\n")
 
 
-def _version(number: str) -> str:
-    name = load_params().promote.model_name
-    with registry(load_cluster(), name) as found, tempfile.TemporaryDirectory() as aside:
-        version = found.version(number)
-        if version is None:
-            raise UserError(f"{name} has no version {number}: {[v.number for v in found.versions()]}.")
-        folder = found.fetch(version, "model")
-        broken = problems(folder, signed=False, weights=version.tags.get("weights") == "stored")
-        if sha256(folder / MANIFEST) != found.digest(version):
-            broken = [f"{MANIFEST} is not the one whose hash the tag manifest_sha256 holds"]
-        _must_agree(broken, f"version {number} of {name}")
-        signature = Path(aside) / SIGNATURE
-        signature.write_text(signing.sign((folder / MANIFEST).read_bytes()))
-        found.store(version, "model", signature)
-    return f"{name} version {number}: signed by key {signing.public_key()[:16]}"
+def print_verification(what: str) -> None:
+    """Of a folder, or of a registered version and who approved it."""
+    folder, approval = Path(what) if what else MODEL, ""
+    if not what or folder.exists():
+        require_intact(folder)
+    else:
+        with registered_version(what) as (_, models, version):
+            folder, tags = require_intact_version(models, version), version.tags
+        approval = f"; approved by {tags['approved_by']}" if tags.get("approved_by") else ""
+        if tags.get("override_reason"):
+            approval += f" against the gate ({tags['overruled']}): {tags['override_reason']}"
+    manifest = read_json(folder / MANIFEST)
+    print(f"{folder}: {manifest['model']}, {len(manifest['files'])} files, all as in the signed manifest{approval}")
 
 
-def _must_agree(broken: list[str], what: str) -> None:
+def _sign_version(name: str) -> str:
+    with registered_version(name) as (_, models, version), tempfile.TemporaryDirectory() as temporary:
+        folder, what = models.fetch(version, "model"), f"{models.name} version {version.number}"
+        _require_no_problems(version_problems(models, version, folder, False), what)
+        write_signature(folder, Path(temporary) / SIGNATURE)
+        models.store(version, "model", Path(temporary) / SIGNATURE)
+    return f"{what}: signed by key {signing.public_key()[:16]}"
+
+
+def _require_no_problems(broken: list[str], what: str) -> None:
     if broken:
-        raise UserError(f"{what} is not as its manifest says, so it was not signed: {'; '.join(broken)}.")
-
-
-@as_command
-def main() -> None:
-    print(sign(sys.argv[1] if len(sys.argv) > 1 else ""))
-
-
-if __name__ == "__main__":
-    main()
+        raise UserError(f"{what} differs from its manifest, so it was not signed: {'; '.join(broken)}.")

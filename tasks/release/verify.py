@@ -1,77 +1,97 @@
-"""Whether an exported model is what its manifest says, to the last byte, and whether a trusted key signed the manifest.
+"""Verify an export: every file has the hash that the manifest records, and a trusted key signed the manifest.
 
-`python -m tasks.release.verify [FOLDER]` (or `make verify`); data/model without an argument.
+`dpo verify [WHAT]` checks an exported folder or a registered version. Rollback, approval and promotion check the files
+in the registry the same way: someone who can write to the registry but does not hold the signing key cannot forge a
+version.
 """
 
-import sys
 from pathlib import Path
 
-from tasks import signing
 from tasks.errors import UserError
-from tasks.files import hash_files, read_json, sha256
-from tasks.output import as_command
-from tasks.paths import MODEL
+from tasks.system import signing
+from tasks.system.files import hash_files, read_json, sha256
+from tasks.tracking.registry import Registry, Version
 
 MANIFEST = "manifest.json"
-SUM = "manifest.sha256"  # as `sha256sum -c` reads it: a manifest cannot hold a hash of itself
+CHECKSUM = "manifest.sha256"  # in the format of `sha256sum -c`: a manifest cannot hold its own hash
 SIGNATURE = "manifest.sig"
-OF_THE_MANIFEST = (MANIFEST, SUM, SIGNATURE)
 
 
 def seal(folder: Path) -> None:
-    """Note the manifest's own hash and sign it; the last thing that an export writes."""
-    (folder / SUM).write_text(f"{sha256(folder / MANIFEST)}  {MANIFEST}\n")
-    (folder / SIGNATURE).write_text(signing.sign((folder / MANIFEST).read_bytes()))
+    """Write the manifest's checksum and signature: the last step of an export."""
+    (folder / CHECKSUM).write_text(_checksum_line(folder))
+    write_signature(folder, folder / SIGNATURE)
+
+
+def write_signature(folder: Path, file: Path) -> None:
+    """Sign the manifest of `folder` with this project's key."""
+    file.write_text(signing.sign((folder / MANIFEST).read_bytes()))
 
 
 def problems(folder: Path, signed: bool = True, weights: bool = True) -> list[str]:
-    """What is not as the manifest says, or that no trusted key signed it; none when the export is whole.
+    """The differences between a folder and its signed manifest; empty for an intact export.
 
-    Without `weights` only the files that are there are compared: a registry may not hold large ones.
+    With `weights=False` missing files are no problem: a registry may not store large ones.
     """
-    if not (folder / MANIFEST).exists() or not (folder / SUM).exists():
-        raise UserError(f"{folder} has no {MANIFEST} or {SUM}. Run `dvc repro export`, or `dvc checkout data/model`.")
-    if (folder / SUM).read_text(errors="replace") != f"{sha256(folder / MANIFEST)}  {MANIFEST}\n":
-        return [f"{MANIFEST} has changed, or {SUM} has"]
-    if signed and (unsigned := _unsigned(folder)):
-        return [unsigned]
-    expected = read_json(folder / MANIFEST)["files"]
-    found = {name: digest for name, digest in hash_files(folder).items() if name not in OF_THE_MANIFEST}
-    missing = [f"{name} is missing" for name in expected if name not in found and weights]
-    strange = [f"{name} is not of this export" for name in found if name not in expected]
-    changed = [
-        f"{name} has changed: sha256 {found[name][:12]}, and {digest[:12]} was exported"
-        for name, digest in expected.items()
-        if name in found and found[name] != digest
-    ]
-    return missing + changed + strange
-
-
-def _unsigned(folder: Path) -> str | None:
-    if not (folder / SIGNATURE).exists():
-        return f"{SIGNATURE} is missing: it was exported before exports were signed, or by somebody else"
-    problem = signing.signature_problem(
-        (folder / MANIFEST).read_bytes(), (folder / SIGNATURE).read_text(errors="replace")
-    )
-    return f"{MANIFEST}: {problem}" if problem else None
-
-
-def require_whole(folder: Path) -> None:
-    if found := problems(folder):
+    if not (folder / MANIFEST).exists() or not (folder / CHECKSUM).exists():
         raise UserError(
-            f"{folder} is not what was exported: {'; '.join(found)}. Restore it with `dvc checkout --force "
-            "data/model`, or make it anew with `dvc repro -f export`. If only the signature is missing and you know "
-            f"who made it, `make sign WHAT={folder}` signs it with your key."
+            f"{folder} has no {MANIFEST} or {CHECKSUM}. Run `dvc repro export`, or `dvc checkout data/model`."
+        )
+    if (folder / CHECKSUM).read_text(errors="replace") != _checksum_line(folder):
+        return [f"{MANIFEST} or {CHECKSUM} has changed"]
+    if signed and (problem := _signature_problem(folder)):
+        return [problem]
+    expected = read_json(folder / MANIFEST)["files"]
+    actual = hash_files(folder)
+    for name in (MANIFEST, CHECKSUM, SIGNATURE):
+        actual.pop(name, None)
+    missing = [f"{name} is missing" for name in expected if name not in actual and weights]
+    unknown = [f"{name} is not part of this export" for name in actual if name not in expected]
+    changed = [
+        f"{name} has changed: its sha256 is {actual[name][:12]}, and the manifest has {digest[:12]}"
+        for name, digest in expected.items()
+        if name in actual and actual[name] != digest
+    ]
+    return missing + changed + unknown
+
+
+def version_problems(model_registry: Registry, version: Version, folder: Path, signed: bool = True) -> list[str]:
+    """The same for the files of a registered version, whose tag must hold the hash of its manifest."""
+    broken = problems(folder, signed, weights=version.tags.get("weights") == "stored")
+    if not broken and sha256(folder / MANIFEST) != model_registry.digest(version):
+        return [f"the hash of {MANIFEST} is not the one in the tag manifest_sha256"]
+    return broken
+
+
+def require_intact(folder: Path) -> None:
+    if broken := problems(folder):
+        raise UserError(
+            f"{folder} is not what was exported: {'; '.join(broken)}. Restore it with `dvc checkout --force "
+            "data/model`, or export again with `dvc repro -f export`. If only the signature is missing and you know "
+            f"who made the export, sign it with your key: `dpo sign {folder}`."
         )
 
 
-@as_command
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL
-    require_whole(folder)
-    manifest = read_json(folder / MANIFEST)
-    print(f"{folder}: {manifest['model']}, {len(manifest['files'])} files, each as the signed manifest says")
+def require_intact_version(model_registry: Registry, version: Version) -> Path:
+    """The folder with the verified files of a registered version."""
+    folder = model_registry.fetch(version, "model")
+    if broken := version_problems(model_registry, version, folder):
+        raise UserError(
+            f"Version {version.number} of {model_registry.name} is not what was registered: {'; '.join(broken)}. No "
+            "alias was moved. Restore its files from a backup, or make the model again with `dpo reproduce`. If only "
+            "the signature is missing and you know who made the export, sign it with your key: "
+            f"`dpo sign {model_registry.name}/{version.number}`."
+        )
+    return folder
 
 
-if __name__ == "__main__":
-    main()
+def _checksum_line(folder: Path) -> str:
+    return f"{sha256(folder / MANIFEST)}  {MANIFEST}\n"
+
+
+def _signature_problem(folder: Path) -> str | None:
+    if not (folder / SIGNATURE).exists():
+        return f"{SIGNATURE} is missing: the model was exported before exports were signed, or by someone else"
+    line = (folder / SIGNATURE).read_text(errors="replace")
+    problem = signing.signature_problem((folder / MANIFEST).read_bytes(), line)
+    return f"{MANIFEST}: {problem}" if problem else None

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.files import read_json
-from tasks.params import Cluster, load_cluster
-from tasks.paths import CARD, METRICS
+from tasks.config.params import Cluster, load_cluster
+from tasks.config.paths import CARD, METRICS
+from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
 
 Row = tuple[str, str, str, str, str, str]

@@ -1,43 +1,34 @@
-"""HTML and Markdown from values. Text comes from others: everything that is shown passes `escape` or `plain`."""
+"""Text from data, made safe to show: `printable` for HTML (Jinja escapes it), `plain` for Markdown."""
 
-import html
 import re
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-LONGEST = 1500  # characters of a text
-# What Markdown may take for its own: punctuation, an underscore but inside a word, the beginning of a bare link.
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+# What Markdown interprets: punctuation, an underscore outside a word, the beginning of a bare link.
 RISKY = re.compile(r"[\\`*\[\]<>|~&]|^#|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.")
 
 
-def section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
-
-
-def charts(figures: Sequence[str]) -> str:
-    drawn = "".join(figures)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def text(content: str) -> str:
-    """Of an answer or a prompt: cut where it is very long."""
-    return escape(content if len(content) <= LONGEST else content[:LONGEST] + " ...")
-
-
-def escape(value: Any) -> str:
-    plain = "".join(char if char.isprintable() or char == "\n" else " " for char in str(value))  # no direction marks
-    return html.escape(plain)
+def printable(value: Any) -> str:
+    """Without control characters and marks that reverse the direction of text."""
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in str(value))
 
 
 def plain(value: Any) -> str:
-    """Text as one line of Markdown that shows it and does nothing else."""
-    shown = " ".join("".join(char if char.isprintable() else " " for char in str(value)).split())
-    return RISKY.sub(lambda match: f"\\{match.group()}", shown)
+    """As one line of Markdown that shows the text and interprets none of it."""
+    return RISKY.sub(lambda match: f"\\{match.group()}", " ".join(printable(value).split()))
+
+
+def templates(folder: Path, autoescape: bool = False) -> Environment:
+    """The Jinja2 templates of a folder. A missing value is an error. Markdown escapes text with the filter `plain`."""
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["plain"] = plain
+    return environment

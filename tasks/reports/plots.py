@@ -1,20 +1,53 @@
-"""Figures of a run, by matplotlib."""
+"""Figures of a run, by matplotlib: PNG files for MLflow, SVG for the run report."""
 
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+Point = tuple[float, float]
 PANELS = (
     ("loss", ("loss", "eval/loss")),
     ("reward accuracy", ("rewards/accuracies", "eval/rewards/accuracies")),
     ("rewards", ("rewards/chosen", "rewards/rejected")),
     ("log-probabilities", ("logps/chosen", "logps/rejected")),
 )
+# Drawn in these colours, then replaced by the page's own, which follow the reader's light or dark theme.
+THEME = {
+    "#000001": "var(--c0)",
+    "#000002": "var(--c1)",
+    "#000003": "var(--soft)",
+    "#000004": "var(--line)",
+    "#000005": "var(--ink)",
+}
+FIRST, SECOND, SOFT, LINE, INK = THEME
+SVG_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dpo",  # the same ids in every report
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.color": SOFT,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": LINE,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": LINE,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "legend.frameon": False,
+}
 
 
 def curves(steps: dict[int, dict[str, float]], path: Path) -> None:
-    """The course of training in four panels."""
+    """Training curves in four panels."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
     for axis, (title, names) in zip(axes.flat, PANELS, strict=True):
@@ -31,17 +64,16 @@ def curves(steps: dict[int, dict[str, float]], path: Path) -> None:
 
 
 def held_out(bins: list[dict[str, float]], margins: list[dict[str, float]], path: Path) -> None:
-    """How right the policy is when it is so sure, and how the margins of held-out pairs are spread."""
+    """Calibration of the implied preference, and the distribution of reward margins over held-out pairs."""
     pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot([0.5, 1], [0.5, 1], linestyle=":", color="grey", label="calibrated")
-    left.plot([b["confidence"] for b in bins], [b["accuracy"] for b in bins], marker="o", label="policy")
-    left.set(title="calibration of the implied preference", xlabel="how sure", ylabel="how often right")
-    left.legend()
-    width = margins[1]["margin"] - margins[0]["margin"] if len(margins) > 1 else 1.0
-    right.bar([m["margin"] for m in margins], [m["pairs"] for m in margins], width=width)
-    right.axvline(0, color="grey", linestyle=":")
-    right.set(title="reward margins", xlabel="margin", ylabel="pairs")
+    figure, (calibration, histogram) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    calibration.plot([0.5, 1], [0.5, 1], linestyle=":", color="grey", label="calibrated")
+    calibration.plot([b["confidence"] for b in bins], [b["accuracy"] for b in bins], marker="o", label="policy")
+    calibration.set(title="calibration of the implied preference", xlabel="confidence", ylabel="accuracy")
+    calibration.legend()
+    _histogram(histogram, [(m["margin"], m["pairs"]) for m in margins])
+    histogram.axvline(0, color="grey", linestyle=":")
+    histogram.set(title="reward margins", xlabel="margin", ylabel="pairs")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -55,10 +87,10 @@ def parallel(axes: Sequence[tuple[str, Sequence[Any]]], path: Path) -> None:
     for row in range(len(axes[-1][1])):
         heights = [heights[row] for heights, _ in scales]
         axis.plot(range(len(axes)), heights, color=colours(heights[-1]), marker="o", linewidth=2, alpha=0.8)
-    for place, (_, marks) in enumerate(scales):
-        axis.axvline(place, color="black", linewidth=0.8)
-        for height, text in marks:
-            axis.annotate(text, (place, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    for x, (_, labels) in enumerate(scales):
+        axis.axvline(x, color="black", linewidth=0.8)
+        for height, text in labels:
+            axis.annotate(text, (x, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
     axis.set_xticks(range(len(axes)), [name for name, _ in axes])
     axis.set(yticks=[], ylim=(-0.06, 1.1), xlim=(-0.15, len(axes) - 0.6))
     for side in ("top", "right", "left"):
@@ -68,20 +100,66 @@ def parallel(axes: Sequence[tuple[str, Sequence[Any]]], path: Path) -> None:
 
 
 def _scale(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights between 0 and 1, and what is written where: numbers by size, anything else in its order."""
+    """Heights between 0 and 1 and the axis labels: numbers by size, anything else in its order."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     names: list[Any] = sorted(set(values)) if numbers else list(dict.fromkeys(map(str, values)))
     if numbers:
         low, high = float(names[0]), float(names[-1])
         logarithmic = low > 0 and high / low >= 20  # learning rates, say
-        place = {value: math.log(value) if logarithmic else float(value) for value in names}
+        positions = {value: math.log(value) if logarithmic else float(value) for value in names}
     else:
-        place = {name: float(at) for at, name in enumerate(names)}
-    least, most = min(place.values()), max(place.values())
-    heights = {name: (at - least) / (most - least) if most > least else 0.5 for name, at in place.items()}
+        positions = {name: float(index) for index, name in enumerate(names)}
+    least, most = min(positions.values()), max(positions.values())
+    heights = {name: (at - least) / (most - least) if most > least else 0.5 for name, at in positions.items()}
     shown = names if len(names) <= 8 else [names[0], names[-1]]
-    marks = [(heights[name], f"{name:.4g}" if numbers else name[:24]) for name in shown]
-    return [heights[value if numbers else str(value)] for value in values], marks
+    labels = [(heights[name], f"{name:.4g}" if numbers else name[:24]) for name in shown]
+    return [heights[value if numbers else str(value)] for value in values], labels
+
+
+def line_svg(title: str, series: Mapping[str, Sequence[Point]], diagonal: bool = False) -> str:
+    """One line per name, with dots where there are few points; empty where there is nothing to draw."""
+    finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()}
+    drawn = {name: points for name, points in finite.items() if points}
+    if not drawn:
+        return ""
+
+    def draw(axis: Any) -> None:
+        if diagonal:
+            axis.plot([0.5, 1], [0.5, 1], linestyle=":", color=SOFT, label="calibrated")
+        for (name, points), colour in zip(drawn.items(), (FIRST, SECOND), strict=False):
+            axis.plot(*zip(*points, strict=True), color=colour, label=name, marker="." if len(points) < 12 else None)
+        if diagonal or len(drawn) > 1:
+            axis.legend()
+
+    return _svg(title, draw)
+
+
+def bar_svg(title: str, points: Sequence[Point]) -> str:
+    """A histogram from (middle, height) of bars of equal width."""
+    return _svg(title, lambda axis: _histogram(axis, points, color=FIRST)) if points else ""
+
+
+def _histogram(axis: Any, points: Sequence[Point], **style: Any) -> None:
+    width = points[1][0] - points[0][0] if len(points) > 1 else 1.0
+    axis.bar([x for x, _ in points], [height for _, height in points], width=width, **style)
+
+
+def _svg(title: str, draw: Any) -> str:
+    pyplot = _pyplot()
+    with pyplot.rc_context(SVG_STYLE):
+        figure, axis = pyplot.subplots(figsize=(4.6, 2.7), layout="constrained")
+        draw(axis)
+        axis.set_title(title, parse_math=False)
+        axis.grid(axis="y")
+        for artist in figure.findobj():
+            artist.set_clip_on(False)  # nothing leaves the axes, and a clip path would be a url() in the page
+        text, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        pyplot.close(figure)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", text.getvalue()[text.getvalue().index("<svg") :])  # ids repeat in a page
+    for colour, variable in THEME.items():
+        svg = svg.replace(colour, variable)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
 def _pyplot() -> Any:

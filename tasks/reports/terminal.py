@@ -1,11 +1,12 @@
-"""The result of the last run on the terminal: what changed, three answers side by side, and where things are.
+"""The result of the last run on the terminal: metrics before and after, three answers side by side, and paths.
 
-python -m tasks.reports.terminal
+The flow runs `python -m tasks.reports.terminal`.
 """
 
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tasks.files import home, read_json
-from tasks.params import load_cluster
-from tasks.paths import METRICS, MODEL
+from tasks.config.params import load_cluster
+from tasks.config.paths import METRICS, MODEL, home
+from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words
-from tasks.reports.verdict import decided, decision_of
+from tasks.reports.headline import decision_of, describe_decision
+from tasks.runs import commits
+from tasks.system.files import read_json
 
-SHOWN = 3
-WHAT = {"kind": "answers kindly", "correct": "answers correctly", "finished": "ends by itself", "words": "words"}
+SAMPLES = 3
+LABELS = {"kind": "answers kindly", "correct": "answers correctly", "finished": "ends by itself", "words": "words"}
 
 
 def main() -> None:
@@ -29,24 +32,24 @@ def main() -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     metrics = read_json(METRICS / "evaluate.json")
     console.print()
-    console.print(_changes(metrics))
+    console.print(_metrics_table(metrics))
     samples = [json.loads(line) for line in (METRICS / "samples.jsonl").read_text().splitlines()]
     if samples:
-        console.print(_side_by_side(samples))
-    _where(console)
+        console.print(_samples_table(samples))
+    _print_locations(console)
 
 
-def _changes(metrics: dict[str, Any]) -> Table:
-    table = Table(title="What the model learnt", title_justify="left", title_style="bold")
+def _metrics_table(metrics: dict[str, Any]) -> Table:
+    table = Table(title="What the model learned", title_justify="left", title_style="bold")
     table.add_column("on held-out data")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold")
     samples = metrics.get("samples", {"base": {}, "policy": {}})
-    for name in (name for name in WHAT if name in samples["base"]):
+    for name in (name for name in LABELS if name in samples["base"]):
         before, after = samples["base"][name], samples["policy"][name]
-        table.add_row(f"{WHAT[name]} (sampled)", _value(name, before), _value(name, after))
+        table.add_row(f"{LABELS[name]} (sampled)", _value(name, before), _value(name, after))
     if "rate" in (won := metrics.get("win_rate", {})):
-        table.add_row(f"wins against the answer before{_interval(won)}", "-", f"{won['rate']:.1%}")
+        table.add_row(f"win rate vs. base model{_interval(won)}", "-", f"{won['rate']:.1%}")
     bounds = metrics.get("intervals", {}).get("rewards/accuracies")
     table.add_row(f"prefers the chosen answer{_interval(bounds)}", "-", f"{metrics['rewards/accuracies']:.1%}")
     table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
@@ -61,8 +64,8 @@ def _value(name: str, value: float) -> str:
     return f"{value:.1f}" if name == "words" else f"{value:.1%}"
 
 
-def _side_by_side(samples: list[dict[str, Any]]) -> Table:
-    """Prompts whose two answers the judge tells apart come first: there is something to see."""
+def _samples_table(samples: list[dict[str, Any]]) -> Table:
+    """Prompts whose two answers got different verdicts come first: they show the change."""
     table = Table(title="Sampled answers", title_justify="left", title_style="bold", show_lines=True)
     for column in ("prompt", "before", "after"):
         table.add_column(column, ratio=1)
@@ -70,10 +73,10 @@ def _side_by_side(samples: list[dict[str, Any]]) -> Table:
     def verdicts(answer: dict[str, Any]) -> list[Any]:
         return [value for value in answer.values() if isinstance(value, bool)]
 
-    told_apart = sorted(samples, key=lambda sample: verdicts(sample["base"]) == verdicts(sample["policy"]))
-    for sample in told_apart[:SHOWN]:
+    different_first = sorted(samples, key=lambda sample: verdicts(sample["base"]) == verdicts(sample["policy"]))
+    for sample in different_first[:SAMPLES]:
         texts = (sample["prompt"], sample["base"]["text"], sample["policy"]["text"])
-        table.add_row(*(Text(_short(text)) for text in texts))  # Text: markup in data is data
+        table.add_row(*(Text(_short(text)) for text in texts))  # Text: no markup from data
     return table
 
 
@@ -81,34 +84,46 @@ def _short(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[:limit] + " ..."
 
 
-def _where(console: Console) -> None:
+def _print_locations(console: Console) -> None:
     console.print(f"model      {_model()}", soft_wrap=True, markup=False)
-    console.print(f"registry   {decided(decision_of(Path()))}", soft_wrap=True, markup=False)
-    console.print("metrics    dvc metrics show, dvc plots show")
+    console.print(f"registry   {describe_decision(decision_of(Path()))}", soft_wrap=True, markup=False)
+    console.print(f"metrics    {_metrics_commands()}", soft_wrap=True, markup=False)
     if cost := _cost():
         console.print(f"cost       {cost}")
-    if (page := _page()) is not None:
+    if (page := _report()) is not None:
         console.print(f"report     {page}", soft_wrap=True)
-    console.print("pages      make up (MLflow and Prefect: runs, curves, models)")
+    console.print("pages      dpo up (MLflow and Prefect: runs, curves, models)")
 
 
 def _model() -> str:
-    what = "merged safetensors, adapter, model card, manifest"
+    content = "merged safetensors, adapter, model card, manifest"
     if any(MODEL.glob("*.safetensors")):
-        return f"{MODEL} ({what})"
-    run = os.environ.get("DPO_RUN", "name")  # its worktree is gone, and this is what was kept of it
-    return f"`make open RUN={run}` lays it out ({what}); branch runs/{run}"
+        return f"{MODEL} ({content})"
+    run = os.environ.get("DPO_RUN", "name")  # its worktree is gone; its branch and DVC's cache hold the model
+    return f"run `dpo open {run}` to get the files ({content}); branch runs/{run}"
+
+
+def _metrics_commands() -> str:
+    """Commands of DVC that work in the checkout: a run in a worktree left its metrics in its commit alone."""
+    run, finished = os.environ.get("DPO_RUN", ""), []
+    with suppress(UserError):  # no git
+        finished = [name for name in commits.finished_runs() if name != run]
+    if run and finished:
+        return f"dvc metrics diff runs/{finished[0]} runs/{run}; the same with `plots`"
+    if any(MODEL.glob("*.safetensors")):
+        return "dvc metrics show, dvc plots show"
+    return f"dvc metrics diff runs/{run} runs/OTHER compares it with another run"
 
 
 def _cost() -> str:
-    """Of the flow's run that we belong to; nothing where it held no GPU."""
+    """Of the current flow run; empty where it held no GPU."""
     cluster, name = load_cluster(), os.environ.get("DPO_RUN")
     hours = sum(gpu_hours(cluster, home() / cluster.logging_dir / name).values()) if name else 0.0
     return in_words(cluster, hours) if hours else ""
 
 
-def _page() -> Path | None:
-    """Of the flow's run that we belong to, or of the last one by hand."""
+def _report() -> Path | None:
+    """Of the current flow run, or of the last `dpo report`."""
     runs = home() / load_cluster().logging_dir
     candidates = [runs / os.environ.get("DPO_RUN", "") / "report.html", Path(".scratch/report.html")]
     return next((path for path in candidates if path.exists()), None)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.machines.process import began, boot
+from tasks.system.processes import boot_id, start_time
 
 PREFIX = "dpo.claim."
 LEASE, HOLD = 120.0, 60.0  # seconds
 BEAT = 20.0  # seconds after which a waiting claimant renews its claim
-LOOK = 0.2  # seconds between two looks
+POLL = 0.2  # seconds
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Claim:
 
 
 class Turn:
-    """A claimant, and once it is its turn the holder."""
+    """A claimant, and the holder once its turn has come."""
 
     def __init__(self, client: Any, name: str) -> None:
         self.client, self.name = client, name
@@ -54,7 +54,7 @@ class Turn:
         self.number, self.beat, self.written = 0, 0, 0.0
 
     def check(self) -> None:
-        """Before each write: UserError where others may take this holder for dead."""
+        """Before each write: UserError if others may consider this holder dead."""
         if time.monotonic() - self.written > HOLD:
             raise UserError(
                 f"The registry needed more than {HOLD:.0f} s for a few calls, so another promotion of {self.name} may "
@@ -62,7 +62,7 @@ class Turn:
             )
 
     def renew(self, number: int) -> bool:
-        """Write the claim; whether it cannot have been taken for dead meanwhile."""
+        """Write the claim; returns False if others may have removed it as dead meanwhile."""
         before, self.written = self.written, time.monotonic()
         self.number, self.beat = number, self.beat + 1
         self.client.set_registered_model_tag(self.name, self.key, str(Claim(number, self.beat, self.process)))
@@ -94,7 +94,7 @@ def _claim(client: Any, name: str) -> Turn | None:
             for key, claim in before.items():
                 if _is_dead(key, claim, seen):
                     client.delete_registered_model_tag(name, key)
-            time.sleep(LOOK)
+            time.sleep(POLL)
             if time.monotonic() - mine.written > BEAT:
                 good = mine.renew(number)
         if good and mine.renew(number):
@@ -129,11 +129,11 @@ def _is_dead(key: str, claim: Claim, seen: dict[str, tuple[str, float]]) -> bool
 
 def this_process() -> str:
     """Enough for another process of the same machine to tell whether this one lives."""
-    return f"{boot()} {os.getpid()} {began(os.getpid())}"
+    return f"{boot_id()} {os.getpid()} {start_time(os.getpid())}"
 
 
 def is_gone(process: str) -> bool:
     """Whether a process of this machine has ended; False for one of another machine, of which only time tells."""
     machine, _, rest = process.partition(" ")
     pid, _, since = rest.partition(" ")
-    return machine == boot() and str(began(int(pid))) != since
+    return machine == boot_id() and str(start_time(int(pid))) != since

@@ -3,7 +3,7 @@
 Aliases move together: what they shall become is written down first (one tag, one call), and who comes next finishes
 what a crash left half done. Whoever moves them holds the model's lock (lease.py).
 
-A version carries the tag OWNER, the id of the checkout that made it. `make gc` removes no other version.
+A version carries the tag OWNER, the id of the checkout that made it. `dpo gc` removes no other version.
 """
 
 import json
@@ -11,24 +11,26 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
-from tasks import disk
+from tasks.config.params import Cluster
+from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.files import home, read_json
-from tasks.machines.flock import locked
-from tasks.params import Cluster
 from tasks.redact import redact
-from tasks.tracking.forward import PATIENCE
-from tasks.tracking.journal import absolute
+from tasks.system import disk
+from tasks.system.files import read_json
+from tasks.system.lock import file_lock
+from tasks.tracking import artifact_store
 from tasks.tracking.lease import Turn, turn
+from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in, without_retries
 
 LARGEST_UPLOAD = 2**30  # weights above it stay where they are, named by hash
+WEIGHTS = (".safetensors", ".gguf")
+DELETED = "deleted by `dpo gc`, because the gate refused the version"  # the value of its tag `weights`
 MOVING = "moving"
 OWNER = "dpo.owner"  # tag of a version: the checkout that made it
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -75,6 +77,10 @@ class Registry:
         found = self.client.get_registered_model(self.name).aliases.get(alias)
         return None if found is None else self.version(found)
 
+    def others(self) -> str:
+        """A sentence that names the other registered models and how to name one of their versions."""
+        return _others(self.client, self.name)
+
     def of_run(self, name: str) -> Version | None:
         """The newest version that a pipeline run made."""
         return next((version for version in reversed(self.versions()) if version.tags.get("run") == name), None)
@@ -84,15 +90,17 @@ class Registry:
     ) -> Version:
         """A new version: the export and its evaluation as artifacts, each under the manifest's hash."""
         place = tags["manifest_sha256"][:12]
-        small = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= LARGEST_UPLOAD
+        small = disk.size_of(folder) <= LARGEST_UPLOAD
+        root = self.client.get_run(run_id).info.artifact_uri
+        artifact_store.remove_partial_uploads(root, place)
         for path in sorted(folder.iterdir()):
-            if small or path.suffix not in (".safetensors", ".gguf"):
+            if (small or path.suffix not in WEIGHTS) and not artifact_store.link(path, root, f"model/{place}"):
                 self.client.log_artifact(run_id, str(path), f"model/{place}")
         for path in evaluation:
             self.client.log_artifact(run_id, str(path), f"evaluation/{place}")
-        weights = "stored" if small else f"too large to store: `make open RUN={tags['run']}`"
+        weights = "stored" if small else f"too large to store: `dpo open {tags['run']}`"
         tags = {**tags, "weights": weights, OWNER: owner()}
-        source = f"{self.client.get_run(run_id).info.artifact_uri}/model/{place}"
+        source = f"{root}/model/{place}"
         with self.exclusively():  # another run may have registered the same export meanwhile
             return self.with_manifest(tags["manifest_sha256"]) or self._create(
                 source, run_id, tags, redact(description)
@@ -101,10 +109,8 @@ class Registry:
     def _create(self, source: str, run_id: str, tags: dict[str, str], description: str) -> Version:
         from mlflow.exceptions import MlflowException
 
-        from tasks.tracking.record import sent_once
-
         try:
-            with sent_once():
+            with without_retries():
                 made = self.client.create_model_version(self.name, source, run_id, tags=tags, description=description)
                 return _version(made)
         except MlflowException:
@@ -115,9 +121,9 @@ class Registry:
     def fetch(self, version: Version, what: str, file: str = "") -> Path:
         """`model` or `evaluation` of a version, or one file of it: where it lies, or a copy of what lies elsewhere."""
         place = f"{what}/{self.digest(version)[:12]}/{file}".rstrip("/")
-        root = self.client.get_run(version.run_id).info.artifact_uri
-        if root.startswith("file://"):
-            return _inside(root, place)
+        root = self._root(version)
+        if artifact_store.is_local(root):
+            return artifact_store.inside(root, place)
         # `what` is in the path, since MLflow keeps only the last part of `place`, which both have in common.
         copies = home() / ".scratch" / "registry" / self.name / version.number / what
         copies.mkdir(parents=True, exist_ok=True)
@@ -141,33 +147,47 @@ class Registry:
             )
         return found
 
-    def size(self, version: Version) -> int:
-        """Bytes of a version's artifacts, where they lie on this machine."""
-        places, root = self._places(version), self.client.get_run(version.run_id).info.artifact_uri
-        if not root.startswith("file://"):
-            return 0
-        folders = [_inside(root, place) for place in places]
-        return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    def size(self, version: Version, *, weights: bool = False) -> int:
+        """Bytes that deleting a version's artifacts, or its weights alone, frees on this machine."""
+        suffixes = WEIGHTS if weights else ("",)
+        return artifact_store.freed_bytes(self._root(version), self._places(version), suffixes)
 
     def remove(self, version: Version) -> None:
         """The artifacts of a version of this checkout, then the version; its MLflow run stays, with all its metrics."""
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+        with self._unused(version):
+            artifact_store.delete(self.client, self._root(version), self._places(version))
+            self.client.delete_model_version(self.name, version.number)
 
-        places, root = self._places(version), self.client.get_run(version.run_id).info.artifact_uri
-        if root.startswith("file://"):
-            assert all(_inside(root, place) for place in places)
+    def remove_weights(self, version: Version) -> None:
+        """The weights of a version of this checkout; its metrics, manifest and answers stay."""
+        with self._unused(version):
+            place = self._places(version)[0]
+            listed = [artifact.path for artifact in self.client.list_artifacts(version.run_id, place)]
+            self.tag(version, {"weights": DELETED})
+            artifact_store.delete(self.client, self._root(version), [path for path in listed if path.endswith(WEIGHTS)])
+
+    def restore_weights(self, version: Version, folder: Path) -> None:
+        """Store the weights of a version again that `remove_weights` has deleted."""
+        if version.tags.get("weights") == DELETED:
+            for path in folder.iterdir():
+                if path.suffix in WEIGHTS:
+                    self.store(version, "model", path)
+            self.tag(version, {"weights": "stored"})
+
+    @contextmanager
+    def _unused(self, version: Version) -> Iterator[None]:
+        """Hold the model's lock while a version of this checkout has no alias."""
         with self.exclusively():
             now = self.version(version.number)
             if now is None or now.tags.get(OWNER) != owner() or version.number in self.aliases().values():
                 raise UserError(
                     f"Version {version.number} of {self.name} has changed since it was looked at: it got an alias or "
-                    "another owner, or is gone. It was not deleted. Run `make gc` again."
+                    "another owner, or is gone. It was not deleted. Run `dpo gc` again."
                 )
-            # Without the addresses MLflow resolves mlflow-artifacts: against a default of its own.
-            store = get_artifact_repository(root, self.client.tracking_uri, self.client.tracking_uri)
-            for place in places:
-                store.delete_artifacts(place)
-            self.client.delete_model_version(self.name, version.number)
+            yield
+
+    def _root(self, version: Version) -> str:
+        return str(self.client.get_run(version.run_id).info.artifact_uri)
 
     def _places(self, version: Version) -> list[str]:
         """Where a version's artifacts lie, below those of its run."""
@@ -176,6 +196,11 @@ class Registry:
     def tag(self, version: Version, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
             self.client.set_model_version_tag(self.name, version.number, name, value)
+
+    def describe(self, version: Version, line: str) -> None:
+        """One more line on the version's page in MLflow."""
+        now = self.client.get_model_version(self.name, version.number).description or ""
+        self.client.update_model_version(self.name, version.number, redact(f"{now}  \n{line}"))
 
     @contextmanager
     def exclusively(self) -> Iterator[Turn]:
@@ -217,52 +242,19 @@ class Registry:
         self.client.delete_registered_model_tag(self.name, MOVING)
 
 
-@dataclass(frozen=True)
-class Champion:
-    model: str
-    version: str
-    run: str  # that made it
-    since: float  # when it was registered, seconds since the epoch
-    metrics: Mapping[str, float]
-
-
-def champions(uri: str, alias: str, metrics: Sequence[str]) -> list[Champion]:
-    """The version at the alias of each registered model, with these metrics of the run that made it; only reads."""
-    from mlflow import MlflowClient
-
-    from tasks.tracking.login import use
-
-    use(uri, "reader")
-    client, found = MlflowClient(uri, registry_uri=uri), []
-    for model in client.search_registered_models():
-        if (number := model.aliases.get(alias)) is not None:
-            version = client.get_model_version(model.name, number)
-            logged = client.get_run(version.run_id).data.metrics if version.run_id else {}
-            named = {name: value for name in metrics if (value := _logged(logged, name)) is not None}
-            run, since = version.tags.get("run", ""), version.creation_timestamp / 1000
-            found.append(Champion(model.name, str(number), run, since, named))
-    return found
-
-
-def _logged(metrics: Mapping[str, float], name: str) -> float | None:
-    """A figure of data/metrics/evaluate.json, under the name that it has in MLflow (journal.evaluation)."""
-    names = (name, f"eval/{name}", f"{name}/rate", f"eval/{name}/rate")
-    return next((metrics[known] for known in names if known in metrics), None)
-
-
 @contextmanager
 def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[Registry]:
     """The registered model, settled, made where a pipeline run's folder is given; what goes wrong is a sentence."""
-    for setting, value in {**PATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}.items():  # it sends weights
-        os.environ.setdefault(setting, value)
+    limit_waiting(MLFLOW_HTTP_REQUEST_TIMEOUT="60")  # it sends weights
     from mlflow.exceptions import MlflowException
 
     try:
-        client = _client(absolute(cluster.tracking_uri), run)
+        client = open_client(absolute_uri(cluster.tracking_uri), run)
         if run and not _is_there(client, name):
             client.create_registered_model(name, description=ABOUT)
         if not _is_there(client, name):
-            raise UserError(f"The registry has no model {name} yet. Run the pipeline, or mend promote.model_name.")
+            others = _others(client, name) or "Run the pipeline first."
+            raise UserError(f"The registry has no model {name}. {others}")
         found = Registry(client, name)
         found.settle()
         yield found
@@ -278,7 +270,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
 def is_registered(cluster: Cluster, name: str) -> bool:
     """Whether the registry has a model of that name; False where there is no registry yet."""
     with suppress(UserError):
-        return _is_there(_client(absolute(cluster.tracking_uri), None), name)
+        return _is_there(open_client(absolute_uri(cluster.tracking_uri), None), name)
     return False
 
 
@@ -288,7 +280,7 @@ def owner() -> str:
     Not of a team: only the checkout that made a version knows which of its runs are kept.
     """
     path = home() / ".scratch" / "owner"
-    with locked(path.with_suffix(".lock")):
+    with file_lock(path.with_suffix(".lock")):
         if not path.exists():
             aside = path.with_name(".owner")
             aside.write_text(uuid.uuid4().hex)
@@ -296,29 +288,18 @@ def owner() -> str:
         return path.read_text()
 
 
-def tagged_runs(cluster: Cluster, tag: str) -> set[str]:
-    """Names of pipeline runs that carry a tag in MLflow, set to anything but false."""
-    with suppress(UserError):
-        client = _client(absolute(cluster.tracking_uri), None)
-        every = [found.experiment_id for found in client.search_experiments()]
-        found = [run.data.tags for run in client.search_runs(every, f"tags.{tag} LIKE '%'")]
-        return {tags["pipeline_run"] for tags in found if "pipeline_run" in tags and tags[tag].lower() != "false"}
-    return set()
-
-
 def run_id(folder: Path) -> str:
     """MLflow's id of a pipeline run whose registry was opened."""
     return read_json(folder / "run.json")["run_id"]
 
 
-def _client(uri: str, run: Path | None) -> Any:
+def open_client(uri: str, run: Path | None) -> Any:
     from mlflow import MlflowClient
 
-    from tasks.tracking.login import use
-    from tasks.tracking.record import store
+    from tasks.tracking.mlflow_writer import store
 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its tracebacks: ours is the sentence
-    use(uri, "writer")
+    log_in(uri, "writer")
     if run:  # a fresh store is made by one process alone, and the forwarder may be about to
         with store(run) as client:
             return client
@@ -328,17 +309,13 @@ def _client(uri: str, run: Path | None) -> Any:
     return MlflowClient(uri, registry_uri=uri)
 
 
-def _inside(root: str, place: str) -> Path:
-    """A path below a run's artifacts on this machine, links followed."""
-    folder = Path(unquote(urlparse(root).path)).resolve()
-    path = (folder / place).resolve()
-    if not path.is_relative_to(folder) or path == folder:
-        raise UserError(f"{folder / place} leads out of {folder}, where MLflow keeps this run's files. Look at it.")
-    return path
-
-
 def _version(found: Any) -> Version:
     return Version(str(found.version), found.run_id, dict(found.tags))
+
+
+def _others(client: Any, name: str) -> str:
+    names = [model.name for model in client.search_registered_models() if model.name != name]
+    return f"Other registered models: {', '.join(names)}. Name one of them, as in {names[0]}/champion." if names else ""
 
 
 def _is_there(client: Any, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""The same algorithm: our loss, reward margin and gradient norm beside TRL's, step by step, on real pairs.
+"""Compare our loss, reward margin and gradient norm with TRL's, step by step, on real pairs.
 
     python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 20 --batch 4 --plot curves.png
 
 Both start from the same weights and see the same pairs in the same order, with the same loss, schedule, AdamW and
-clipping, in float32 (bf16 with --dtype). Each computes its own reference. Ends with 1 where they part.
+clipping, in float32 (bf16 with --dtype). Each computes its own reference. Exits with 1 if the losses differ.
 """
 
 import argparse
@@ -19,54 +19,54 @@ COMPARED = {"loss": "loss", "margin": "rewards/margins", "norm": "grad_norm"}
 
 
 def main() -> None:
-    given = _arguments()
+    args = _arguments()
     check_peer(list(SIDES))
-    for path in (given.pairs, given.model):
+    for path in (args.pairs, args.model):
         if not path.exists():
-            sys.exit(f"error: there is no {path}: give a file of pairs and a folder with a model.")
-    courses = {}
-    for variant in given.variants:
-        courses[variant] = ours, peer = _courses(given, variant)
-        print(f"\n{variant}\n\n{table(ours, peer)}\n\n{_apart(ours, peer)}", flush=True)
-    if given.plot:
-        plot(courses, given.plot)
-    parted = [name for name, (ours, peer) in courses.items() if largest(ours, peer, "loss") > given.tolerance]
-    if parted:
-        sys.exit(f"error: the losses of {', '.join(parted)} differ by more than {given.tolerance}.")
+            sys.exit(f"error: {path} does not exist. Pass a file of pairs and a model folder.")
+    curves = {}
+    for variant in args.variants:
+        curves[variant] = ours, peer = _curves(args, variant)
+        print(f"\n{variant}\n\n{table(ours, peer)}\n\n{_largest_differences(ours, peer)}", flush=True)
+    if args.plot:
+        plot(curves, args.plot)
+    different = [name for name, (ours, peer) in curves.items() if largest(ours, peer, "loss") > args.tolerance]
+    if different:
+        sys.exit(f"error: the losses of {', '.join(different)} differ by more than {args.tolerance}.")
 
 
-def _courses(given: argparse.Namespace, variant: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """What our run and the peer's logged at each step."""
+def _curves(args: argparse.Namespace, variant: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The values that our run and TRL's logged at each step."""
     from tests.benchmarks.workload import read_rows, tokenised, write_pairs
 
     with tempfile.TemporaryDirectory(prefix="bench-convergence-") as folder:
-        pairs = tokenised(read_rows(given.pairs), given.model, given.steps * given.batch, given.longest)
+        pairs = tokenised(read_rows(args.pairs), args.model, args.steps * args.batch, args.longest)
         path = write_pairs(pairs, Path(folder) / "pairs")
-        results = [run(_job(given, variant, side, path), given.limit) for side in SIDES]
+        results = [run(_job(args, variant, side, path), args.limit) for side in SIDES]
     for side, result in zip(SIDES, results, strict=True):
         if "error" in result:
             sys.exit(f"error: {side}: {result['error']}")
         print(f"{variant}, {side}: {result['pairs_per_second']:.2f} pairs/s", flush=True)
-    return results[0]["course"], results[1]["course"]
+    return results[0]["curve"], results[1]["curve"]
 
 
-def _job(given: argparse.Namespace, variant: str, side: str, pairs: Path) -> Job:
+def _job(args: argparse.Namespace, variant: str, side: str, pairs: Path) -> Job:
     return Job(
         side=side,
-        model=str(given.model.resolve()),
+        model=str(args.model.resolve()),
         pairs=str(pairs),
-        batch=given.batch,
+        batch=args.batch,
         warmup=0,
-        steps=given.steps,
-        row_tokens=given.row_tokens,
-        micro_batch=given.micro_batch or given.batch,
-        dtype=given.dtype,
+        steps=args.steps,
+        row_tokens=args.row_tokens,
+        micro_batch=args.micro_batch or args.batch,
+        dtype=args.dtype,
         lora=variant == "lora",
-        beta=given.beta,
-        learning_rate=given.learning_rate * (10 if variant == "lora" else 1),
-        schedule=given.schedule,
+        beta=args.beta,
+        learning_rate=args.learning_rate * (10 if variant == "lora" else 1),
+        schedule=args.schedule,
         logging_steps=1,
-        threads=given.threads,
+        threads=args.threads,
     )
 
 
@@ -83,19 +83,19 @@ def largest(ours: list[dict[str, float]], peer: list[dict[str, float]], name: st
     return max(abs(a[name] - b[name]) for a, b in zip(ours, peer, strict=True))
 
 
-def _apart(ours: list[dict[str, float]], peer: list[dict[str, float]]) -> str:
-    each = (f"{shown} {largest(ours, peer, name):.1e}" for shown, name in COMPARED.items())
-    return f"{len(ours)} steps; largest difference: {', '.join(each)}"
+def _largest_differences(ours: list[dict[str, float]], peer: list[dict[str, float]]) -> str:
+    differences = (f"{shown} {largest(ours, peer, name):.1e}" for shown, name in COMPARED.items())
+    return f"{len(ours)} steps; largest difference: {', '.join(differences)}"
 
 
-def plot(courses: dict[str, Any], path: Path) -> None:
+def plot(curves: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(courses), 2, figsize=(10, 3.4 * len(courses)), squeeze=False)
-    for row, (variant, (ours, peer)) in zip(axes, courses.items(), strict=True):
+    figure, axes = pyplot.subplots(len(curves), 2, figsize=(10, 3.4 * len(curves)), squeeze=False)
+    for row, (variant, (ours, peer)) in zip(axes, curves.items(), strict=True):
         for axis, (shown, name) in zip(row, COMPARED.items(), strict=False):
             steps = [line["step"] for line in ours]
             axis.plot(steps, [line[name] for line in peer], linewidth=4, alpha=0.4, label="TRL 1.16")
@@ -113,17 +113,22 @@ def _arguments() -> argparse.Namespace:
     add("model", type=Path, help="a model folder")
     add("--variants", nargs="+", default=["full", "lora"], choices=["full", "lora"])
     add("--steps", type=int, default=20)
-    add("--batch", type=int, default=4, help="pairs of one update")
-    add("--micro-batch", type=int, help="TRL: pairs of a micro-batch; the batch unless given")
+    add("--batch", type=int, default=4, help="pairs per update")
+    add("--micro-batch", type=int, help="TRL: pairs per micro-batch (default: the batch)")
     add("--row-tokens", type=int, default=1024)
-    add("--longest", type=int, default=256, help="tokens of a prompt and its longer answer; longer pairs are left out")
-    add("--learning-rate", type=float, default=5e-6, help="ten times that for LoRA")
+    add(
+        "--longest",
+        type=int,
+        default=256,
+        help="most tokens of a prompt with an answer; longer pairs are skipped",
+    )
+    add("--learning-rate", type=float, default=5e-6, help="LoRA uses ten times this value")
     add("--schedule", default="cosine", choices=["cosine", "linear", "constant"])
     add("--beta", type=float, default=0.1)
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
-    add("--tolerance", type=float, default=1e-3, help="of the loss, at every step")
+    add("--tolerance", type=float, default=1e-3, help="largest difference of the losses at any step")
     add("--threads", type=int, default=1)
-    add("--limit", type=float, default=3000.0, help="seconds for one run")
+    add("--limit", type=float, default=3000.0, help="timeout of one run in seconds")
     add("--plot", type=Path, help="write curves to this PNG")
     return parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Our training beside TRL's on this machine's CPU, with the demo's model, loss and batch, on its pairs or given ones.
+"""Compare our training with TRL's on a CPU, with the demo's model, loss and batch, on its pairs or on --data.
 
     python -m tests.benchmarks.cpu [--data PAIRS]
 
-Both sides have the same number of threads. Their runs alternate and the figures are medians over the rounds, so that a
-machine that is busy for a while does not decide; pairs per CPU second do not count the time that others had. Each side
-is taken at its best: ours of several row budgets, the peer of several micro-batches.
+Both sides have the same number of threads. Their runs alternate, and the figures are medians over the rounds, so that a
+temporarily busy machine does not decide. Pairs per CPU second exclude the time of other processes. Each side uses its
+best setting: ours of several row budgets, TRL of several micro-batches.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.benchmarks.job import SIDES, Job, check_peer, job_of, run
 from tests.benchmarks.table import markdown
 
 NAME = ("variant", "side", "size")
-WHAT = {
+METRICS = {
     "training, pairs/s": "pairs_per_second",
     "training, pairs/CPU s": "pairs_per_cpu_second",
     "reference, pairs/s": "reference_pairs_per_second",
@@ -29,35 +29,35 @@ LONGEST = 512  # tokens, as in params.yaml
 
 
 def main() -> None:
-    given = _arguments()
+    args = _arguments()
     check_peer(list(SIDES))
     with tempfile.TemporaryDirectory(prefix="bench-cpu-") as folder:
-        jobs = _jobs(given, Path(folder))
-        found: dict[tuple[str, str, int], list[dict[str, Any]]] = {name: [] for name in jobs}
-        for turn, (name, job) in product(range(given.rounds), jobs.items()):
-            result = run(job, given.limit)
+        jobs = _jobs(args, Path(folder))
+        results: dict[tuple[str, str, int], list[dict[str, Any]]] = {name: [] for name in jobs}
+        for turn, (name, job) in product(range(args.rounds), jobs.items()):
+            result = run(job, args.limit)
             if "error" in result:
                 raise SystemExit(f"error: {', '.join(map(str, name))}: {result['error']}")
-            found[name].append(result)
+            results[name].append(result)
             print(json.dumps({"round": turn + 1, **dict(zip(NAME, name, strict=True)), **_figures(result)}), flush=True)
-    print("\n" + table(found))
+    print("\n" + table(results))
 
 
-def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
-    """(variant, side, row tokens or micro-batch) to job; the two sides take turns."""
+def _jobs(args: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
+    """Jobs by (variant, side, row tokens or micro-batch); the two sides alternate."""
     from tasks.dataset import demo
     from tests.benchmarks.workload import read_rows, tokenised, write_pairs
-    from training import tiny
+    from training.models import tiny
 
-    # Barely trained: how fast it is does not depend on what it knows.
+    # Barely trained: the speed does not depend on the weights.
     tiny.make(folder / "model", demo.conversations(0)[:300], seed=0, steps=5)
-    count = (given.warmup + given.steps) * given.batch
-    rows = read_rows(given.data) if given.data else demo.rows(0)
+    count = (args.warmup + args.steps) * args.batch
+    rows = read_rows(args.data) if args.data else demo.rows(0)
     pairs = write_pairs(tokenised(rows, folder / "model", count, LONGEST), folder / "pairs")
-    sizes = [("ours", size) for size in given.row_tokens] + [("trl", size) for size in given.micro_batches]
+    sizes = [("ours", size) for size in args.row_tokens] + [("trl", size) for size in args.micro_batches]
     return {
         (variant, side, size): job_of(
-            given,
+            args,
             side,
             size,
             folder / "model",
@@ -65,18 +65,18 @@ def _jobs(given: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int],
             lora=variant == "lora",
             loss=("sigmoid", "sft"),
             learning_rate=1e-3,
-            threads=given.threads,
+            threads=args.threads,
         )
-        for variant, (side, size) in product(given.variants, sizes)
+        for variant, (side, size) in product(args.variants, sizes)
     }
 
 
-def table(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> str:
+def table(results: dict[tuple[str, str, int], list[dict[str, Any]]]) -> str:
     rows = []
-    for variant, what in product(dict.fromkeys(name[0] for name in found), WHAT):
+    for variant, what in product(dict.fromkeys(name[0] for name in results), METRICS):
         medians = {
-            name[1:]: median(result[WHAT[what]] for result in results)
-            for name, results in found.items()
+            name[1:]: median(result[METRICS[what]] for result in repeats)
+            for name, repeats in results.items()
             if name[0] == variant
         }
         (ours, row), (peer, micro) = (
@@ -94,15 +94,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--variants", nargs="+", default=["lora", "full"], choices=["lora", "full"])
-    add("--data", type=Path, help="a file of preference pairs, in any shape that the pipeline reads; else the demo's")
+    add(
+        "--data",
+        type=Path,
+        help="a file of preference pairs that the pipeline can read (default: the demo's)",
+    )
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=1)
-    add("--batch", type=int, default=16, help="pairs of one update")
+    add("--batch", type=int, default=16, help="pairs per update")
     add("--steps", type=int, default=16)
-    add("--warmup", type=int, default=2, help="steps before the measured ones")
-    add("--row-tokens", nargs="+", type=int, default=[256, 512], help="ours: token budgets of a row to try")
-    add("--micro-batches", nargs="+", type=int, default=[8, 16], help="TRL: pairs of a micro-batch to try")
-    add("--limit", type=float, default=300.0, help="seconds for one run")
+    add("--warmup", type=int, default=2, help="warm-up steps, not measured")
+    add("--row-tokens", nargs="+", type=int, default=[256, 512], help="ours: row budgets in tokens to try")
+    add("--micro-batches", nargs="+", type=int, default=[8, 16], help="TRL: micro-batches in pairs to try")
+    add("--limit", type=float, default=300.0, help="timeout of one run in seconds")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Our training beside TRL's on one GPU: pairs/s, memory, TFLOP/s and the reference pass, in one run.
+"""Compare our training with TRL's on one GPU: pairs/s, memory, TFLOP/s and the reference pass.
 
     python -m tests.benchmarks.gpu --shape 0.5b 1.5b --lengths ultrafeedback hh > results.jsonl
     python -m tests.benchmarks.gpu --shape 1.5b 7b --variants lora --earlier results.jsonl
@@ -6,8 +6,8 @@
         --row-tokens 36000 --batch 8 --warmup 1 --steps 3
     python -m tests.benchmarks.gpu --shape tiny --lengths short --batch 8 --row-tokens 512 --micro-batches 4
 
-A JSON line per configuration as it comes, and at the end a table of the best of each side. `--earlier` adds the lines
-of earlier calls to the table (and nothing new is measured with `--sides none`). The last example is for a CPU.
+Prints a JSON line per configuration, then a table of each side's best. `--earlier` adds the lines of earlier calls to
+the table; `--sides none` measures nothing new. The last example is for a CPU.
 """
 
 import argparse
@@ -21,50 +21,50 @@ from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import LENGTHS, SHAPES
 
-VARIANTS = tuple(f"{what}{how}" for what in ("full", "lora") for how in ("", "-checkpointed", "-deterministic"))
+VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in ("", "-checkpointed", "-deterministic"))
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 
 
 def main() -> None:
-    given = _arguments()
-    sides = [] if given.sides == ["none"] else given.sides
+    args = _arguments()
+    sides = [] if args.sides == ["none"] else args.sides
     check_peer(sides)
-    lines = [json.loads(line) for path in given.earlier for line in path.open() if line.startswith("{")]
-    for shape, lengths in product(given.shape, given.lengths) if sides else []:
-        for name, job in _jobs(given, sides, shape, lengths):
-            line = {**name, **run(job, given.limit)}
-            line.pop("course", None)
+    lines = [json.loads(line) for path in args.earlier for line in path.open() if line.startswith("{")]
+    for shape, lengths in product(args.shape, args.lengths) if sides else []:
+        for name, job in _jobs(args, sides, shape, lengths):
+            line = {**name, **run(job, args.limit)}
+            line.pop("curve", None)
             lines.append(line)
             print(json.dumps(line), flush=True)
     print("\n" + table(lines) + "\n\n" + memory(lines))
 
 
-def _jobs(given: argparse.Namespace, sides: list[str], shape: str, lengths: str) -> Any:
-    """(what it is called, the job) of everything to measure with one shape and one distribution of lengths."""
+def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) -> Any:
+    """(name, job) of all measurements with one shape and one length distribution."""
     import torch
 
-    from tests.benchmarks.workload import make_model_apart, make_pairs, write_pairs
+    from tests.benchmarks.workload import make_model_in_subprocess, make_pairs, write_pairs
 
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    given.scratch.mkdir(parents=True, exist_ok=True)
-    count = (given.warmup + given.steps) * given.batch
-    pairs = write_pairs(make_pairs(lengths, count, SHAPES[shape][-1]), given.scratch / f"{shape}-{lengths}.pickle")
-    model = make_model_apart(shape, dtype, given.scratch)
-    sizes = {"ours": given.row_tokens, "trl": given.micro_batches}
-    for variant, side in product(given.variants, sides):
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    count = (args.warmup + args.steps) * args.batch
+    pairs = write_pairs(make_pairs(lengths, count, SHAPES[shape][-1]), args.scratch / f"{shape}-{lengths}.pickle")
+    model = make_model_in_subprocess(shape, dtype, args.scratch)
+    sizes = {"ours": args.row_tokens, "trl": args.micro_batches}
+    for variant, side in product(args.variants, sides):
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
-            what, _, how = variant.partition("-")
+            mode, _, option = variant.partition("-")
             kind = {
-                "lora": what == "lora",
-                "checkpointing": how == "checkpointed",
-                "deterministic": how == "deterministic",
+                "lora": mode == "lora",
+                "checkpointing": option == "checkpointed",
+                "deterministic": option == "deterministic",
             }
-            yield name, job_of(given, side, size, model, pairs, dtype=dtype, alive=given.alive, **kind)
+            yield name, job_of(args, side, size, model, pairs, dtype=dtype, profile_memory=args.profile_memory, **kind)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """One row per shape, lengths and variant: the fastest of each side, and ours over the peer's."""
+    """One row per shape, lengths and variant: the fastest result of each side, and their ratio."""
     figures = {
         "pairs/s": "pairs_per_second",
         "peak GiB": "peak_gib",
@@ -82,7 +82,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def memory(lines: list[dict[str, Any]]) -> str:
-    """Ours: the estimate before the start, without its allowance for the CUDA context, beside what was measured."""
+    """Our memory estimate, without its allowance for the CUDA context, and the measured peaks."""
     rows = [
         [", ".join(str(line[name]) for name in ("shape", "lengths", "variant", "size")), *figures]
         for line in lines
@@ -93,12 +93,12 @@ def memory(lines: list[dict[str, Any]]) -> str:
 
 
 def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> dict[str, Any]:
-    found = [
+    results = [
         line
         for line in lines
         if (line["shape"], line["lengths"], line["variant"], line["side"]) == (*key, side) and "error" not in line
     ]
-    return max(found, key=lambda line: line["pairs_per_second"], default={})
+    return max(results, key=lambda line: line["pairs_per_second"], default={})
 
 
 def _arguments() -> argparse.Namespace:
@@ -108,14 +108,14 @@ def _arguments() -> argparse.Namespace:
     add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=list(LENGTHS))
     add("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, "none"])
     add("--variants", nargs="+", default=["full"], choices=VARIANTS)
-    add("--row-tokens", nargs="+", type=int, default=[16384], help="ours: token budgets of a row to try")
-    add("--micro-batches", nargs="+", type=int, default=[4, 8, 16, 32], help="TRL: pairs of a micro-batch to try")
-    add("--batch", type=int, default=64, help="pairs of one update")
+    add("--row-tokens", nargs="+", type=int, default=[16384], help="ours: row budgets in tokens to try")
+    add("--micro-batches", nargs="+", type=int, default=[4, 8, 16, 32], help="TRL: micro-batches in pairs to try")
+    add("--batch", type=int, default=64, help="pairs per update")
     add("--steps", type=int, default=8)
-    add("--warmup", type=int, default=2, help="steps before the measured ones")
-    add("--alive", action="store_true", help="ours: tell what is alive at the peak of memory (slower)")
-    add("--limit", type=float, default=300.0, help="seconds for one configuration")
-    add("--scratch", type=Path, default=SCRATCH, help="where random weights are kept between calls")
+    add("--warmup", type=int, default=2, help="warm-up steps, not measured")
+    add("--profile-memory", action="store_true", help="ours: list the allocations at the memory peak (slower)")
+    add("--limit", type=float, default=300.0, help="timeout of one configuration in seconds")
+    add("--scratch", type=Path, default=SCRATCH, help="folder that keeps random weights between calls")
     add("--earlier", nargs="+", type=Path, default=[], help="JSON lines of earlier calls, for the table")
     return parser.parse_args()
 

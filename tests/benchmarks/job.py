@@ -1,6 +1,6 @@
-"""One measurement in a process of its own: its memory peak is its own, and running out of memory costs one line only.
+"""Run one measurement in its own process, so that memory peaks are separate and an out-of-memory error ends one job.
 
-run(job) starts it and returns what it found; the process itself is `python -m tests.benchmarks.job JOB RESULT`.
+run(job) starts the process `python -m tests.benchmarks.job JOB RESULT` and returns its result.
 """
 
 import argparse
@@ -25,11 +25,11 @@ class Job:
     side: str  # ours | trl
     model: str  # folder
     pairs: str  # a pickled list of exactly (warmup + steps) x batch pairs
-    batch: int  # pairs of one update
-    warmup: int  # steps that are not measured
-    steps: int  # steps that are
-    row_tokens: int  # of ours
-    micro_batch: int  # pairs, of TRL
+    batch: int  # pairs per update
+    warmup: int  # steps before the measured ones
+    steps: int  # measured steps
+    row_tokens: int  # ours
+    micro_batch: int  # TRL, in pairs
     dtype: str = "float32"
     lora: bool = False
     checkpointing: bool = False
@@ -42,21 +42,21 @@ class Job:
     zero_stage: int = 1
     threads: int | None = None
     seed: int = 0
-    alive: bool = False  # tell what is alive at the peak
+    profile_memory: bool = False  # list the allocations at the peak
 
     @property
     def total(self) -> int:
         return self.warmup + self.steps
 
 
-def job_of(given: argparse.Namespace, side: str, size: int, model: Path, pairs: Path, **more: Any) -> Job:
-    """What both benchmarks take from their arguments; `size` is a row's tokens, or TRL's micro-batch."""
-    steps = {"batch": given.batch, "warmup": given.warmup, "steps": given.steps, "logging_steps": given.warmup or 1}
+def job_of(args: argparse.Namespace, side: str, size: int, model: Path, pairs: Path, **more: Any) -> Job:
+    """A job with the arguments that both benchmarks share; `size` is our row tokens or TRL's micro-batch."""
+    steps = {"batch": args.batch, "warmup": args.warmup, "steps": args.steps, "logging_steps": args.warmup or 1}
     return Job(side, str(model), str(pairs), row_tokens=size, micro_batch=size, **steps, **more)
 
 
 class Stopwatch:
-    """Speed over what is measured. CPU seconds tell more than the clock where other programs run beside."""
+    """Wall-clock and CPU time; on a busy machine, CPU time says more."""
 
     def __init__(self) -> None:
         self.begun = self.ended = (0.0, 0.0)
@@ -77,7 +77,7 @@ class Stopwatch:
 
 
 def now() -> float:
-    """The time at which everything that was asked of the device is done."""
+    """The time after the device has finished its queued work."""
     import torch
 
     if torch.cuda.is_available():
@@ -86,7 +86,7 @@ def now() -> float:
 
 
 class Steps:
-    """What a side tells of its steps: both call `done` after each of them that they log."""
+    """Times the measured steps; each side calls `done` after each logged step."""
 
     def __init__(self, job: Job) -> None:
         self.first, self.last, self.pairs = job.warmup, job.total, job.steps * job.batch
@@ -94,7 +94,7 @@ class Steps:
         self.done(0)
 
     def done(self, step: int) -> bool:
-        """Whether that was the last."""
+        """Whether this was the last step."""
         if step == self.first:
             self.watch.start()
         if step == self.last:
@@ -106,13 +106,13 @@ class Steps:
 
 
 def matrix_peak() -> float:
-    """TFLOP/s of a large matrix product here and now: bf16 on a GPU, a small float32 one elsewhere."""
+    """Measured TFLOP/s of a matrix product: large and bf16 on a GPU, small and float32 on a CPU."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     size, times = (8192, 50) if on_gpu else (1024, 3)
-    how: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
-    a, b = torch.randn(size, size, **how), torch.randn(size, size, **how)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
+    a, b = torch.randn(size, size, **options), torch.randn(size, size, **options)
     for _ in range(times // 3):
         a @ b
     begun = now()
@@ -122,40 +122,40 @@ def matrix_peak() -> float:
 
 
 def check_peer(sides: list[str]) -> None:
-    """A missing peer ends the run before anything is measured."""
+    """Exit before any measurement if TRL is missing."""
     if "trl" in sides and importlib.util.find_spec("trl") is None:
         sys.exit(
-            "error: TRL, which this compares with, is not installed: run `pip install -r "
-            "tests/benchmarks/requirements.txt` (the GPU benchmark can measure ours alone with `--sides ours`)."
+            "error: TRL is not installed. Run `pip install -r tests/benchmarks/requirements.txt`, or measure only our "
+            "side with `--sides ours` (GPU benchmark)."
         )
 
 
 def run(job: Job, limit: float = 600.0) -> dict[str, Any]:
-    """What the job's process found, or {"error": why it found nothing}."""
+    """The result of the job's process, or {"error": reason}."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        result, said = Path(folder) / "result.json", Path(folder) / "said.txt"
+        result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
         command = [sys.executable, "-m", "tests.benchmarks.job", json.dumps(asdict(job)), str(result)]
-        with said.open("w") as output:
+        with log.open("w") as output:
             try:
                 subprocess.run(command, cwd=PROJECT, env=_env(job), stdout=output, stderr=output, timeout=limit)
             except subprocess.TimeoutExpired:
                 return {"error": f"no result within {limit:.0f} s"}
-        return json.loads(result.read_text()) if result.exists() else {"error": _reason(said.read_text())}
+        return json.loads(result.read_text()) if result.exists() else {"error": _reason(log.read_text())}
 
 
 def _env(job: Job) -> dict[str, str]:
     path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # both sides, as our stages set it
+    env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for both sides, as in our stages
     threads = {"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}
     return {**env, **threads}
 
 
-def _reason(said: str) -> str:
-    if "out of memory" in said.lower():
+def _reason(output: str) -> str:
+    if "out of memory" in output.lower():
         return "out of memory"
-    print(said[-3000:], file=sys.stderr)
-    return said.strip().splitlines()[-1] if said.strip() else "the process ended without a word"
+    print(output[-3000:], file=sys.stderr)
+    return output.strip().splitlines()[-1] if output.strip() else "the process ended without output"
 
 
 def _measure(job: Job) -> dict[str, Any]:
@@ -168,21 +168,21 @@ def _measure(job: Job) -> dict[str, Any]:
     peak = matrix_peak()
     pairs = pickle.loads(Path(job.pairs).read_bytes())
     assert len(pairs) == job.total * job.batch, f"{len(pairs)} pairs for {job.total} steps of {job.batch}"
-    found = {"ours": ours, "trl": peer}[job.side].measure(job, pairs)
-    # Forward 2, backward 4, of which half is for gradients of weights, which LoRA's frozen ones have none of.
-    flops = (4 if job.lora else 6) * found["parameters"] * found["tokens_per_pair"]
+    result = {"ours": ours, "trl": peer}[job.side].measure(job, pairs)
+    # Per weight and token: forward 2, backward 4, of which frozen weights (LoRA) need only half.
+    flops = (4 if job.lora else 6) * result["parameters"] * result["tokens_per_pair"]
     memory = {}
     if torch.cuda.is_available():
         memory = {
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         }
-    return {**found, "tflops": flops * found["pairs_per_second"] / 1e12, "matrix_tflops": peak, **memory}
+    return {**result, "tflops": flops * result["pairs_per_second"] / 1e12, "matrix_tflops": peak, **memory}
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    answer = json.dumps(_measure(Job(**{**given, "loss": tuple(given["loss"])})))
-    Path(sys.argv[2]).write_text(answer)
+    fields = json.loads(sys.argv[1])
+    content = json.dumps(_measure(Job(**{**fields, "loss": tuple(fields["loss"])})))
+    Path(sys.argv[2]).write_text(content)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter

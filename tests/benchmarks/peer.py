@@ -1,7 +1,7 @@
-"""The other side of a measurement: TRL's DPOTrainer, set up as well as its options allow.
+"""TRL's side of a measurement: its DPOTrainer with its fastest options.
 
-It gets the same tokens in the same order; the reference is precomputed, and Liger's kernels are on on a GPU.
-Its weights and AdamW's moments are bf16 where ours keeps float32 masters: that is to its advantage in time and memory.
+It gets the same tokens in the same order, with a precomputed reference and, on a GPU, Liger's kernels. Its weights and
+moments are bf16, where ours keeps float32 masters: that favours TRL in time and memory.
 """
 
 import importlib.util
@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 
 from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.benchmarks.ours import LORA, in_order
-from training.dtypes import DTYPES
-from training.packing import Pair
+from training.models.dtypes import DTYPES
+from training.objectives.packing import Pair
 
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -26,11 +26,11 @@ def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        steps, course = Steps(job), list[dict[str, float]]()
-        trainer.add_callback(_watcher(steps, course))
+        steps, curve = Steps(job), list[dict[str, float]]()
+        trainer.add_callback(_watcher(steps, curve))
         trainer.train()
     computed = padded_tokens(pairs[job.warmup * job.batch :], job.micro_batch)
-    return {**trainer.found, **steps.speed(), "tokens_per_pair": computed / steps.pairs, "course": course}
+    return {**trainer.result, **steps.speed(), "tokens_per_pair": computed / steps.pairs, "curve": curve}
 
 
 def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
@@ -40,9 +40,9 @@ def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
     datasets.disable_progress_bars()
 
     class Peer(DPOTrainer):
-        """DPOTrainer as it is, but for data that has been tokenised already, and with a watch on its reference pass."""
+        """DPOTrainer for tokenised data, with a timed reference pass."""
 
-        found: ClassVar[dict[str, float]] = {}
+        result: ClassVar[dict[str, float]] = {}
 
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
@@ -53,17 +53,17 @@ def make_trainer(job: Job, pairs: Sequence[Pair], folder: str) -> Any:
             watch.start()
             done = super()._precompute_ref_logps(dataset, name, batch_size)
             watch.stop()
-            self.found.update(watch.speed(len(dataset), "reference_"))
+            self.result.update(watch.speed(len(dataset), "reference_"))
             return done
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=DTYPES[job.dtype], attn_implementation="sdpa")
-    Peer.found["parameters"] = model.num_parameters()
-    columns = {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"}
+    Peer.result["parameters"] = model.num_parameters()
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids")
     return Peer(
         model=model,
         args=_config(job, folder),
         train_dataset=datasets.Dataset.from_dict(
-            {column: [list(getattr(pair, part)) for pair in pairs] for column, part in columns.items()}
+            {column: [list(getattr(pair, column)) for pair in pairs] for column in columns}
         ),
         processing_class=_tokenizer(),
         peft_config=_lora() if job.lora else None,
@@ -87,7 +87,7 @@ def _config(job: Job, folder: str) -> Any:
         loss_type=list(job.loss),
         beta=job.beta,
         precompute_ref_log_probs=True,
-        max_length=None,  # nothing is cut: the pairs are as long as ours
+        max_length=None,  # no truncation, as on our side
         train_sampling_strategy="sequential",
         gradient_checkpointing=job.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
@@ -103,20 +103,20 @@ def _config(job: Job, folder: str) -> Any:
     )
 
 
-def _watcher(steps: Steps, course: list[dict[str, float]]) -> TrainerCallback:
+def _watcher(steps: Steps, curve: list[dict[str, float]]) -> TrainerCallback:
     class Watcher(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steps.done(state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
-                course.append({"step": state.global_step, **logs})
+                curve.append({"step": state.global_step, **logs})
 
     return Watcher()
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """For its padding token alone: the pairs come as tokens."""
+    """Only for its padding token: the pairs are tokenised."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
@@ -134,10 +134,10 @@ def _lora() -> Any:
 
 
 def padded_tokens(pairs: Sequence[Pair], micro_batch: int) -> int:
-    """Tokens that it computes: prompts twice, and every sequence as long as the longest of its micro-batch."""
+    """The tokens that TRL computes: prompts twice, and every sequence padded to the longest of its micro-batch."""
     total = 0
     for start in range(0, len(pairs), micro_batch):
         members = pairs[start : start + micro_batch]
-        longest = max(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in members)
+        longest = max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in members)
         total += 2 * len(members) * longest
     return total

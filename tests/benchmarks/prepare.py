@@ -1,12 +1,12 @@
-"""Preparing pairs: ours against TRL 1.16's, the same rows, tokenizer and number of processes, one after the other.
+"""Compare our data preparation with TRL 1.16's: the same rows, tokenizer and number of processes.
 
     python tests/benchmarks/prepare.py MODEL_FOLDER --rows 20000
     python tests/benchmarks/prepare.py MODEL_FOLDER --rows 1000000 --only ours
 
 Rows are generated: conversational, about 300 tokens each. Both start from the same JSONL file, in a process that has
 its libraries loaded; ours ends with Parquet, card and quarantine on disk, TRL's with its tokenised data set. Memory is
-the peak over all processes of a side, as the sum of their own shares (PSS) and of their resident sets (RSS). On a busy
-machine compare pairs per second of processor time.
+the peak over all processes of a side, as the sum of their proportional (PSS) and resident (RSS) set sizes. On a busy
+machine, compare pairs per CPU second.
 """
 
 import argparse
@@ -34,15 +34,15 @@ know water than call first people may down side been now find any new work part 
 back little only round man year came show every good me give our under name very through just form much great think
 say help low line before turn cause same mean differ move right boy old too does tell sentence set three want
 """.split()  # noqa: SIM905
-SENTENCES = 50_000  # that rows are made of
+SENTENCES = 50_000  # number of distinct sentences in the rows
 
 
 def write_rows(path: Path, count: int) -> None:
     rng = random.Random(0)
     sentences = [sentence(rng) for _ in range(SENTENCES)]
 
-    def text(least: int, most: int) -> str:
-        return " ".join(rng.choices(sentences, k=rng.randint(least, most)))
+    def text(shortest: int, longest: int) -> str:
+        return " ".join(rng.choices(sentences, k=rng.randint(shortest, longest)))
 
     with path.open("w") as file:
         for number in range(count):
@@ -57,17 +57,17 @@ def sentence(rng: random.Random) -> str:
 
 
 def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
-    """The stage itself, in a workspace of its own; `source` has copied and inspected the file before."""
+    """Our stage in its own workspace, after `source` has copied and inspected the file."""
     import os
 
     import matplotlib.pyplot  # noqa: F401
 
-    import training.model  # noqa: F401
-    from tasks.files import read_json
+    import training.models.loading  # noqa: F401
     from tasks.prepare import prepare
     from tasks.source import source
+    from tasks.system.files import read_json
     from tasks.tracking.journal import Run
-    from tests.workspaces import make_workspace
+    from tests.support.workspaces import make_workspace
 
     with tempfile.TemporaryDirectory(dir=rows.parent) as folder:
         cluster = {"prepare.num_workers": processes}
@@ -103,9 +103,9 @@ def trl(rows: Path, model: Path, processes: int) -> dict[str, float]:
 
 
 def clock() -> tuple[float, float]:
-    """Now, and the processor time of this process and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
+    """Wall-clock time, and the CPU time of this process and of its finished children."""
+    used = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def since(began: tuple[float, float]) -> dict[str, float]:
@@ -114,22 +114,22 @@ def since(began: tuple[float, float]) -> dict[str, float]:
 
 
 def watched(side: str, rows: Path, model: Path, processes: int) -> dict[str, float]:
-    """A side in a process of its own, its figures, and the most memory that it and its children had."""
+    """Run a side in its own process; its figures, and the peak memory of it and its children."""
     command = [sys.executable, __file__, str(model), "--side", side, "--file", str(rows), "--processes", str(processes)]
-    log = rows.with_suffix(".log")  # not a pipe: hours of progress would fill it
+    log = rows.with_suffix(".log")  # not a pipe, which hours of progress would fill
     with log.open("w") as file:
         child = subprocess.Popen(command, stdout=file)
     peak = {"pss": 0, "rss": 0}
     family = psutil.Process(child.pid)
     while child.poll() is None:
         sizes = [memory(member) for member in [family, *family.children(recursive=True)]]
-        for place, name in enumerate(peak):
-            peak[name] = max(peak[name], sum(size[place] for size in sizes))
+        for index, name in enumerate(peak):
+            peak[name] = max(peak[name], sum(size[index] for size in sizes))
         time.sleep(0.5)
-    said = log.read_text()
+    output = log.read_text()
     if child.returncode:
-        sys.exit(said or f"{side} ended with {child.returncode}")
-    result = json.loads(said.splitlines()[-1])
+        sys.exit(output or f"{side} exited with {child.returncode}")
+    result = json.loads(output.splitlines()[-1])
     speed = {
         "per_second": result["pairs"] / result["seconds"],
         "per_cpu_second": result["pairs"] / result["cpu_seconds"],
@@ -141,7 +141,7 @@ def memory(process: psutil.Process) -> tuple[int, int]:
     try:
         info = process.memory_full_info()
         return info.pss, info.rss
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0, 0
 
 
@@ -154,16 +154,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.side:
-        print("\n" + json.dumps({"ours": ours, "trl": trl}[given.side](given.file, given.model, given.processes)))
+    args = parser.parse_args()
+    if args.side:
+        print("\n" + json.dumps({"ours": ours, "trl": trl}[args.side](args.file, args.model, args.processes)))
         return
-    if given.only != "ours" and not importable("trl"):
-        sys.exit(f"TRL is not installed: pip install --no-deps --target DIR {TRL}, then PYTHONPATH=DIR and this again.")
+    if args.only != "ours" and not importable("trl"):
+        sys.exit(f"error: TRL is not installed. Run pip install --no-deps --target DIR {TRL} and set PYTHONPATH=DIR.")
     with tempfile.TemporaryDirectory() as folder:
-        write_rows(rows := Path(folder) / "rows.jsonl", given.rows)
-        for _ in range(given.repeats):
-            compare([given.only] if given.only else ["ours", "trl"], rows, given.model.resolve(), given.processes)
+        write_rows(rows := Path(folder) / "rows.jsonl", args.rows)
+        for _ in range(args.repeats):
+            compare([args.only] if args.only else ["ours", "trl"], rows, args.model.resolve(), args.processes)
 
 
 def compare(sides: list[str], rows: Path, model: Path, processes: int) -> None:

@@ -1,4 +1,4 @@
-"""Figures side by side, as a Markdown table that can go into a document."""
+"""Markdown tables of figures."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What is measured on: model shapes with random weights, and pairs of random tokens with realistic lengths."""
+"""Workloads of the benchmarks: models with random weights, and pairs of random tokens with realistic lengths."""
 
 import multiprocessing
 import os
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
-from training.dtypes import DTYPES
-from training.packing import Pair
+from training.models.dtypes import DTYPES
+from training.objectives.packing import Pair
 
 # Qwen2.5's own values; `tiny` is for trying the scripts out on a CPU.
 SHAPES = {
@@ -49,30 +49,30 @@ def qwen_config(shape: str) -> Qwen2Config:
     )
 
 
-def make_model_apart(shape: str, dtype: str, scratch: Path) -> Path:
-    """A folder with random weights of the shape, made once, by a process that leaves no memory taken on the GPU."""
+def make_model_in_subprocess(shape: str, dtype: str, scratch: Path) -> Path:
+    """A folder with random weights of the shape; a subprocess makes it once, so that no GPU memory stays in use."""
     folder = scratch / f"{shape}-{dtype}"
     if not folder.exists():
         maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(shape, dtype, folder))
         maker.start()
         maker.join()
-        assert folder.exists(), f"the process that makes {folder} ended with {maker.exitcode}"
+        assert folder.exists(), f"the process that makes {folder} exited with {maker.exitcode}"
     return folder
 
 
 def make_model(shape: str, dtype: str, folder: Path) -> None:
-    """There whole or not at all."""
+    """Write the model by an atomic rename."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(qwen_config(shape), dtype=DTYPES[dtype])
     model.generation_config = GenerationConfig()
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    model.save_pretrained(aside)
-    os.rename(aside, folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    model.save_pretrained(temporary)
+    os.rename(temporary, folder)
 
 
 def make_pairs(lengths: str, count: int, vocabulary: int, seed: int = 0) -> list[Pair]:
-    """The same pairs on every machine; a pair that is too long shrinks in proportion."""
+    """Pairs that are the same on every machine; a pair that is too long is shortened in proportion."""
     rng = random.Random(seed)
     longest_part, longest_pair = LONGEST_PART.get(lengths, 1024), LONGEST_PAIR.get(lengths, 2048)
     pairs = []
@@ -80,7 +80,7 @@ def make_pairs(lengths: str, count: int, vocabulary: int, seed: int = 0) -> list
         sizes = [min(longest_part, max(1, round(rng.lognormvariate(*part)))) for part in LENGTHS[lengths]]
         if sum(sizes) > longest_pair:
             sizes = [size * longest_pair // sum(sizes) for size in sizes]
-        # Token 0 is left to the peer's padding.
+        # Token 0 is TRL's padding.
         prompt, chosen, rejected = (rng.choices(range(1, vocabulary), k=size) for size in sizes)
         pairs.append(Pair(str(number), prompt, chosen, rejected, [1] * len(chosen), [1] * len(rejected)))
     return pairs
@@ -92,32 +92,34 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file as the pipeline reads them, the damaged ones left out."""
+    """Rows of a file as the pipeline reads them, without malformed ones."""
     from tasks.dataset.readers import read_chunks, rows_in
-    from tasks.dataset.violations import BadRow
+    from tasks.dataset.rows.reject_reasons import RejectedRow
 
     rows = (row for chunk in read_chunks(path, path.name) for _, row in rows_in(chunk))
-    return [row for row in rows if not isinstance(row, BadRow)]
+    return [row for row in rows if not isinstance(row, RejectedRow)]
 
 
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
-    """The first real rows with at most `longest` tokens in a sequence, tokenised as the stage `prepare` does."""
-    from tasks.dataset.conversations import Choices
-    from tasks.dataset.formats import detect, to_conversations
-    from tasks.dataset.templates import Tokens, choose_template, tokenise
-    from tasks.dataset.violations import BadRow
-    from training.model import load_tokenizer
+    """The first rows with at most `longest` tokens in a sequence, tokenised as in the stage `prepare`."""
+    from tasks.dataset.rows.preference import PairingOptions
+    from tasks.dataset.rows.reject_reasons import RejectedRow
+    from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
+    from tasks.dataset.tokenization import TokenizedPair, choose_template, tokenize
+    from training.models.loading import load_tokenizer
 
     rows = list(rows)
     template = choose_template(load_tokenizer(model), "auto", {}, "last")
-    shape, choices = detect(rows[0]), Choices("all", 0.0, "drop")
-    found = (one for row in rows for one in to_conversations(row, shape, {}, choices))
-    conversations = [one for one in found if not isinstance(one, BadRow)]
-    good = [tokens for tokens in tokenise(template, conversations) if isinstance(tokens, Tokens)]
-    short = [t for t in good if len(t.prompt) + max(len(t.chosen), len(t.rejected)) <= longest][:count]
+    shape, options = detect_shape(rows[0]) or "pairs", PairingOptions("all", 0.0, "drop")
+    found = (one for row in rows for one in to_preferences(row, shape, {}, options))
+    preferences = [one for one in found if not isinstance(one, RejectedRow)]
+    good = [tokens for tokens in tokenize(template, preferences) if isinstance(tokens, TokenizedPair)]
+    short = [t for t in good if t.length <= longest][:count]
     if len(short) < count:
         sys.exit(f"error: {len(short)} of {len(rows)} rows have at most {longest} tokens, and {count} are needed.")
     return [
-        Pair(str(number), t.prompt, t.chosen, t.rejected, [1] * len(t.chosen), [1] * len(t.rejected))
+        Pair(
+            str(number), t.prompt_ids, t.chosen_ids, t.rejected_ids, [1] * len(t.chosen_ids), [1] * len(t.rejected_ids)
+        )
         for number, t in enumerate(short)
     ]

@@ -26,22 +26,26 @@ LARGE: tuple[str, ...] = (
     "pandas",
 )
 LARGE += ("pyarrow.parquet", "torch", "transformers", "peft", "pydantic", "psutil", "matplotlib.pyplot", "yaml")
-FORWARDER = "tasks.tracking.forward"
+FORWARDER = "tasks.tracking.uploader"
 NAME = "forwarder"  # of its forked process: the command line is ours
 GROUP = 2 * 8  # where `group` stands in preload.c's struct state
 
 Popen = subprocess.Popen
+OURS = ("cli", "flows", "services", "tasks", "training", "tests")
 
 
-def popen(command: Any, **options: Any) -> Any:
-    """Fork for the forwarder instead of starting a new interpreter; everything else as usual."""
-    if not isinstance(command, list) or command[:3] != [sys.executable, "-m", FORWARDER]:
-        return Popen(command, **options)
-    request = {"module": FORWARDER, "arguments": command[3:], "cwd": os.getcwd(), "env": options.get("env")}
-    pid = os.fork()
-    if pid == 0:
-        run(request, options["stdout"].fileno())
-    return Forked(pid)
+class ForkingPopen(Popen):  # type: ignore[type-arg]
+    """Fork for the forwarder instead of starting a new interpreter; everything else as usual. A class: our code
+    writes `subprocess.Popen[str]`."""
+
+    def __new__(cls, command: Any, **options: Any) -> Any:
+        if not isinstance(command, list) or command[:3] != [sys.executable, "-m", FORWARDER]:
+            return super().__new__(cls)
+        request = {"module": FORWARDER, "arguments": command[3:], "cwd": os.getcwd(), "env": options.get("env")}
+        pid = os.fork()
+        if pid == 0:
+            run(request, options["stdout"].fileno())
+        return Forked(pid)
 
 
 class Forked:
@@ -72,7 +76,7 @@ def run(request: dict[str, Any], output: int) -> None:
             os.environ.update(request["env"])
         sys.argv = [request["module"], *request["arguments"]]
         sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
-        for name in [name for name in sys.modules if name.split(".")[0] in ("tasks", "flows", "training", "tests")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
             del sys.modules[name]
         sys.path[0] = request["cwd"]
         if request["module"] == FORWARDER:
@@ -114,7 +118,7 @@ def _ended(pid: int, until: float) -> int:
 def main() -> None:
     for name in LARGE:
         importlib.import_module(name)
-    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows import child
-from flows.services import answers, free_port
-from tasks.files import hash_files
+from services.background import free_port, is_healthy
+from tasks.system import processes
+from tasks.system.files import hash_files
 from tasks.tracking.journal import unsent
 from tests.conftest import make_dummy_repo
 from tests.faults.harness import PROJECT, Harness, copy, locks
-from tests.workspaces import make_workspace, wait_for
+from tests.support.workspaces import make_workspace, wait_for
 
 FILE = "sqlite:///.mlflow/mlflow.db"
 RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[a-z]+-[a-z]+-[0-9a-f]{8}|[0-9a-f]{32}")
@@ -32,9 +32,9 @@ RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[a-z]+-[a-z]+-[0-9a-f]{8}|[0-9a-f]{32}")
 REGISTER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tests import test_promote as made
+from tests.release import test_promote as made
 from mlflow import MlflowClient
-from tasks.params import load_cluster
+from tasks.config.params import load_cluster
 client = MlflowClient(load_cluster().tracking_uri)
 client.create_registered_model("of-others")
 other = client.create_run(client.create_experiment("of-others")).info
@@ -48,7 +48,7 @@ made.export("weights 3", kind=199)
 RUNS = """
 import sys
 sys.path.append(sys.argv[1])  # behind the repository: its own copy of our code is what works
-from tests import test_gc
+from tests.runs import test_gc
 sys.argv = ["", "broken", "champ", "old", "new"]
 exec(test_gc.MAKE)
 sys.argv = ["", "champ", "old"]
@@ -56,7 +56,7 @@ exec(test_gc.REGISTER)
 """
 
 
-# How a disturbed run is listed: its record says `running` where it was killed, and `make runs` says crashed.
+# How a disturbed run is listed: its record says `running` where it was killed, and `dpo runs` says crashed.
 DISTURBED = {"runs": (" KILLED", " FAILED"), "states": ("running", "failed", "stopped", "crashed")}
 
 
@@ -111,14 +111,15 @@ SCENARIOS = {
         Scenario("evaluate", "tasks.evaluate", after="train"),
         Scenario("export", "tasks.export", after="evaluate"),
         Scenario("promote", "tasks.promote", make=registered),
-        Scenario("rollback", "tasks.release.rollback", after="promote", again=False),
-        Scenario("publish", "flows.dpo", make=repository, forked=False, new_run=True),
-        Scenario("gc", "flows.gc", ("--keep", "1", "--yes"), make=old_runs),
+        Scenario("rollback", "cli", ("rollback",), after="promote", again=False),
+        Scenario("publish", "cli", ("run",), make=repository, forked=False, new_run=True),
+        Scenario("gc", "cli", ("gc", "--keep", "1", "--yes"), make=old_runs),
         Scenario("source, MLflow's server", "tasks.source", make=workspace, served=True),
         Scenario("promote, MLflow's server", "tasks.promote", make=registered, served=True),
         Scenario(
             "rollback, MLflow's server",
-            "tasks.release.rollback",
+            "cli",
+            ("rollback",),
             after="promote, MLflow's server",
             again=False,
             served=True,
@@ -155,11 +156,11 @@ class Bench:
             env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool"}
             copy(self.folder / "bare", self.root)
             log = self.server.enter_context((self.folder / "server.log").open("w"))
-            self.server.enter_context(child.started(command, self.folder, env, log))
+            self.server.enter_context(processes.spawn(command, self.folder, env, log))
             self.address = f"http://127.0.0.1:{kept.read_text()}"
-            wait_for(lambda: answers(f"{self.address}/health"), 300)
+            wait_for(lambda: is_healthy(f"{self.address}/health"), 300)
             # Its first two requests at once break MLflow for good ("failed to locate a name SqlUserRoleAssignment").
-            assert answers(f"{self.address}/api/2.0/mlflow/registered-models/search")
+            assert is_healthy(f"{self.address}/api/2.0/mlflow/registered-models/search")
         return self.address
 
     def ready(self, name: str) -> Scenario:
@@ -217,7 +218,7 @@ class Bench:
         if again.code:
             wrong.append(f"the second run ends with {again.code}: {again.said.strip()[-300:]}")
         if any(unsent(path.parent) for path in self.root.glob(".scratch/runs/*/settings.json")):
-            self.harness.run(self.root, "tasks.tracking.forward")  # `make sync`; a next run would send it as well
+            self.harness.run(self.root, "cli", ("sync",))  # the next run would send it as well
         wrong += [f"process left: {process}" for process in self.harness.leftovers(self.root)]
         found = self.observe()
         for part, states in DISTURBED.items() if scenario.new_run else ():

@@ -156,7 +156,7 @@ def _seeds(folder: Path) -> tuple[Path, Path]:
         from mlflow import MlflowClient
 
         from tasks.dataset import demo
-        from training import tiny
+        from training.models import tiny
 
         tiny.make(folder / "base", demo.conversations(0)[:300], seed=0, steps=20)
         (folder / "store").mkdir(exist_ok=True)

@@ -1,0 +1,34 @@
+"""`dpo COMMAND`: the entry point. Commands import what they need when they run, so that `dpo --help` is fast."""
+
+import typer
+
+from cli import chat, data, experiments, operations, release, run, runs
+from tasks.system.commands import as_command
+
+app = typer.Typer(
+    name="dpo",
+    help="Align a language model with preference data, from raw pairs to a registered model.\n\n"
+    "Settings are in params.yaml (what is trained) and infra/cluster.yaml (where it runs).",
+    epilog="First steps: `dpo run --recipe demo` trains a tiny model in 3 minutes. Then `dpo up` shows its curves in "
+    "MLflow. `dpo init DATA MODEL` prepares a run on your own data (docs/own-data.md).",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for panel, module in (
+    ("Run the pipeline", run),
+    ("Experiments", experiments),
+    ("Runs and data", runs),
+    ("Runs and data", data),
+    ("Release a model", release),
+    ("Use a model", chat),
+    ("Services", operations),
+):
+    for command in module.COMMANDS:
+        app.command(rich_help_panel=panel)(command)
+
+
+@as_command
+def main() -> None:
+    app(prog_name="dpo")

@@ -1,0 +1,170 @@
+"""The artifacts of a run on Prefect's pages: its result as Markdown, its stages as a table, links to MLflow.
+
+Preference text is untrusted and escaped wherever it is rendered.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, runtime
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+
+from flows import embedded_server
+from services.mlflow_urls import mlflow_home, mlflow_link
+from tasks.config.params import load_cluster, load_params
+from tasks.config.paths import ROOT
+from tasks.redact import redact
+from tasks.reports import cost, run_report
+from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
+from tasks.reports.markup import plain
+from tasks.runs.records import RESULTS
+from tasks.runs.workspace import Workspace
+from tasks.system.files import recall, write_json
+from tasks.tracking import journal, pipeline_run
+from tasks.tracking.journal import flatten_metrics
+
+REPORT = "report.html"
+SAMPLES = 3
+MAX_CHARACTERS = 400  # of a sample
+
+
+def announce(workspace: Workspace) -> bool:
+    """Publish links to the running run; whether MLflow's page of the run is among them already."""
+    ids = recall(workspace.run_folder / "run.json")
+    report = mlflow_link(ids, f"/artifacts/{REPORT}")
+    tracking = str(recall(workspace.run_folder / "settings.json").get("tracking_uri", ""))
+    home = mlflow_link(ids) or mlflow_home({"tracking_uri": tracking})
+    when_ended = f"- [the run report]({report}), once the run has ended"
+    lines = [
+        f"- [curves and params in MLflow]({home})",
+        when_ended if report else f"- the run report: `{REPORT}` in MLflow",
+        f"- logs, journals and the report on disk: `{workspace.run_folder}`",
+    ]
+    if workspace.is_worktree:
+        lines.append(f"- code, params.yaml and dvc.lock, once the run has ended: branch `runs/{workspace.run_name}`")
+    try:
+        create_markdown_artifact(redact("\n".join(lines)), key="dpo-links", description="Where to follow this run")
+    except Exception as error:  # a page that does not answer must not stop a run
+        get_run_logger().debug("Cannot publish the links: %s", error)
+    return bool(ids)
+
+
+def publish(workspace: Workspace, states: list[dict[str, Any]]) -> None:
+    pipeline_run.wait_for_run(workspace.run_folder)
+    page = write_page(workspace, states)
+    journal.Run(workspace.run_folder, journal.FLOW).artifact(page)
+    create_table_artifact(states, key="dpo-stages", description="Which stages ran, and which were unchanged")
+    create_markdown_artifact(redact(result(workspace)), key="dpo-result", description="The result of the run")
+    link = mlflow_link(recall(workspace.run_folder / "run.json"), f"/artifacts/{REPORT}") or page.as_uri()
+    create_link_artifact(link, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
+
+
+def write_page(workspace: Workspace, states: list[dict[str, Any]]) -> Path:
+    """Write the run report into the run's folder: it has seconds and run ids, so it is no artifact of a stage."""
+    target = workspace.run_folder / REPORT
+    links = {
+        "Prefect": embedded_server.flow_page(runtime.flow_run.id),
+        "MLflow": mlflow_link(recall(workspace.run_folder / "run.json")),
+        "branch": f"runs/{workspace.run_name}" if workspace.is_worktree else None,
+    }
+    target.write_text(
+        run_report.page(workspace.root, workspace.run_name, states, logs=workspace.run_folder, links=links)
+    )
+    return target
+
+
+@contextmanager
+def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
+    """Record a run in MLflow, however it ends. Yields the list of stage states, which the caller fills."""
+    os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; the run's name is passed on explicitly
+    params, cluster = load_params(workspace.root / "params.yaml"), load_cluster(workspace.root)
+    folder = pipeline_run.open_run(params, cluster, root=workspace.root, folder=workspace.run_folder)
+    sweep_tags = json.loads(os.environ.get("DPO_TAGS", "{}"))
+    pipeline_run.begin(folder, {**tags, **sweep_tags, "prefect_flow_run": str(runtime.flow_run.id)})
+    states: list[dict[str, Any]] = []
+    status = "FAILED"
+    try:
+        yield states
+        status = "FINISHED"
+    finally:
+        write_json(folder / "stages.json", states)
+        if figures := cost.figures(cluster, folder):
+            journal.Run(folder, journal.FLOW).summary(figures)
+        by_stage = {state["stage"]: state["state"] for state in states}
+        pipeline_run.finish(folder, root=workspace.root, states=by_stage, status=status)
+
+
+def result(workspace: Workspace) -> str:
+    measured = recall(workspace.root / "data" / "metrics" / "evaluate.json")
+    metrics = {name: value for name, value in flatten_metrics(measured).items() if value != {}}
+    summary = verdict(measured, decision_of(workspace.root))[1]
+    first, rest = _numbers(metrics)
+    parts = ["# Result", escape(summary, 2000), first, _behaviour(metrics), _samples(workspace.root)]
+    parts += ["## Where", _where(workspace), rest]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _numbers(metrics: dict[str, Any]) -> tuple[str, str]:
+    """Tables of the report's headline metrics and of all others; each metric once, with its interval."""
+    elsewhere = ("samples/", "intervals/", "tables/")
+    shown = {name: value for name, value in metrics.items() if not name.startswith(elsewhere)}
+    headline = {f"{name}/rate" if f"{name}/rate" in shown else name: label for name, label, _ in HEADLINE_METRICS}
+    first = [(label, shown[name], _interval(metrics, name)) for name, label in headline.items() if name in shown]
+    rest = [(name, value, _interval(metrics, name)) for name, value in shown.items() if name not in headline]
+    more = "## All held-out metrics\n\n" + table(("held-out", "", "95% interval"), rest) if rest else ""
+    return table(("held-out", "", "95% interval"), first) if first else "", more
+
+
+def _interval(metrics: dict[str, Any], name: str) -> str:
+    rate = name.removesuffix("/rate")  # a rate has its bounds beside it
+    low, high = (metrics.get(f"intervals/{name}/{end}", metrics.get(f"{rate}/{end}")) for end in ("low", "high"))
+    return "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+
+
+def _behaviour(metrics: dict[str, Any]) -> str:
+    names = [name.removeprefix("samples/policy/") for name in metrics if name.startswith("samples/policy/")]
+    rows = [(name, metrics.get(f"samples/base/{name}", ""), metrics[f"samples/policy/{name}"]) for name in names]
+    return table(("sampled answers", "before", "after"), rows) if rows else ""
+
+
+def _samples(root: Path) -> str:
+    path = root / "data" / "metrics" / "samples.jsonl"
+    if not path.exists():
+        return ""
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [(sample["prompt"], sample["base"]["text"], sample["policy"]["text"]) for sample in samples]
+    rows.sort(key=lambda row: row[1] == row[2])  # changed answers first
+    return "## Samples\n\n" + table(("prompt", "before", "after"), rows[:SAMPLES]) if rows else ""
+
+
+def _where(workspace: Workspace) -> str:
+    checkout = f"`{workspace.root / 'data' / 'model'}`"
+    worktree = f"`dpo open {workspace.run_name}` checks it out from DVC's cache"  # the worktree is removed
+    lines = [f"- the model: {worktree if workspace.is_worktree else checkout}"]
+    lines.append("- every run and curve: `dpo up` starts MLflow's pages")
+    lines.append(f"- the run report: `{workspace.run_folder / REPORT}`")
+    if link := mlflow_link(recall(workspace.run_folder / "run.json")):
+        lines.append(f"- this run in MLflow: [{link}]({link})")
+    if workspace.is_worktree:
+        lines.append(f"- its code, params.yaml and dvc.lock: branch `runs/{workspace.run_name}`")
+        lines.append(f"- its metrics and samples: `{workspace.run_folder / RESULTS}`")
+    return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; numbers with four digits, text escaped."""
+    lines: list[Iterable[str]] = [head, ("---",) * len(head), *(map(_cell, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def escape(text: str, max_characters: int = MAX_CHARACTERS) -> str:
+    """Text that Markdown shows as it is, and shortened. Prefect's page does not decode HTML entities."""
+    return plain(text if len(text) <= max_characters else text[:max_characters] + " ...")

@@ -1,0 +1,201 @@
+"""Start, find and stop the servers of `dpo up`, which outlive the command that started them.
+
+`.services/<name>.json` records a service's process id and start time (ids are reused, so both must match), and
+`.services/<name>.log` holds its output. Descendants of a service inherit DPO_SERVICE in their environment, so that
+those of a killed service can still be found and stopped.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tasks.config.paths import ROOT
+from tasks.errors import UserError
+from tasks.system import processes
+from tasks.system.files import recall, write_text
+from tasks.system.lock import exclusive
+
+FOLDER = ROOT / ".services"
+MARK = "DPO_SERVICE"
+START_TIMEOUT = 180.0  # seconds; the first start creates a database
+REPORT_INTERVAL = 10.0  # seconds between messages while waiting
+
+
+@dataclass(frozen=True)
+class Service:
+    name: str
+    pid: int
+    began: float  # seconds since boot: unlike the time of day, nobody can set it
+    port: int
+    address: str  # of its pages
+    health: str  # URL that returns 200 when the service works
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The process if it is alive; None if it ended, also when another process now has its id."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(_began(process) - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+    def environment(self) -> dict[str, str]:
+        process = self.process
+        return process.environ() if process else {}
+
+    @property
+    def since(self) -> datetime:
+        return datetime.fromtimestamp(psutil.boot_time() + self.began).astimezone()
+
+    @property
+    def log(self) -> Path:
+        return FOLDER / f"{self.name}.log"
+
+    def is_healthy(self) -> bool:
+        return is_healthy(self.health)
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:  # an HTTP error is an OSError too
+        return bool(response.status == 200)
+    return False
+
+
+def make_folder() -> None:
+    FOLDER.mkdir(mode=0o700, exist_ok=True)  # logs and MLflow's user database are private
+
+
+def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, address: str, health: str) -> Service:
+    """Start a service in its own session, so that neither Ctrl-C nor closing the terminal stops it."""
+    end_leftovers(name)
+    make_folder()
+    log = FOLDER / f"{name}.log"
+    if log.exists():
+        log.replace(log.with_suffix(".log.1"))
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**env, MARK: _mark(name)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    service = Service(name, process.pid, _began(psutil.Process(process.pid)), port, address, health)
+    write_text(FOLDER / f"{name}.json", json.dumps(asdict(service)) + "\n")
+    return service
+
+
+def _began(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()
+
+
+def last_started(name: str) -> Service | None:
+    """The service as it was last started; its process may have ended since."""
+    try:
+        return Service(**recall(FOLDER / f"{name}.json"))
+    except TypeError:  # missing or damaged
+        return None
+
+
+def running(name: str) -> Service | None:
+    service = last_started(name)
+    return service if service and service.process else None
+
+
+def wait_until_healthy(service: Service, title: str) -> None:
+    """Wait for the service to respond. If it exits or times out, raise with the end of its log."""
+    started = reported = time.monotonic()
+    while not service.is_healthy():
+        now = time.monotonic()
+        if service.process is None or now - started > START_TIMEOUT:
+            reason = "exited" if service.process is None else f"did not respond within {START_TIMEOUT:.0f} s"
+            raise UserError(
+                f"{title}: {reason}. The end of its log, {service.log}:\n{service.log_tail()}\n"
+                "Fix the cause and run `dpo up` again; `dpo down` stops the services that did start."
+            )
+        if now - reported > REPORT_INTERVAL:
+            print(f"  {title}: not ready after {now - started:.0f} s, still waiting", flush=True)
+            reported = now
+        time.sleep(0.2)
+
+
+def stop(name: str) -> bool:
+    """Stop a service and its descendants. Returns whether there was anything to stop."""
+    service = running(name)
+    if service:
+        processes.terminate(service.pid)
+    leftovers = end_leftovers(name)
+    (FOLDER / f"{name}.json").unlink(missing_ok=True)
+    return bool(service) or leftovers
+
+
+def end_leftovers(name: str) -> bool:
+    """End descendants of a killed service: they may still hold its port. Returns whether there were any."""
+    leftovers = [process for process in psutil.process_iter() if _is_marked(process, name)]
+    for process in leftovers:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(leftovers, timeout=processes.GRACE)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return bool(leftovers)
+
+
+def _is_marked(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.pid != os.getpid() and process.environ().get(MARK) == _mark(name)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _mark(name: str) -> str:
+    return f"{name} of {ROOT}"
+
+
+def exclusive_lock() -> AbstractContextManager[None]:
+    """Held by commands that start or stop services: two at once would undo each other's work."""
+    make_folder()
+    return exclusive(
+        FOLDER / "lock", lambda holder: print(f"Waiting for {holder}, which starts or stops services", flush=True)
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        probe.bind((host, port))
+        return True
+    return False
+
+
+def port_holder(port: int) -> str:
+    """The process that listens on a port, for messages; processes of other users are not visible."""
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("inet"):
+            listening = connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:] == (port,)
+            if listening and connection.pid:
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return "another program"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,89 @@
+"""The stages that are running now and what they logged last, read from the journals of their runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks.runs.records import RUNNING, RunRecord
+from tasks.system.files import recall
+from tasks.system.processes import is_alive
+from tasks.tracking.journal import FLOW, read_lines, sent
+
+
+@dataclass
+class Stage:
+    """One stage of one run. Times are seconds since the epoch."""
+
+    run: str
+    name: str
+    process: dict[str, object] = field(default_factory=dict)  # empty once the stage has ended
+    since: float = 0.0
+    logged: float = 0.0
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    values: dict[str, float] = field(default_factory=dict)  # last value by metric name
+    offset: int = 0  # bytes of the journal read so far
+
+
+class Journals:
+    """Reads only lines that are new since the last scrape, so that a long run costs no more than a short one."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, Stage] = {}
+
+    def active_stages(self, runs: Path) -> list[Stage]:
+        known: dict[Path, Stage] = {}
+        active: list[Stage] = []
+        for folder in sorted(path.parent for path in runs.glob("*/settings.json")):
+            if (is_active := _is_active(folder)) is False:
+                continue
+            for journal in sorted(folder.glob("*.jsonl")):
+                known[journal] = stage = _read_new_lines(journal, self.known.get(journal))
+                if stage.process and stage.name != FLOW and (is_active or is_alive(stage.process)):
+                    active.append(stage)
+        self.known = known
+        return active
+
+
+def _is_active(folder: Path) -> bool | None:
+    """From the record of a flow run, whose lock other containers see too; None for stages run by `dvc repro`."""
+    if not (folder / "record.json").exists():
+        return None
+    try:
+        return RunRecord(**recall(folder / "record.json")).current_state == RUNNING
+    except TypeError:  # damaged
+        return False
+
+
+def _read_new_lines(journal: Path, stage: Stage | None) -> Stage:
+    if stage is None or journal.stat().st_size < stage.offset:
+        stage = Stage(journal.parent.name, journal.stem)
+    lines, stage.offset = read_lines(journal, stage.offset)
+    for line in lines:
+        time = line["time"] / 1000
+        match line["kind"]:
+            case "start":
+                stage.process, stage.since, stage.logged = line, time, time
+                stage.done, stage.total, stage.unit, stage.values = 0, 0, "", {}
+            case "end":
+                stage.process = {}
+            case "progress":
+                stage.done, stage.total, stage.unit, stage.logged = line["done"], line["total"], line["unit"], time
+            case "metrics":
+                stage.values |= line["values"]
+                if "loss" in line["values"]:  # a training step: more recent than the last progress line
+                    stage.done, stage.logged = line["step"], time
+    return stage
+
+
+def unsent_lines(runs: Path) -> int:
+    """Journal lines that MLflow has not received yet."""
+    return sum(len(read_lines(journal, offset)[0]) for journal, offset in _unsent_journals(runs))
+
+
+def _unsent_journals(runs: Path) -> Iterator[tuple[Path, int]]:
+    for journal in runs.glob("*/*.jsonl"):
+        offset = sent(journal.parent, journal.stem)
+        if journal.stat().st_size > offset:
+            yield journal, offset

@@ -1,0 +1,147 @@
+"""`dpo chat` and `dpo generate`: use the champion, a version, a run's export, the base model or any model folder."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.config.params import load_params
+from tasks.config.paths import MODEL, home
+from tasks.errors import UserError
+from tasks.models import base_folder
+from tasks.release.model_names import registered_version, weights_of
+from tasks.release.verify import require_intact_version
+from tasks.system.progress import Bar
+
+if TYPE_CHECKING:
+    from training.evaluation.chat import ChatModel
+
+BATCH = 16  # prompts whose answers are written to the file together
+HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
+
+
+def model_folder(name: str | None) -> Path:
+    """Where the weights of that model are. Without a name: this workspace's export, or else the champion."""
+    if name is None:
+        name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
+    if (Path(name) / "config.json").exists():
+        return Path(name)
+    if name == "base":
+        return base_folder(load_params().source.model)
+    worktree = home() / ".scratch" / "worktrees" / name / MODEL
+    if any(worktree.glob("*.safetensors")):
+        return worktree
+    with registered_version(name) as (_, models, version):
+        require_intact_version(models, version)
+        return weights_of(models, version)
+
+
+def chat(names: list[str], system: str | None, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """A conversation on the terminal. Several models answer the same messages one below the other."""
+    models = _load(names)
+    print(HELP)
+    conversations = {name: _opening(system) for name in models}
+    while (text := _read()) is not None:
+        if text == "/reset":
+            conversations = {name: _opening(system) for name in models}
+        elif text:
+            for name, model in models.items():
+                conversation = [*conversations[name], {"role": "user", "content": text}]
+                answer = _show(name, model.stream(conversation, max_new_tokens, temperature, top_p))
+                conversations[name] = [*conversation, {"role": "assistant", "content": answer}]
+
+
+def _load(names: list[str]) -> "dict[str, ChatModel]":
+    folders = {name or "model": model_folder(name) for name in (names or [None])}  # type: ignore[list-item]
+    print("Loading", ", ".join(f"{name} ({folder})" for name, folder in folders.items()), flush=True)
+    from training.evaluation.chat import ChatModel  # torch: after the names were checked
+
+    return {name: ChatModel(folder) for name, folder in folders.items()}
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _read() -> str | None:
+    try:
+        return input("\n> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+
+
+def _show(name: str, pieces: Iterator[str]) -> str:
+    """Print an answer as it comes. Ctrl-C ends the answer, not the conversation."""
+    print(f"{name}: ", end="", flush=True)
+    answer: list[str] = []
+    try:
+        for piece in pieces:
+            answer.append(piece)
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print()
+    return "".join(answer)
+
+
+def generate(
+    file: Path, name: str | None, out: Path | None, max_new_tokens: int, temperature: float, top_p: float, seed: int
+) -> Path:
+    """Answers to the prompts of a file, one JSON line each. An interrupted run continues with the same command."""
+    prompts = list(_prompts(file))
+    out = out or file.with_name(f"{file.stem}.answers.jsonl")
+    done = _done(out, prompts)
+    (model,) = _load([name] if name else []).values()
+    with Bar("generate", len(prompts), "answers") as bar, out.open("a") as written:
+        bar.update(done)
+        for start in range(done, len(prompts), BATCH):
+            batch = prompts[start : start + BATCH]
+            answers = model.answers([_messages(prompt) for prompt in batch], max_new_tokens, temperature, top_p, seed)
+            for prompt, answer in zip(batch, answers, strict=True):
+                written.write(json.dumps({"prompt": prompt, "response": answer}, ensure_ascii=False) + "\n")
+            written.flush()
+            bar.update(start + len(batch))
+    return out
+
+
+def _prompts(file: Path) -> Iterator[Any]:
+    """One prompt a line: plain text, a JSON string, or an object with `prompt` or `messages`."""
+    if not file.exists():
+        raise UserError(f"{file} does not exist. Give a file with one prompt a line (text, or JSON with `prompt`).")
+    empty = True
+    for number, line in enumerate(file.read_text().split("\n"), 1):
+        if not line.strip():
+            continue
+        empty = False
+        try:
+            content = json.loads(line) if line.lstrip().startswith(("{", '"')) else line.strip()
+        except ValueError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON ({error}). Mend that line.") from None
+        prompt = content.get("prompt", content.get("messages")) if isinstance(content, dict) else content
+        if not (isinstance(prompt, str) or _is_conversation(prompt)):
+            keys = ", ".join(content) if isinstance(content, dict) else ""
+            raise UserError(f"{file}, line {number}: no `prompt` or `messages` (it has {keys}).")
+        yield prompt
+    if empty:
+        raise UserError(f"{file} has no prompts.")
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all({"role", "content"} <= set(turn) for turn in prompt)
+
+
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _done(out: Path, prompts: list[Any]) -> int:
+    """How many answers an earlier call left; refuses a file that is not its own."""
+    lines = out.read_text().splitlines(keepends=True) if out.exists() else []
+    if lines and not lines[-1].endswith("\n"):  # killed while writing
+        lines = lines[:-1]
+        out.write_text("".join(lines))
+    for line, prompt in zip(lines, [*prompts, *[None] * len(lines)], strict=False):
+        if json.loads(line).get("prompt") != prompt:
+            raise UserError(f"{out} exists and has answers to other prompts. Delete it, or give another --out.")
+    return len(lines)

@@ -1,0 +1,1 @@
+"""The Ray cluster: its nodes, worker groups, preemption and system metrics."""

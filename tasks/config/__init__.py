@@ -1,0 +1,1 @@
+"""Schemas of params.yaml and infra/cluster.yaml, the operator's access list, and artifact paths."""

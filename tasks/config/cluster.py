@@ -1,0 +1,171 @@
+"""The schema of infra/cluster.yaml (where a run executes and how fast), and the layers that override each other.
+
+`load_cluster` returns the values; `resolve` also returns the origin of each. Later layers win:
+
+1. the defaults of the schema below;
+2. infra/cluster.yaml;
+3. the site overlay, the file that DPO_CLUSTER names;
+4. the recipe's `cluster` part; a run keeps it in its worktree and its commit as infra/recipe.yaml;
+5. overrides, such as `cluster.actor_train.num_workers`; a run keeps them as infra/overrides.yaml.
+"""
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from tasks.config.paths import home
+from tasks.config.strict import Count, Layer, Positive, Section, Value, changed, merge, read_yaml, section, validate
+from tasks.errors import UserError
+
+CLUSTER = Path("infra/cluster.yaml")  # relative: a stage runs in the root of its workspace
+RECIPE, OVERRIDES = Path("infra/recipe.yaml"), Path("infra/overrides.yaml")  # in a run's worktree
+SITE = "DPO_CLUSTER"
+Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+PROTOCOLS = ["file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"]
+Resources = dict[Annotated[str, Field(pattern=r"^[a-zA-Z]\w*$")], Positive]
+
+
+class Ray(Section):
+    address: str = "local"
+    interface: str | None = None
+    env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = Field(default={})
+
+    @model_validator(mode="after")
+    def _check_address(self) -> "Ray":
+        if self.address not in ("local", "auto") and not re.fullmatch(r"[\w.-]+:\d+", self.address):
+            raise ValueError(
+                f"address is '{self.address}', but it must be `local`, the head node's host:port (10.0.0.1:6379), or "
+                "`auto` for the cluster that this machine belongs to (not ray://: the driver runs on a node)"
+            )
+        if self.address == "local" and self.interface:
+            raise ValueError("`interface` has no effect on address local: set it to null")
+        return self
+
+
+class Access(Section):
+    """What a run may use (tasks/config/access.py)."""
+
+    judge_keys: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default=["JUDGE_KEY"])
+    judge_origins: list[Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+$")]] = Field(default=[])
+    protocols: list[Annotated[str, Field(pattern=r"^\w+$")]] = Field(default=PROTOCOLS)
+    networks: list[str] = Field(default=[])
+    push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]] = Field(default=[])
+
+    @model_validator(mode="after")
+    def _check_networks(self) -> "Access":
+        for network in self.networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(
+                    f"networks: {error}. Write an address or a range, such as 10.1.2.3 or 10.0.0.0/8"
+                ) from None
+        return self
+
+
+class PrepareGroup(Section):
+    num_workers: Count | None = None
+
+
+class Group(Section):
+    """Ray workers that each hold a model, or a shard of one."""
+
+    num_workers: Count = 1
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
+    resources: Resources = Field(default={})
+    placement: Placement = "PACK"
+    row_tokens: Annotated[int, Field(ge=64)] = 1024
+
+
+class ReferenceGroup(Group):
+    shard_pairs: Count = 128
+    compile: bool = True
+    zero_stage: Literal[0, 3] = 0
+
+
+class ActorTrainGroup(Group):
+    num_workers: Count = 2
+    compile: bool = True
+    zero_stage: Literal[1, 2, 3] = 2
+    offload: Literal["none", "optimizer", "all"] = "none"
+    activation_checkpointing: bool = False
+    save_steps: Count = 20
+    keep_checkpoints: Count = 2
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    max_failures: Annotated[int, Field(ge=0)] = 2
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> "ActorTrainGroup":
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError(f"offload: all needs zero_stage: 3, but zero_stage is {self.zero_stage}")
+        return self
+
+
+class EvaluateGroup(Group):
+    zero_stage: Literal[0, 3] = 0
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+
+
+class Cluster(Section):
+    exp_name: str = "dpo"
+    tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
+    logging_dir: str = ".scratch/runs"
+    tensorboard: bool = False
+    system_metrics: Positive | None = 10
+    output_dir: str = ".scratch"
+    price_per_gpu_hour: Positive | None = None
+    currency: Annotated[str, Field(pattern=r"^[A-Za-z]{1,8}$")] = "EUR"
+    access: Access = Access()
+    ray: Ray = Ray()
+    prepare: PrepareGroup = PrepareGroup()
+    reference: ReferenceGroup = ReferenceGroup()
+    actor_train: ActorTrainGroup = ActorTrainGroup()
+    evaluate: EvaluateGroup = EvaluateGroup()
+
+
+class Resolved(NamedTuple):
+    cluster: Cluster
+    origins: dict[str, Value]  # by dotted name, of the values that are not the schema's defaults
+
+
+def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
+    """The configuration of the workspace `root`, with `over` as further layers (a recipe, overrides)."""
+    return resolve(root, *(Layer("override", content) for content in over)).cluster
+
+
+def resolve(root: Path = Path(), *over: Layer) -> Resolved:
+    layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
+    if content := site_overlay():
+        layers.append(Layer(f"{os.environ[SITE]} ({SITE})", content))
+    layers += [Layer(str(path), read_yaml(root / path)) for path in (RECIPE, OVERRIDES) if (root / path).exists()]
+    for layer in layers:
+        if layer.origin in (str(RECIPE), str(OVERRIDES)) and "access" in layer.content:
+            raise UserError(
+                f"{root / layer.origin}: a recipe cannot set `access`, and neither can an override. Set it in "
+                f"{CLUSTER} or the site overlay."
+            )
+    layers += over
+    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
+    cluster = validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
+    return Resolved(cluster, changed(layers, Cluster))
+
+
+def groups() -> list[str]:
+    """The sections whose keys a run may override; the operator owns the rest."""
+    sections = ((name, section(Cluster, name)) for name in Cluster.model_fields)
+    return [name for name, kind in sections if kind and issubclass(kind, Group | PrepareGroup)]
+
+
+def site_overlay() -> dict[str, Any]:
+    """The site's changes for all its machines; a relative path starts at the main checkout."""
+    if not (name := os.environ.get(SITE)):
+        return {}
+    if not (path := home() / name).is_file():
+        raise UserError(f"{SITE} names {path}, which does not exist. Correct the path, or unset {SITE}.")
+    return read_yaml(path)

@@ -1,0 +1,21 @@
+"""Names of things in tasks/dataset that params.yaml may use; tests/config/test_params.py holds both sides together."""
+
+# prepare.format: the keys of SHAPES in tasks/dataset/rows/row_shapes.py.
+ROW_FORMATS = ("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca")
+# prepare.columns
+COLUMNS = (
+    *("prompt", "chosen", "rejected", "instruction", "input", "system", "messages", "tools"),
+    *("completions", "scores", "output", "response1", "response2", "winner", "annotator1", "score1", "score2"),
+    *("score_chosen", "score_rejected", "label", "margin", "weight", "id"),
+)
+# prepare.values: what a value of the column `winner` says about the two answers.
+VOTES = ("first", "second", "tie")
+# prepare.thresholds: the keys of REJECT_REASONS in tasks/dataset/rows/reject_reasons.py.
+REJECT_REASONS = (
+    *("invalid_json", "invalid_utf8", "unreadable_value", "not_an_object", "missing_field", "not_text", "bad_number"),
+    *("wrong_role", "turn_order", "no_shared_prompt", "empty_prompt", "empty_answer", "equal_answers", "absurd_length"),
+    *("template_refused", "template_rewrites", "nothing_left", "contradiction", "prompt_in_eval", "id_not_unique"),
+    *("duplicate", "near_duplicate", "over_length", "tie", "small_margin", "not_sampled"),
+)
+# promote.drift: the keys of DRIFT_METRICS in tasks/dataset/drift.py.
+DRIFT_METRICS = ("fewer_pairs", "tokens", "sources", "left_out", "chosen_longer", "probe")

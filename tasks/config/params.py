@@ -1,0 +1,400 @@
+"""The schema of params.yaml: everything that changes a result. infra/cluster.yaml is in cluster.py.
+
+`dpo check-config` validates both files; `dpo check-config RECIPE` prints the values with a recipe.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from tasks.config import metrics, strict
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.names import COLUMNS, DRIFT_METRICS, REJECT_REASONS, ROW_FORMATS, VOTES
+from tasks.config.strict import Count, Fraction, Positive, Section, dotted, read_yaml, validate
+from tasks.errors import UserError
+from tasks.redact import is_secret
+from training.objectives import options
+
+__all__ = ["Cluster", "Params", "dotted", "load_cluster", "overlay", "read_yaml", "validate"]
+
+PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
+RECIPES = Path(__file__).resolve().parents[2] / "flows" / "recipes"
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["nf4"]
+
+
+def check_names(key: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{key}: unknown name `{name}`. Known names: {', '.join(allowed)}")
+
+
+class Mixed(Section):
+    """One source of a mixture."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # of its folder below data/raw
+    data: str
+    weight: Positive  # of each pair in the loss
+    share: Annotated[float, Field(gt=0.0, le=1.0)]  # of the rows, which are sampled
+
+
+Data = Annotated[
+    Annotated[str, Tag("address")] | Annotated[list[Mixed], Tag("mixture")],
+    Discriminator(
+        lambda value: "mixture" if isinstance(value, list) else "address"
+    ),  # so that an error names one alternative
+]
+
+
+class Source(Section):
+    data: Data
+    eval: str | None
+    model: str
+    adapter: str | None
+    seed: int
+
+    @model_validator(mode="after")
+    def _check_mixture_names(self) -> "Source":
+        names = [source.name for source in self.data] if isinstance(self.data, list) else ["data"]
+        if not names or len({*names, "eval"}) <= len(names):
+            raise ValueError("a mixture needs at least one source; each name must be unique and not `eval`")
+        return self
+
+
+class Layout(Section):
+    """How the rows of a source are laid out."""
+
+    format: str
+    columns: dict[str, str]
+    values: dict[str, dict[str | int | float | bool, str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_format_and_columns(self) -> "Layout":
+        check_names("format", [self.format], ["auto", *ROW_FORMATS])
+        check_names("columns", self.columns, COLUMNS)
+        check_names("values", self.values, ["winner"])
+        check_names("values.winner", self.values.get("winner", {}).values(), VOTES)
+        return self
+
+
+class Prepare(Layout):
+    by_source: dict[str, Layout]
+    expand: Literal["all", "adjacent", "best_rest"]
+    min_margin: Annotated[float, Field(ge=0.0)]
+    ties: Literal["drop", "soft"]
+    template: str
+    chat_template_kwargs: dict[str, Any]
+    loss_on: Literal["last", "all"]
+    apply_loss_mask: bool
+    max_tokens: Annotated[int, Field(ge=8)]
+    over_length: Literal["drop", "truncate_prompt", "truncate_response", "fail"]
+    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None
+    max_pairs: Count | None
+    seed: int
+    max_characters: Count
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None
+    max_bad_fraction: Fraction
+    thresholds: dict[str, Fraction]
+
+    @model_validator(mode="after")
+    def _check_thresholds_and_template(self) -> "Prepare":
+        check_names("thresholds", self.thresholds, REJECT_REASONS)
+        if self.template not in ("auto", "plain", "chatml") and "{" not in self.template:
+            raise ValueError(
+                f"template '{self.template}' is neither auto, plain, chatml nor the text of a Jinja template"
+            )
+        return self
+
+
+class Reference(Section):
+    dtype: Dtype
+    quantization: Quantization | None
+
+
+class Adapter(Section):
+    rank: Count
+    alpha: Positive
+    targets: str | list[str]
+    use_rslora: bool
+    use_dora: bool
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)]
+
+    @model_validator(mode="after")
+    def _check_dropout(self) -> "Adapter":
+        if self.dropout and self.use_dora:
+            raise ValueError(
+                "`dropout` with `use_dora` also drops inputs of the base model, so that the policy would not start as "
+                "the reference: set dropout to 0.0, or use_dora to false"
+            )
+        return self
+
+
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+EvalSteps = Annotated[
+    Annotated[Count, Tag("steps")] | Annotated[Share, Tag("share")] | Annotated[Literal["epoch"], Tag("epoch")],
+    Discriminator(
+        lambda value: {str: "epoch", float: "share"}.get(type(value), "steps")
+    ),  # so that an error names one alternative
+]
+
+
+class ReferenceUpdate(Section):
+    """TR-DPO: ref <- alpha policy + (1 - alpha) ref."""
+
+    every: Count  # steps
+    alpha: Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Train(Section):
+    loss: dict[str, float]
+    beta: Positive | None
+    label_smoothing: Annotated[float, Field(ge=0.0, le=0.5)] | None
+    gamma: float | None
+    length_normalization: bool | None
+    reference: bool | None
+    tau: Positive | None
+    cpo_alpha: Positive | None
+    dpop_lambda: Positive | None
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
+    f_alpha: float | None
+    beta_alpha: Positive | None
+    beta_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None
+    beta_filter: Annotated[float, Field(gt=0.0, lt=1.0)] | None
+    margin: Literal["scores"] | None
+    margin_scale: Positive | None
+    ld_alpha: Fraction | None
+    wpo: bool | None
+    reference_update: ReferenceUpdate | None
+    router_aux_loss_coef: Positive | None
+    adapter: Adapter | None
+    dtype: Dtype
+    quantization: Quantization | None
+    learning_rate: Positive
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_fraction: Fraction
+    weight_decay: Annotated[float, Field(ge=0.0)]
+    max_grad_norm: Positive
+    global_batch_size: Count
+    epochs: Count
+    max_steps: Count | None
+    logging_steps: Count
+    eval_steps: EvalSteps | None
+    select: str | None
+    patience: Count | None
+    max_skipped_steps: Count
+    kl_limit: Positive | None
+    stop_on_alarm: bool
+    resume_from_checkpoint: Annotated[str, Field(min_length=1)]
+    seed: int
+    deterministic: bool
+
+    def loss_options(self) -> dict[str, options.Option]:
+        """The options that are set, by name."""
+        values = {name: getattr(self, name) for name in options.OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def needs_reference(self) -> bool:
+        return options.needs_reference(self.loss, self.loss_options())
+
+    @model_validator(mode="after")
+    def _check_loss_options(self) -> "Train":
+        options.check(self.loss, self.loss_options())
+        return self
+
+    @model_validator(mode="after")
+    def _check_selection_and_quantization(self) -> "Train":
+        if self.patience and not (self.select and self.eval_steps):
+            raise ValueError(
+                "`patience` counts evaluations of `select`: set `select` and `eval_steps` too, or set patience to null"
+            )
+        if self.select and not self.select.startswith("eval/"):
+            raise ValueError(f"`select` must name a metric of held-out pairs, eval/..., not '{self.select}'")
+        if self.quantization and not self.adapter:
+            raise ValueError("`quantization` freezes the base model: set `adapter`, or set quantization to null")
+        for name in ("kl_limit", "reference_update"):
+            if getattr(self, name) and not self.needs_reference:
+                raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference model")
+        return self
+
+
+class RewardModel(Section):
+    model: str
+    label: str | None
+
+
+class Endpoint(Section):
+    url: Annotated[str, Field(pattern=r"^https?://[\w.:\[\]-]+(/[^\s\\]*)?$")]
+    model: str
+    key_variable: Annotated[str, Field(pattern=r"^\w+$")] | None
+    requests_per_minute: Positive
+
+
+class Harness(Section):
+    tasks: Annotated[list[str], Field(min_length=1)]
+    limit: Count | None
+    folder: str | None
+
+
+class Evaluate(Section):
+    dtype: Dtype
+    prompts: Annotated[int, Field(ge=0)]
+    engine: Literal["auto", "transformers", "vllm"]
+    max_new_tokens: Count
+    temperature: Annotated[float, Field(ge=0.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    judge: Literal["auto", "demo", "none", "reward", "endpoint"]  # Params resolves auto
+    reward_model: RewardModel | None
+    endpoint: Endpoint | None
+    harness: Harness | None
+    seed: int
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> "Evaluate":
+        for judge, option in (("reward", "reward_model"), ("endpoint", "endpoint")):
+            is_set = getattr(self, option) is not None
+            if is_set and self.judge != judge:
+                raise ValueError(f"`{option}` has no effect on judge {self.judge}: set it to null, or judge to {judge}")
+            if self.judge == judge and not is_set:
+                raise ValueError(f"judge {judge} needs `{option}`: set it")
+        return self
+
+
+class Export(Section):
+    dtype: Dtype
+    max_shard_size: Annotated[str, Field(pattern=r"^\d+(KB|MB|GB)$")]
+    gguf: list[Literal["f16", "q8_0"]]
+
+
+Regression = Annotated[  # auto: refuse what is shown to be worse; a number: what is not shown to be within it
+    Annotated[Annotated[float, Field(ge=0.0)], Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "number"),
+]
+
+
+class Promote(Section):
+    model_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+    alias: Annotated[str, Field(pattern=r"^[a-z][\w-]*$")]
+    require: dict[str, float]
+    limits: dict[str, float]
+    max_regression: dict[str, Regression]
+    approval_hours: Positive | None
+    push: str | None
+    drift: dict[str, Annotated[float, Field(ge=0.0)]]
+    on_drift: Literal["stop", "warn"]
+
+    @model_validator(mode="after")
+    def _check_drift_figures(self) -> "Promote":
+        check_names("drift", self.drift, DRIFT_METRICS)
+        return self
+
+    @model_validator(mode="after")
+    def _check_alias(self) -> "Promote":
+        if self.alias in ("challenger", "previous"):
+            raise ValueError(f"alias: `{self.alias}` is reserved. Choose another, such as `champion`")
+        return self
+
+
+class Params(Section):
+    source: Source
+    prepare: Prepare
+    reference: Reference
+    train: Train
+    evaluate: Evaluate
+    export: Export
+    promote: Promote
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_judge(cls, content: Any) -> Any:
+        source, evaluate = (content.get(name) for name in ("source", "evaluate"))
+        if not (isinstance(source, dict) and isinstance(evaluate, dict) and evaluate.get("judge") == "auto"):
+            return content
+        judge = "demo" if source.get("data") == "demo" else "none"
+        return {**content, "evaluate": {**evaluate, "judge": judge}}
+
+    @model_validator(mode="after")
+    def _check_secrets(self) -> "Params":
+        for name, value in _texts(self.model_dump()):
+            if is_secret(value):
+                raise ValueError(
+                    f"`{name}` holds what looks like a password or a token, and params are committed, logged and "
+                    "exported. Put it into an environment variable (AWS_ACCESS_KEY_ID, HF_TOKEN, ...) and remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> "Params":
+        if self.train.quantization != self.reference.quantization:
+            raise ValueError(
+                "train.quantization and reference.quantization must be equal: the policy starts as the reference model"
+            )
+        if self.train.quantization and self.evaluate.engine == "vllm":
+            raise ValueError(
+                f"`evaluate.engine` vllm loads the base model in 16 bits, and train.quantization is "
+                f"{self.train.quantization}: set evaluate.engine to auto or transformers"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_held_out_source(self) -> "Params":
+        if (self.source.eval is None) == (self.prepare.eval_fraction is None):
+            raise ValueError(
+                "held-out pairs come from `source.eval` or `prepare.eval_fraction`: set one, and the other to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_judge_and_metrics(self) -> "Params":
+        if self.evaluate.judge == "demo" and self.source.data != "demo":
+            raise ValueError(
+                "`evaluate.judge` demo knows the answers to the demo's questions only, and `source.data` is other "
+                "data. Set evaluate.judge to auto, reward or endpoint"
+            )
+        metrics.check(self)
+        return self
+
+
+def _texts(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in nested sections and lists, with its dotted name."""
+    if isinstance(content, str):
+        yield name, content
+    children = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in children:
+        yield from _texts(value, f"{name}.{key}" if name else str(key))
+
+
+def load_params(path: Path = PARAMS) -> Params:
+    return validate(Params, read_yaml(path), path)
+
+
+def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
+    """The part of a recipe that overrides params.yaml (`params`) or infra/cluster.yaml (`cluster`)."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"There is no recipe '{name}' in flows/recipes. Recipes: {', '.join(names)}.")
+    content = read_yaml(RECIPES / f"{name}.yaml")
+    if unknown := content.keys() - {"params", "cluster"}:
+        raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
+    return content.get(part, {})
+
+
+def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
+    return strict.overlay(base, over, model)
+
+
+def show(recipe: str | None) -> None:
+    """Validate both configuration files; with a recipe, print the resulting values."""
+    load_cluster()
+    content = read_yaml(PARAMS)
+    if recipe is None:
+        validate(Params, content, PARAMS)
+        print("params.yaml and infra/cluster.yaml are valid.")
+        return
+    content = overlay(content, read_recipe(recipe))
+    validate(Params, content, RECIPES / f"{recipe}.yaml")
+    print(yaml.safe_dump(content, sort_keys=False), end="")

@@ -1,0 +1,21 @@
+"""The checkout's root, and the artifact paths of the stages relative to a workspace (DVC's outs)."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
+
+WATCH = Path("data/watch.json")
+RAW = Path("data/raw")
+BASE = Path("data/base")
+PAIRS = Path("data/pairs")
+CARD = Path("data/card")
+REFERENCE = Path("data/reference")
+POLICY = Path("data/policy")
+METRICS = Path("data/metrics")
+MODEL = Path("data/model")
+
+
+def home() -> Path:
+    """The main checkout, which holds state that outlives a workspace; a run in its own worktree finds it too."""
+    return Path(os.environ.get("DPO_HOME", ".")).resolve()

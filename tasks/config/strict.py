@@ -1,0 +1,159 @@
+"""Strict configuration files: typed sections, layers that override each other, and one clear sentence per mistake."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.errors import UserError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+T = TypeVar("T", bound=BaseModel)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Restore it with `git checkout -- {path.name}`.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {str(error).replace(chr(10), ' ')}. Correct that line.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must be a mapping of sections, not {type(content).__name__}.")
+    return content
+
+
+def overlay(base: dict[str, Any], over: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Merge `over` into `base` section by section; any other value (a loss mixture, a column map) is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        subsection = section(model, key)
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = overlay(base[key], value, subsection) if subsection and both else value
+    return merged
+
+
+class Layer(NamedTuple):
+    origin: str  # the file or command that set the values
+    content: Mapping[str, Any]
+
+
+class Value(NamedTuple):
+    value: Any
+    origin: str
+
+
+def merge(layers: Sequence[Layer], model: type[BaseModel]) -> dict[str, Any]:
+    """All layers as one; later layers win."""
+    content: dict[str, Any] = {}
+    for layer in layers:
+        content = overlay(content, layer.content, model)
+    return content
+
+
+def changed(layers: Sequence[Layer], model: type[BaseModel]) -> dict[str, Value]:
+    """Each key, by dotted name, whose value is not the first layer's, with the last layer that set it."""
+    values: dict[str, Value] = {}
+    for layer in layers:
+        for name, value in _leaves(layer.content, model):
+            # An optional section (`train.adapter`) may become null, or stop being null.
+            hidden = [old for old in values if old.startswith(f"{name}.") or name.startswith(f"{old}.")]
+            values = {old: kept for old, kept in values.items() if old not in hidden}
+            values[name] = Value(value, layer.origin)
+    defaults = dict(_leaves(layers[0].content, model))
+    return {name: last for name, last in values.items() if name not in defaults or last.value != defaults[name]}
+
+
+def _leaves(content: Mapping[str, Any], model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        subsection = section(model, key)
+        if subsection and isinstance(value, dict):
+            yield from _leaves(value, subsection, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def dotted(overrides: dict[str, Any]) -> dict[str, Any]:
+    """{"train.beta": 0.2} as {"train": {"beta": 0.2}}."""
+    nested: dict[str, Any] = {}
+    for name, value in overrides.items():
+        *sections, key = name.split(".")
+        target = nested
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return nested
+
+
+def section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The model of the section at `key`; None where `key` is no section."""
+    field = model.model_fields.get(key)
+    candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field else []
+    return next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), None)
+
+
+def validate(model: type[T], content: dict[str, Any], path: Path) -> T:
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        sentences = [_sentence(model, problem) for problem in error.errors()]
+        raise UserError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from None
+
+
+def _sentence(model: type[BaseModel], problem: Any) -> str:
+    path = [str(part) for part in problem["loc"]]
+    name, value = ".".join(path), problem.get("input")
+    if problem["type"] == "extra_forbidden":
+        for part in path[:-1]:
+            model = section(model, part) or model
+        near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
+        suggestion = ".".join([*path[:-1], *near])
+        keys = f"Did you mean `{suggestion}`?" if near else f"Known keys: {', '.join(model.model_fields)}."
+        return f"Unknown key `{name}`. {keys}"
+    if problem["type"] == "missing":
+        return f"`{name}` is missing. Add it."
+    if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
+        return f"`{name}` is the text '{value}' and not a number: YAML needs a dot in it. Write {_with_dot(value)}."
+    message = problem["msg"].removeprefix("Value error, ")
+    return (f"`{name}`: {message}" if name else message) + (
+        "" if problem["type"] == "value_error" else f", but it is {value!r}."
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_dot(text: str) -> str:
+    mantissa, _, exponent = text.lower().partition("e")
+    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
+    return f"{mantissa}e{exponent if exponent[:1] in '+-' else '+' + exponent}" if exponent else mantissa
+
+
+def parse_overrides(texts: Iterable[str] | None) -> dict[str, Any]:
+    """KEY=VALUE options of a command line; each value is YAML."""
+    return dict(_override(text) for text in texts or ())
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise UserError(f"--set takes KEY=VALUE, as in --set train.beta=0.2, not '{text}'.")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UserError(f"--set {key}: '{value}' is not valid YAML.") from None

@@ -1,0 +1,1 @@
+"""The data card: row statistics, histograms, shortcuts, preview and pages."""

@@ -1,0 +1,147 @@
+"""The data card: statistics of the prepared data, rejected rows and warnings.
+
+report.json is for programs, card.md and card.html (one page with plots) are for people.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.config.paths import home
+from tasks.dataset.card import pages, shortcuts
+from tasks.dataset.card.histograms import histogram
+from tasks.dataset.card.preview import decode_pair
+from tasks.dataset.card.row_stats import RowStats
+from tasks.dataset.chunks import RowSource
+from tasks.dataset.dedup import Columns, Mask
+from tasks.dataset.pairs import SPLITS, read_rows
+from tasks.dataset.rows.reject_reasons import QUARANTINED
+from tasks.dataset.tokenization import ChatTemplate
+from tasks.system.files import fingerprint, read_json, sha256, write_json
+
+PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of each split
+PREVIEW_PAIRS = 3
+
+
+def make_report(
+    stats: RowStats,
+    columns: Columns,
+    kept: Mask,
+    sources: Sequence[RowSource],
+    template: ChatTemplate,
+    address: str,
+    pairs: Path,
+) -> dict[str, Any]:
+    rejected = stats.by_reason()
+    kept_columns = {name: values[kept] for name, values in columns.items() if name != "signature"}
+    facts = _shortcuts(kept_columns, pairs)
+    return {
+        "source": address,
+        "sha256": {split: sha256(pairs / f"{split}.arrow") for split in SPLITS},
+        "format": {source.name: source.layout.shape for source in sources},
+        "template": template.name,
+        "chat_template": template.tokenizer.chat_template,
+        "rows": stats.rows.total(),
+        "pairs": count_splits(kept_columns["held_out"]),
+        "by_source": _by_source(stats, kept_columns, sources),
+        "left_out": dict(rejected),
+        "quarantined": sum(count for name, count in rejected.items() if name in QUARANTINED),
+        "examples": stats.examples,
+        "truncated": int(kept_columns["truncated"].sum()),
+        "tokenizer_merged_across_the_border": int(kept_columns["merged"].sum()),
+        "tokens": {part: _spread(kept_columns[f"{part}_tokens"]) for part in ("prompt", "chosen", "rejected")},
+        "shortcuts": facts,
+        "warnings": shortcuts.warnings(facts),
+    }
+
+
+def write_card(folder: Path, report: dict[str, Any], pairs: Path, tokenizer: Any) -> None:
+    write_json(folder / "report.json", report)
+    previews = [decode_pair(tokenizer, pair) for pair in read_rows(pairs / "train.arrow", PREVIEW_PAIRS)]
+    write_json(folder / "preview.json", previews)
+    write_pages(folder, report, previews, [])
+
+
+def write_pages(folder: Path, report: dict[str, Any], previews: list[Any], changes: list[list[str]]) -> None:
+    (folder / "card.md").write_text(pages.render_markdown(report, previews, changes))
+    (folder / "card.html").write_text(pages.render_html(report, previews, changes))
+
+
+def compare(report: dict[str, Any], card: Path) -> tuple[list[list[str]], list[Path]]:
+    """The changes since the previous version of this data, and the paths of the card's pages that show them.
+
+    Those pages lie outside data/card: an artifact of a stage depends on the stage's inputs alone.
+    """
+    folder = home() / ".scratch" / "cards" / fingerprint(report["source"])
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = read_json(folder / "versions.json") if (folder / "versions.json").exists() else {}
+    if versions.get("current", {}).get("sha256") != report["sha256"]:
+        versions = {"previous": versions.get("current"), "current": report}
+        write_json(folder / "versions.json", versions)
+    if not versions.get("previous"):
+        return [], [card / "card.md", card / "card.html"]
+    changes = differences(versions["previous"], report)
+    write_pages(folder, report, read_json(card / "preview.json"), changes)
+    return changes, [folder / "card.md", folder / "card.html"]
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[list[str]]:
+    """[statistic, before, now] for each statistic that changed."""
+    before, now = _statistics(old), _statistics(new)
+    names = [*now, *(name for name in before if name not in now)]
+    return [[n, before.get(n, "-"), now.get(n, "-")] for n in names if before.get(n) != now.get(n)]
+
+
+def _statistics(report: dict[str, Any]) -> dict[str, str]:
+    facts = report["shortcuts"]
+    return {
+        "rows": str(report["rows"]),
+        **{f"pairs, {split}": str(count) for split, count in report["pairs"].items()},
+        **{f"rejected, {name}": str(count) for name, count in report["left_out"].items()},
+        **{f"tokens of the {part}, mean": str(spread["mean"]) for part, spread in report["tokens"].items()},
+        "truncated": str(report["truncated"]),
+        "chosen longer": f"{facts['chosen_longer']:.1%}",
+        "bag-of-words probe": f"{facts['probe_accuracy']:.1%}",
+        "template": report["template"],
+    }
+
+
+def count_splits(held_out: Mask) -> dict[str, int]:
+    """Pairs of each split, from the mask of held-out pairs."""
+    return {"train": int((~held_out).sum()), "eval": int(held_out.sum())}
+
+
+def _by_source(stats: RowStats, kept: Columns, sources: Sequence[RowSource]) -> dict[str, Any]:
+    return {
+        source.name: {
+            "format": source.layout.shape,
+            "rows": stats.rows[source.name],
+            **count_splits(kept["held_out"][kept["source"] == number]),
+            "left_out": dict(stats.rejected.get(source.name, {})),
+        }
+        for number, source in enumerate(sources)
+    }
+
+
+def _shortcuts(kept: Columns, pairs: Path) -> dict[str, Any]:
+    chosen, rejected = kept["chosen_tokens"].astype(np.int64), kept["rejected_tokens"].astype(np.int64)
+    difference = chosen - rejected
+    reach = max(1.0, float(np.percentile(np.abs(difference), 99)))
+    probed = {split: read_rows(pairs / f"{split}.arrow", count) for split, count in PROBE_PAIRS.items()}
+    return {
+        "chosen_longer": round(float(((difference > 0) + 0.5 * (difference == 0)).mean()), 4),
+        "chosen_ends": round(float(kept["chosen_ends"].mean()), 4),
+        "rejected_ends": round(float(kept["rejected_ends"].mean()), 4),
+        "probe_accuracy": round(shortcuts.probe_accuracy(probed["train"], probed["eval"]), 4),
+        "probe_pairs": {split: len(rows) for split, rows in probed.items()},
+        "length_difference": histogram(difference, -reach, reach),
+    }
+
+
+def _spread(lengths: NDArray[Any]) -> dict[str, Any]:
+    percentiles = {f"p{share}": int(np.percentile(lengths, share, method="lower")) for share in (5, 50, 95)}
+    summary = {"mean": round(float(lengths.mean()), 2), **percentiles, "max": int(lengths.max())}
+    return {**summary, "histogram": histogram(lengths, 0, float(np.percentile(lengths, 99)))}

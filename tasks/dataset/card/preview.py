@@ -1,0 +1,42 @@
+"""Prepared pairs as the model sees them, with the tokens in the loss highlighted: `dpo preview`, and the data card."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from tasks.config.params import load_params
+from tasks.dataset.pairs import pairs_file, read_rows
+from tasks.errors import UserError
+from tasks.models import base_folder
+
+STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
+
+
+def decode_pair(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
+    """Prompt and both responses as pieces of text, each with whether it is in the loss."""
+    masks = {part: pair[f"{part}_mask"] or [0] * len(pair[f"{part}_ids"]) for part in STYLES}
+    return {part: _pieces(tokenizer, pair[f"{part}_ids"], loss_mask) for part, loss_mask in masks.items()}
+
+
+def _pieces(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[int]) -> list[tuple[str, bool]]:
+    groups = groupby(zip(ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [(tokenizer.decode([token for token, _ in group]), in_loss) for in_loss, group in groups]
+
+
+def show(count: int) -> None:
+    """Print the first pairs of data/pairs/train.arrow."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from training.models.loading import load_tokenizer  # heavy: transformers
+
+    if not pairs_file("train").exists():
+        raise UserError("There are no prepared pairs here. Run `dvc repro prepare`.")
+    tokenizer = load_tokenizer(base_folder(load_params().source.model))
+    console = Console(soft_wrap=True)
+    for pair in read_rows(pairs_file("train"), count):
+        console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")
+        for part, pieces in decode_pair(tokenizer, pair).items():
+            in_loss = sum(pair[f"{part}_mask"])
+            console.print(f"{part}: {len(pair[f'{part}_ids'])} tokens, {in_loss} in the loss", style="underline")
+            console.print(*(Text(text, style=STYLES[part] if counted else "dim") for text, counted in pieces), sep="")

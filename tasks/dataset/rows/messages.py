@@ -1,0 +1,180 @@
+"""The turns of a conversation, converted from the formats that data sets use to {"role", "content"}."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+
+Message = dict[str, Any]
+
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **dict.fromkeys(("gpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython"), "tool"),
+    "human": "user",
+    "developer": "system",
+}
+EXTRA_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # a chat template may read these too
+PAIR = ("user", "assistant")
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+def to_messages(value: Any, column: str, role: str) -> list[Message]:
+    """Text becomes one turn of `role`; a list or a single object is read as messages with roles of their own."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if value is None:
+        raise RejectedRow("missing_field", repr(column))
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns:
+        raise RejectedRow("not_text", column)
+    return [_message(turn, column) for turn in turns]
+
+
+def prompt_messages(row: RawRow, *columns: str) -> list[Message]:
+    """The prompt, from the first of these columns that the row has. An `instruction` may have an `input`."""
+    column = next((name for name in columns if name in row), columns[-1])
+    if column != "instruction":
+        value = row[column]
+        return _asked(value, column) if isinstance(value, str) else to_messages(value, column, "user")
+    instruction = require_text(row["instruction"], "instruction")
+    extra = require_text(row["input"], "input").strip() if row.get("input") is not None else ""
+    return to_messages(f"{instruction}\n\n{extra}" if extra else instruction, column, "user")
+
+
+def _asked(value: str, column: str) -> list[Message]:
+    """A prompt as text; in Anthropic's format it is a transcript that ends where the answer starts."""
+    turns = parse_transcript(value, column) if value.startswith("\n\nHuman:") else []
+    if turns and not turns[-1]["content"]:
+        turns.pop()
+    return turns if turns and turns[-1]["role"] == "user" else to_messages(value, column, "user")
+
+
+def parse_transcript(value: Any, column: str) -> list[Message]:
+    """A whole conversation: messages, or text in Anthropic's format. Successive turns of one speaker are joined."""
+    if not isinstance(value, str):
+        return to_messages(value, column, "assistant")
+    start, *parts = SPEAKER.split(value)
+    if start.strip() or not parts:
+        raise RejectedRow("not_text", f"{column} is not a transcript; name the prompt's column in prepare.columns")
+    turns: list[Message] = []
+    for speaker, text in zip(parts[0::2], parts[1::2], strict=True):
+        role, text = ROLES[speaker.lower()], text.strip()
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}".strip()
+        else:
+            turns.append({"role": role, "content": text})
+    return turns
+
+
+def join_lists(row: RawRow) -> RawRow:
+    """LMSYS writes the turns of each speaker as a JSON list: prompt, chosen and rejected become two conversations."""
+    lists = [_text_list(row.get(name)) for name in ("prompt", "chosen", "rejected")]
+    if not all(lists) or len({len(texts) for texts in lists}) > 1:
+        return row
+    asked, *sides = lists
+    chosen, rejected = (
+        [
+            {"role": role, "content": text}
+            for pair in zip(asked, side, strict=True)
+            for role, text in zip(PAIR, pair, strict=True)
+        ]
+        for side in sides
+    )
+    return {name: value for name, value in row.items() if name != "prompt"} | {"chosen": chosen, "rejected": rejected}
+
+
+def _text_list(value: Any) -> list[str]:
+    """The texts of a JSON list; none where the value is anything else."""
+    try:
+        texts = json.loads(value) if isinstance(value, str) and value.startswith("[") else []
+    except (ValueError, RecursionError):
+        return []
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def answer_turns(value: Any, prompt: list[Message], column: str) -> list[Message]:
+    """The turns of an answer, without the prompt where the answer repeats it."""
+    turns = to_messages(value, column, "assistant")
+    if turns[: len(prompt)] == prompt:
+        return turns[len(prompt) :]
+    question = [turn for turn in prompt if turn["role"] != "system"]
+    start = next((n for n in range(len(turns)) if turns[n : n + len(question)] == question), None)
+    if start is not None and all(turn["role"] == "system" for turn in turns[:start]):
+        return turns[start + len(question) :]  # only one of the two has a system turn
+    return turns
+
+
+def shared_turns(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """How many turns two conversations share at their start."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def to_text(turns: Sequence[Message]) -> str:
+    """Text for reports and hashes: the content of a single turn, or several turns with their roles."""
+    if len(turns) == 1 and "tool_calls" not in turns[0]:
+        return turns[0]["content"]
+    calls = (f" {turn['tool_calls']}" if "tool_calls" in turn else "" for turn in turns)
+    return "\n\n".join(f"{turn['role']}: {turn['content']}{call}" for turn, call in zip(turns, calls, strict=True))
+
+
+def check_turns(prompt: Sequence[Message], answer: Sequence[Message]) -> None:
+    """Reject any order but: system first, user and assistant alternating, the assistant last."""
+    turns = [*prompt, *answer]
+    roles = [turn["role"] for turn in turns]
+    if not answer or roles[-1] != "assistant":
+        raise RejectedRow("turn_order", "an answer does not end with the assistant")
+    if "system" in roles[1:]:
+        raise RejectedRow("turn_order", "a system turn is not the first turn")
+    if "user" not in roles:
+        raise RejectedRow("turn_order", "there is no user turn")
+    for before, after in pairwise(turns):
+        if before["role"] == after["role"] and after["role"] in ("user", "assistant") and "tool_calls" not in before:
+            raise RejectedRow("turn_order", f"two {after['role']} turns in a row")
+    if roles[len(prompt)] == "assistant" and roles[len(prompt) - 1] not in ("user", "tool"):
+        raise RejectedRow("turn_order", "the prompt does not end with a user turn")
+
+
+def require_text(value: Any, column: str) -> str:
+    if value is None:
+        raise RejectedRow("missing_field", repr(column))
+    if not isinstance(value, str):
+        raise RejectedRow("not_text", column)
+    return value
+
+
+def require_number(value: Any, column: str) -> float:
+    try:
+        parsed = float(value)
+    except (TypeError, ValueError, OverflowError):
+        parsed = math.nan
+    if not math.isfinite(parsed):
+        raise RejectedRow("bad_number", f"{column} is {value!r}")
+    return parsed
+
+
+def _message(turn: Any, column: str) -> Message:
+    if not isinstance(turn, dict):
+        raise RejectedRow("not_text", f"a message of {column}")
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if role is None or (content is None and not turn.get("tool_calls")):
+        raise RejectedRow("missing_field", f"a message of {column} has no role or no content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RejectedRow("wrong_role", f"{role!r} in {column}")
+    if content is not None and not isinstance(content, str):
+        content = _join_parts(content, column)
+    extra = {name: turn[name] for name in EXTRA_KEYS if turn.get(name)}
+    return {"role": ROLES[role], "content": content or "", **extra}
+
+
+def _join_parts(content: Any, column: str) -> str:
+    """OpenAI's list of content parts, if all of them are text."""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise RejectedRow("not_text", f"the content of a message of {column}")
+    return "".join(part["text"] for part in parts)

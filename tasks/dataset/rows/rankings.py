@@ -1,0 +1,109 @@
+"""Pairs from answers with ranks, scores or votes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+from tasks.dataset.rows.messages import prompt_messages, require_number, to_messages
+from tasks.dataset.rows.preference import MaybePreference, PairingOptions, Preference
+from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+
+
+def apply_scores(preference: Preference, row: RawRow, options: PairingOptions) -> MaybePreference:
+    """The preference with the margin of its two scores, where the row has both."""
+    if row.get("score_chosen") is None or row.get("score_rejected") is None:
+        return preference
+    chosen, rejected = (require_number(row[column], column) for column in ("score_chosen", "score_rejected"))
+    return _with_margin(preference, chosen - rejected, options)
+
+
+def _with_margin(preference: Preference, margin: float, options: PairingOptions) -> MaybePreference:
+    if margin == 0.0:
+        return RejectedRow("tie") if options.ties == "drop" else replace(preference, label=0.5)
+    if abs(margin) < options.min_margin:
+        return RejectedRow("small_margin", f"{margin:g}")
+    if margin < 0.0:
+        return RejectedRow("bad_number", f"rejected scores {-margin:g} more than chosen")
+    return replace(preference, margin=margin)
+
+
+def compare_two(row: RawRow, options: PairingOptions) -> tuple[RawRow, float]:
+    """Two answers and what decides between them, two scores or votes, as (row with chosen and rejected, label)."""
+    sides = row["completions"] if "response1" not in row else [row["response1"], row["response2"]]
+    if not isinstance(sides, list) or len(sides) != 2:
+        raise RejectedRow("not_text", "completions is not a list of two answers")
+    sides = [_answer_text(side) for side in sides]
+    if "score1" in row:
+        scores = [require_number(row[column], column) for column in ("score1", "score2")]
+        order = (0, 1) if scores[0] >= scores[1] else (1, 0)
+        named = {f"score_{side}": scores[at] for side, at in zip(("chosen", "rejected"), order, strict=True)}
+        return {**row, **named, "chosen": sides[order[0]], "rejected": sides[order[1]]}, 1.0
+    first = _votes_for_first(row, options.votes)
+    if first == 0.5 and options.ties == "drop":
+        raise RejectedRow("tie")
+    better, worse = sides if first >= 0.5 else sides[::-1]
+    return {**row, "chosen": better, "rejected": worse}, max(first, 1.0 - first)
+
+
+def _votes_for_first(row: RawRow, meaning: Mapping[str, str]) -> float:
+    """The share of the votes for the first answer; a tie counts half."""
+    named = ["winner"] if "winner" in row else [name for name in row if str(name).startswith("annotator")]
+    votes = [vote_key(row[name]) for name in named if row[name] is not None]
+    if unknown := [vote for vote in votes if vote not in meaning] or (not votes and ["missing"]):
+        raise RejectedRow("bad_number", f"the vote {unknown[0]}; known: {', '.join(meaning)}")
+    return sum({"first": 1.0, "second": 0.0, "tie": 0.5}[meaning[vote]] for vote in votes) / len(votes)
+
+
+def vote_key(value: Any) -> str:
+    """A vote as prepare.values writes it: 1, 1.0 and " 1" are the same."""
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return str(whole).strip().lower()
+
+
+def from_ranking(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+    """Several answers to one prompt: best first, or in any order with scores."""
+    answers = row["completions"]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise RejectedRow("not_text", "completions is not a list of two or more answers")
+    scores = row.get("scores")
+    if scores is None and all(isinstance(answer, dict) and _score_key(answer) for answer in answers):
+        key = str(_score_key(answers[0]))
+        scores = [answer.get(key) for answer in answers]
+        if key == "rank":  # 1 is the best
+            scores = [-require_number(rank, key) for rank in scores]
+    texts = [to_messages(_answer_text(answer), "completions", "assistant") for answer in answers]
+    prompt = prompt_messages(row, "instruction", "prompt")
+    if scores is None:
+        order = list(range(len(texts)))
+        return [Preference(prompt, texts[a], texts[b]) for a, b in _expand(order, options.expand)]
+    if not isinstance(scores, list) or len(scores) != len(texts):
+        raise RejectedRow("bad_number", f"{len(texts)} completions and scores {scores}")
+    numbers = [require_number(score, "scores") for score in scores]
+    order = sorted(range(len(texts)), key=lambda index: -numbers[index])
+    return [
+        _with_margin(Preference(prompt, texts[a], texts[b]), numbers[a] - numbers[b], options)
+        for a, b in _expand(order, options.expand)
+    ]
+
+
+def _expand(order: list[int], how: str) -> list[tuple[int, int]]:
+    """Pairs (better, worse) of answers that are sorted best first."""
+    if how == "all":
+        return list(combinations(order, 2))
+    return list(pairwise(order)) if how == "adjacent" else [(order[0], other) for other in order[1:]]
+
+
+def _answer_text(answer: Any) -> Any:
+    """An answer that is an object holds its text under one of these keys."""
+    if not isinstance(answer, dict) or "role" in answer or "from" in answer:
+        return answer
+    return next(
+        (answer[name] for name in ("response", "text", "content", "completion", "answer") if name in answer), None
+    )
+
+
+def _score_key(answer: dict[str, Any]) -> str | None:
+    return next(
+        (name for name in ("score", "overall_score", "rating", "reward", "pm_score", "rank") if name in answer), None
+    )

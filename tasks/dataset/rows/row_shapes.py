@@ -1,0 +1,183 @@
+"""Row shapes: the column layouts in which preference data comes. docs/data.md shows them.
+
+To add a shape, write a function from a row to preferences, add it to SHAPES and its name to tasks/config/names.py.
+A row with several ranked or scored answers gives several preferences.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tasks.dataset.rows import messages
+from tasks.dataset.rows.preference import MaybePreference, PairingOptions, Preference
+from tasks.dataset.rows.rankings import apply_scores, compare_two, from_ranking
+from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+
+ALIASES = {
+    "prompt": ("question", "input"),
+    "chosen": ("chosen_response", "response_j"),
+    "rejected": ("rejected_response", "response_k"),
+    "messages": ("conversations", "conversation"),
+    "completions": ("responses", "answers"),
+    "score_chosen": ("chosen_score", "chosen_rating"),
+    "score_rejected": ("rejected_score", "rejected_rating"),
+}
+
+
+def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
+    """The row under our column names: first as `prepare.columns` maps them, then by common aliases."""
+    mapped = set(columns.values())
+    renamed = {name: value for name, value in row.items() if name not in mapped}
+    renamed |= {name: value_of(row, column) for name, column in columns.items() if has_column(row, column)}
+    if "prompt" in columns and "instruction" not in columns:
+        renamed.pop("instruction", None)  # the configured column is the prompt
+    for name, aliases in ALIASES.items():
+        if name == "prompt" and ("instruction" in renamed or not isinstance(renamed.get("input", ""), str)):
+            continue  # `input` belongs to the instruction, or is OpenAI's object
+        alias = next((alias for alias in aliases if alias in renamed), None)
+        if name not in renamed and alias:
+            renamed[name] = renamed.pop(alias)
+    return renamed
+
+
+def has_column(row: RawRow, column: str) -> bool:
+    """`info.post` is the field `post` of the object in the column `info`."""
+    head, _, rest = column.partition(".")
+    nested = row.get(head)
+    return column in row or (bool(rest) and isinstance(nested, dict) and has_column(nested, rest))
+
+
+def value_of(row: RawRow, column: str) -> Any:
+    head, _, rest = column.partition(".")
+    return row[column] if column in row else value_of(row[head], rest)
+
+
+def detect_shape(row: RawRow) -> str | None:
+    """The name of the shape whose columns the (renamed) row has."""
+    return next((name for name, shape in SHAPES.items() if shape.matches(row)), None)
+
+
+def to_preferences(
+    row: RawRow, shape: str, columns: Mapping[str, str], options: PairingOptions
+) -> list[MaybePreference]:
+    """The preferences of a row, or the reason why there are none. One pair of a row may be a tie and others not."""
+    try:
+        made = SHAPES[shape].read(row, options)
+        return [_add_fields(one, row, columns) if isinstance(one, Preference) else one for one in made]
+    except RejectedRow as rejected:
+        return [rejected]
+    except KeyError as error:
+        return [RejectedRow("missing_field", str(error))]
+
+
+def _add_fields(preference: Preference, row: RawRow, columns: Mapping[str, str]) -> Preference:
+    """Fields that any shape may have: a system prompt, tools, and the numbers that `prepare.columns` names."""
+    if system := row.get("system"):
+        prompt = [{"role": "system", "content": messages.require_text(system, "system")}, *preference.prompt]
+        preference = replace(preference, prompt=prompt)
+    fields: dict[str, Any] = {
+        n: messages.require_number(row[n], n) for n in ("label", "margin", "weight") if n in columns
+    }
+    if not 0.0 <= fields.get("label", 1.0) <= 1.0 or fields.get("weight", 1.0) < 0.0:
+        raise RejectedRow("bad_number", f"label {fields.get('label')}, weight {fields.get('weight')}")
+    if row.get("tools"):
+        fields["tools"] = _parse_tools(row["tools"])
+    return replace(preference, **fields) if fields else preference
+
+
+def _parse_tools(value: Any) -> list[Any]:
+    """Tool descriptions; tables hold them as JSON text."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list):
+        raise RejectedRow("not_text", "tools is not a list")
+    return tools
+
+
+def _openai(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+    """OpenAI's preference files: input.messages, preferred_output, non_preferred_output."""
+    request = row["input"]
+    if not isinstance(request, dict) or "messages" not in request:
+        raise RejectedRow("missing_field", "'input.messages'")
+    tools = request.get("tools") or None
+    sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+    made = _two_sides(messages.to_messages(request["messages"], "input.messages", "user"), {**row, **sides}, options)
+    return [replace(one, tools=tools) if isinstance(one, Preference) else one for one in made]
+
+
+def _prompt_in(*columns: str) -> Callable[[RawRow, PairingOptions], list[MaybePreference]]:
+    """For rows with a prompt in one of these columns, and chosen and rejected: text or messages."""
+    return lambda row, options: _two_sides(messages.prompt_messages(row, *columns), row, options)
+
+
+def _two_sides(prompt: list[messages.Message], row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+    """The turns that chosen and rejected share belong to the prompt; the rest of each side is an answer.
+
+    Without a prompt both sides are whole conversations.
+    """
+    if prompt:
+        chosen, rejected = (messages.answer_turns(row[side], prompt, side) for side in ("chosen", "rejected"))
+        whole = all(side and side[0]["role"] in ("system", "user") for side in (chosen, rejected))
+        if whole and prompt[-1]["role"] == "user":
+            prompt = []  # it repeats a part of the two conversations, such as their last question
+    else:
+        chosen, rejected = (messages.parse_transcript(row[side], side) for side in ("chosen", "rejected"))
+    shared = messages.shared_turns(chosen, rejected)
+    prompt, chosen, rejected = prompt + chosen[:shared], chosen[shared:], rejected[shared:]
+    if not chosen and not rejected:
+        raise RejectedRow("equal_answers")
+    if not prompt:
+        raise RejectedRow("no_shared_prompt")
+    return [apply_scores(Preference(prompt, chosen, rejected), row, options)]
+
+
+def _from_votes(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+    """Two answers with votes or scores. Without a prompt the two are whole conversations."""
+    row, label = compare_two(row, options)
+    row = messages.join_lists(row)
+    asked = row.keys() & {"instruction", "prompt"}
+    made = _two_sides(messages.prompt_messages(row, "instruction", "prompt") if asked else [], row, options)
+    return [replace(one, label=label) if label < 1.0 and isinstance(one, Preference) else one for one in made]
+
+
+def _has_votes(row: RawRow) -> bool:
+    if "annotator1" in row:
+        return {"response1", "response2"} <= row.keys()
+    listed = row.get("completions")
+    answers = {"response1", "response2"} <= row.keys() or (isinstance(listed, list) and len(listed) == 2)
+    decided = "winner" in row or {"score1", "score2"} <= row.keys()
+    return answers and decided and "chosen" not in row
+
+
+def _has(*names: str) -> Callable[[RawRow], bool]:
+    return lambda row: set(names) <= row.keys()
+
+
+def _has_completions(row: RawRow) -> bool:
+    return "completions" in row and ("prompt" in row or "instruction" in row)
+
+
+class Shape(NamedTuple):
+    matches: Callable[[RawRow], bool]
+    read: Callable[[RawRow, PairingOptions], list[MaybePreference]]
+
+
+# The first shape that matches is used, so the most specific is first:
+# rows with a prompt and `messages` are pairs, since `messages` then repeats the prompt with the chosen answer.
+SHAPES: dict[str, Shape] = {
+    "openai": Shape(_has("input", "preferred_output", "non_preferred_output"), _openai),
+    "votes": Shape(_has_votes, _from_votes),
+    "pairs": Shape(_has("prompt", "chosen", "rejected"), _prompt_in("prompt")),
+    "messages": Shape(_has("messages", "chosen", "rejected"), _prompt_in("messages")),
+    "instruction": Shape(_has("instruction", "chosen", "rejected"), _prompt_in("instruction", "prompt")),
+    "transcript": Shape(_has("chosen", "rejected"), lambda row, options: _two_sides([], row, options)),
+    "scored": Shape(lambda row: _has_completions(row) and "scores" in row, from_ranking),
+    "ranked": Shape(_has_completions, from_ranking),
+    "alpaca": Shape(
+        lambda row: "instruction" in row and isinstance(row.get("output"), list),
+        lambda row, options: from_ranking({**row, "completions": row["output"]}, options),
+    ),
+}

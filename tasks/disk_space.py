@@ -1,0 +1,81 @@
+"""How much disk space a stage or a run needs; a stage that cannot finish is refused before it begins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.config.params import Cluster, Params
+from tasks.config.paths import BASE, PAIRS, RAW, home
+from tasks.models import base_folder, local_path
+from tasks.system import disk
+from tasks.system.files import recall
+from tasks.tracking.registry import LARGEST_UPLOAD
+
+if TYPE_CHECKING:
+    from training.trainer.memory import Sizes
+
+OPTIMIZER = 12  # bytes per trainable parameter: a master weight and two moments
+GGUF = {"f16": 2.0, "q8_0": 1.07}  # bytes per parameter
+FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
+
+
+def check(stage: str, params: Params, cluster: Cluster) -> None:
+    """UserError where the disk cannot hold what the stage writes, as far as that is known before."""
+    estimates: dict[str, Callable[[], FolderSizes]] = {
+        "source": lambda: [(RAW, _source_data(params)), (BASE, _merged_base(params))],
+        "prepare": lambda: [(PAIRS, 3.0 * disk.size_of(RAW))],  # shards, pairs, the card's quarantine
+        "reference": lambda: [(folder, 1.0 * disk.size_of(PAIRS)) for folder in (PAIRS, home() / cluster.output_dir)],
+        "export": lambda: _export(params, cluster),
+    }
+    disk.require(stage, estimates.get(stage, lambda: [(Path("data"), 0.0)])())
+
+
+def training_needs(params: Params, cluster: Cluster, folder: Path) -> FolderSizes:
+    """Of a training in `folder`, less what earlier attempts left there: their files are replaced one by one."""
+    from training.trainer.memory import model_sizes  # loads torch, and other stages check their disk space too
+
+    adapter = params.train.adapter.model_dump() if params.train.adapter else None
+    sizes = model_sizes(base_folder(params.source.model), adapter, params.train.quantization)
+    parts = run_needs(params, cluster, sizes)
+    policy = parts["policy"] / 3
+    return [(folder, max(0.0, parts["checkpoints"] + policy - disk.size_of(folder))), (Path("data"), policy)]
+
+
+def run_needs(params: Params, cluster: Cluster, sizes: "Sizes") -> dict[str, float]:
+    """Bytes of a whole run, by content. DVC's cache holds a second copy of every out unless the disk shares blocks."""
+    width = 4 if params.train.dtype == "float32" else 2
+    merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
+    saved = (sizes.trainable if params.train.adapter else sizes.parameters) * width
+    gguf = sum(sizes.parameters * GGUF[kind] for kind in params.export.gguf)
+    pairs = sum(path.stat().st_size for path in PAIRS.glob("*.arrow")) if PAIRS.exists() else 0
+    # A new checkpoint is complete before an old one is deleted.
+    kept = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
+    return {
+        "checkpoints": float(sizes.trainable * (width + OPTIMIZER) * kept),
+        "policy": 3.0 * saved,  # in the training folder, as an out, in the cache
+        "export": 2.0 * (merged + gguf),
+        "registry": float(merged) if merged <= LARGEST_UPLOAD else 0.0,
+        "pairs and reference": 5.0 * pairs,
+    }
+
+
+def _source_data(params: Params) -> float:
+    from tasks.dataset.fetch import data_sources  # loads pyarrow, and other stages check their disk space too
+
+    local = [local_path(entry["address"]) for entry in data_sources(params.source) if ":" not in entry["address"]]
+    return float(sum(map(disk.size_of, local)))
+
+
+def _merged_base(params: Params) -> float:
+    """A base model with an adapter merged into it is written anew."""
+    return float(disk.size_of(local_path(params.source.model))) if params.source.adapter else 0.0
+
+
+def _export(params: Params, cluster: Cluster) -> FolderSizes:
+    """From the base's weight files, which have at most four bytes per parameter."""
+    sizes = recall(BASE / "manifest.json").get("sizes", {})
+    weights = float(sum(size for name, size in sizes.items() if name.endswith(".safetensors")))
+    exported = weights * (1 + len(params.export.gguf))
+    # A worker of another node writes into shared storage, and we move the export from there.
+    shared = [] if cluster.ray.address == "local" else [(home() / cluster.output_dir, exported)]
+    return [(Path("data"), exported), *shared]

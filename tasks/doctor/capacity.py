@@ -1,0 +1,119 @@
+"""Whether the configured run fits this machine: disk space, shared memory, memory of each device."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tasks.config.params import Cluster, Params
+from tasks.config.paths import BASE, home
+from tasks.disk_space import run_needs
+from tasks.doctor.report import Report
+from tasks.models import base_folder, local_path
+from tasks.system.files import read_json
+
+GIB = 2**30
+MINIMUM_DISK = 10 * GIB  # while the model is unknown
+MINIMUM_SHARED = GIB // 2
+ADVICE = (
+    "`dvc gc --workspace` deletes cached data that no workspace uses, a smaller actor_train.keep_checkpoints keeps "
+    "fewer checkpoints, output_dir moves them"
+)
+
+
+def disk(report: Report, params: Params, cluster: Cluster, sizes: Any | None) -> None:
+    """`sizes` of the model from training.trainer.memory; None while the model is not on this machine."""
+    free = shutil.disk_usage(home()).free
+    if sizes is None:
+        sentence = f"{free / GIB:.0f} GiB of disk are free; how much the run needs is unknown until the model is here"
+        if free < MINIMUM_DISK:
+            report.wrong(f"{sentence}. Free some space: {ADVICE}.")
+        else:
+            report.ok(sentence)
+        return
+    parts = run_needs(params, cluster, sizes)
+    total = sum(parts.values())
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > 0.05 * GIB)
+    sentence = f"this run writes up to {total / GIB:.1f} GiB{f' ({listed})' if listed else ''}"
+    if total > free:
+        report.wrong(f"{sentence}, and {free / GIB:.1f} GiB of disk are free. Free some space: {ADVICE}.")
+    else:
+        report.ok(f"{sentence}, and {free / GIB:.0f} GiB of disk are free")
+
+
+def shared_memory(report: Report, folder: Path = Path("/dev/shm")) -> None:
+    """Ray's objects and messages between workers of one machine are there; a container gets 64 MiB by default."""
+    if not folder.exists():
+        return
+    size = shutil.disk_usage(folder)
+    sentence = f"{folder} has {size.total / GIB:.2g} GiB, {size.free / GIB:.2g} of them free"
+    if size.free < MINIMUM_SHARED:
+        report.wrong(
+            f"{sentence}, and workers need half a GiB. Start the container with `--shm-size=8g`, or run "
+            f"`mount -o remount,size=8G {folder}`."
+        )
+    else:
+        report.ok(sentence)
+
+
+def fit(report: Report, params: Params, cluster: Cluster) -> None:
+    """Compare disk space and device memory with what this run needs, as far as the model is known."""
+    folder = _model(params)
+    if folder is None:
+        disk(report, params, cluster, None)
+        report.note(
+            f"{params.source.model} is not on this machine yet: run `dvc repro source`, then `dpo doctor` again"
+        )
+        return
+    from training.trainer.memory import model_sizes
+
+    adapter = params.train.adapter.model_dump() if params.train.adapter else None
+    disk(report, params, cluster, model_sizes(folder, adapter, params.train.quantization))
+    _memory(report, params, cluster, folder)
+
+
+def _model(params: Params) -> Path | None:
+    manifest = BASE / "manifest.json"
+    fetched = manifest.exists() and read_json(manifest)["model"] == params.source.model
+    folder = base_folder(params.source.model) if fetched else local_path(params.source.model)
+    return folder if (folder / "config.json").exists() else None
+
+
+def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> None:
+    from tasks.train import make_settings  # loads torch, which takes seconds
+    from training.trainer import memory
+
+    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
+    needed = memory.estimate(settings, cluster.actor_train.num_workers)
+    _check_memory(report, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
+    for name, dtype, quantization in (
+        ("reference", params.reference.dtype, params.reference.quantization),
+        ("evaluate", params.evaluate.dtype, params.train.quantization),
+    ):
+        group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
+        weights /= group.num_workers if group.zero_stage == 3 else 1
+        sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, plus activations,"
+        advice = f"set {name}.dtype to bfloat16, or {name}.zero_stage in infra/cluster.yaml to 3 with several workers"
+        _check_memory(report, cluster, name, sentence, weights, advice)
+
+
+def _check_memory(report: Report, cluster: Cluster, name: str, sentence: str, needed: float, advice: str) -> None:
+    """Whether a worker of the group has the memory that it needs."""
+    from training.evaluation.hardware import gpus  # loads torch
+
+    group, cards = getattr(cluster, name), gpus()
+    sentence = f"{sentence} on each of {group.num_workers} workers"
+    if group.gpus_per_worker and not cards and cluster.ray.address == "local":
+        report.wrong(
+            f"{sentence}, {name}.gpus_per_worker asks for GPUs, and this machine has none. "
+            "Set it to 0, or ray.address to a cluster."
+        )
+    elif group.gpus_per_worker and not cards:
+        report.note(f"{sentence}; this machine has no GPU to compare with")
+    elif group.gpus_per_worker and needed > cards[0][1]:
+        report.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {advice}.")
+    elif not group.gpus_per_worker and needed * group.num_workers > psutil.virtual_memory().total:
+        report.wrong(f"{sentence}, more than this machine's memory: {advice}.")
+    else:
+        report.ok(sentence)

@@ -1,0 +1,211 @@
+"""What a run connects to: its own ports, the tracking server, the Hugging Face Hub, DVC's remotes, and their clocks."""
+
+import email.utils
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+
+from tasks.config.params import Cluster, Params
+from tasks.config.paths import home
+from tasks.doctor.report import Report, within
+from tasks.models import HUB, hub_address, hub_snapshot
+from tasks.runs import dvc
+from tasks.tracking.journal import unsent
+from tasks.tracking.mlflow_client import absolute_uri
+
+SECONDS = 5.0
+SKEW = 60.0  # seconds; at fifteen minutes S3 refuses requests
+PAGES = (
+    ("MLflow's pages", "PORT", 5000, "dpo up --mlflow-port "),
+    ("Prefect's server", "PREFECT_PORT", 4200, "dpo up --prefect-port "),
+)
+WELL_KNOWN = {"http": 80, "https": 443, "ssh": 22, "postgresql": 5432, "mysql": 3306}
+
+
+def ports(report: Report) -> None:
+    for name, variable, default, option in PAGES:
+        port = int(os.environ.get(variable) or default)
+        if _free(port):
+            report.ok(f"port {port} is free for {name}")
+            continue
+        process = _listener(port)
+        if process and any(server in process for server in ("mlflow", "prefect", "uvicorn")):
+            report.ok(f"port {port}: {name} seems to be running ({process})")
+        else:
+            report.note(
+                f"port {port} of {name} is taken by {process or 'a process of another user'}: use `{option}{port + 1}`"
+            )
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _listener(port: int) -> str | None:
+    """The process that listens there, as far as this user can see."""
+    try:
+        listening = [socket for socket in psutil.net_connections("tcp") if socket.status == psutil.CONN_LISTEN]
+        pid = next(
+            (socket.pid for socket in listening if socket.laddr and socket.laddr[1] == port and socket.pid), None
+        )
+        return f"process {pid}, `{' '.join(psutil.Process(pid).cmdline())[:80]}`" if pid else None
+    except psutil.Error:
+        return None
+
+
+def tracking(report: Report, cluster: Cluster) -> None:
+    uri = absolute_uri(cluster.tracking_uri)
+    if uri.startswith("sqlite:///"):
+        _writable(report, Path(uri.removeprefix("sqlite:///")))
+    elif uri.startswith("http"):
+        _server(report, uri)
+    else:
+        _reachable(report, uri, "tracking_uri in infra/cluster.yaml")
+    runs = home() / cluster.logging_dir
+    waiting = [path.name for path in sorted(runs.glob("*/")) if unsent(path)]
+    if waiting:
+        report.note(f"{len(waiting)} runs have metrics that MLflow lacks ({', '.join(waiting[:3])}): run `dpo sync`")
+
+
+def _writable(report: Report, file: Path) -> None:
+    existing = next(path for path in (file, *file.parents) if path.exists())
+    if os.access(existing, os.W_OK):
+        report.ok(f"MLflow's store is {file}")
+    else:
+        report.wrong(
+            f"{existing} is not writable, and MLflow's store is {file}. Correct its permissions, or tracking_uri."
+        )
+
+
+def _server(report: Report, uri: str) -> None:
+    answer = within(2 * SECONDS, lambda: _get(f"{uri.rstrip('/')}/version"))
+    if isinstance(answer, Exception):
+        report.wrong(
+            f"the tracking server {uri} does not answer ({_reason(answer)}). Start it or correct tracking_uri in "
+            "infra/cluster.yaml. A run continues without it, and `dpo sync` sends its metrics later."
+        )
+        return
+    theirs, ours = answer[0].strip(), version("mlflow")
+    report.ok(f"the tracking server {uri} answers, MLflow {theirs}")
+    if theirs.split(".")[0].isdecimal() and theirs.split(".")[0] != ours.split(".")[0]:
+        report.wrong(
+            f"the tracking server has MLflow {theirs}, and this environment has {ours}. Install the same major version."
+        )
+    _clock(report, uri, answer[1])
+
+
+def hub(report: Report, params: Params) -> None:
+    """Models and data sets on the Hub: cached, or available."""
+    for key, address, kind in _hub_addresses(params):
+        name, revision = hub_address(address.partition("?")[0])
+        if kind == "models" and _cached(name, revision):
+            report.ok(f"{key}: {name} is in the local Hub cache")
+        else:
+            _check_hub(report, key, kind, name)
+
+
+def _hub_addresses(params: Params) -> list[tuple[str, str, str]]:
+    source = params.source
+    data = [source.data] if isinstance(source.data, str) else [part.data for part in source.data]
+    every = [("source.data", address, "datasets") for address in data]
+    every += [("source.eval", source.eval or "", "datasets"), ("source.model", source.model, "models")]
+    return [entry for entry in every if entry[1].startswith(HUB)]
+
+
+def _cached(name: str, revision: str | None) -> bool:
+    try:
+        return hub_snapshot(name, revision, local_files_only=True).exists()
+    except Exception:
+        return False
+
+
+def _check_hub(report: Report, key: str, kind: str, name: str) -> None:
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        report.wrong(
+            f"{key}: {name} is not in the local Hub cache, and HF_HUB_OFFLINE is set. Unset it, or use a local folder."
+        )
+        return
+    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    answer = within(2 * SECONDS, lambda: _get(f"{constants.ENDPOINT}/api/{kind}/{name}", headers))
+    if isinstance(answer, urllib.error.HTTPError) and answer.code in (401, 403, 404):
+        report.wrong(
+            f"{key}: the Hub denies access to {name} ({answer.code}). Check the name. For a gated repository, accept "
+            "the terms on its page and set HF_TOKEN."
+        )
+    elif isinstance(answer, Exception):
+        report.wrong(
+            f"{key}: {constants.ENDPOINT} does not answer ({_reason(answer)}), and {name} is not cached. Check your "
+            "network and proxy, or use a local folder."
+        )
+    else:
+        report.ok(f"{key}: the Hub has {name}")
+        _clock(report, constants.ENDPOINT, answer[1])
+
+
+def remotes(report: Report, root: Path) -> None:
+    """Whether DVC's remotes are reachable; a local one must be a writable folder."""
+    for name, options in dvc.remotes(root).items():
+        url = options.get("endpointurl") or options["url"]
+        if "://" in url:
+            _reachable(report, url, f"DVC's remote {name}")
+            continue
+        folder = (root / ".dvc" / url).resolve()
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            report.ok(f"DVC's remote {name} is {folder}")
+        else:
+            report.wrong(
+                f"DVC's remote {name} is {folder}, which is not writable. Create it, or run `dvc remote modify`."
+            )
+
+
+def _reachable(report: Report, url: str, name: str) -> None:
+    """Whether a server listens at the address; credentials are not checked."""
+    parts = urlparse(url)
+    scheme = parts.scheme.split("+")[0]
+    port = parts.port or WELL_KNOWN.get(scheme)
+    if not parts.hostname or port is None:
+        report.note(f"{name} ({url}) cannot be checked without sending data: run `dvc push`")
+        return
+    host = parts.hostname
+    answer = within(2 * SECONDS, lambda: socket.create_connection((host, port), SECONDS).close())
+    if isinstance(answer, Exception):
+        report.wrong(
+            f"{name} ({url}) does not answer ({_reason(answer)}). Check the address, your network and the server."
+        )
+    else:
+        report.ok(f"{name} ({url}) answers")
+
+
+def _clock(report: Report, server: str, date: str | None) -> None:
+    """Signed requests and the times of metrics need clocks that agree."""
+    theirs = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+    if abs(skew := time.time() - theirs) > SKEW:
+        direction = "ahead of" if skew > 0 else "behind"
+        report.wrong(
+            f"this machine's clock is {abs(skew):.0f} s {direction} {server}. Set it: `timedatectl set-ntp true`."
+        )
+
+
+def _get(url: str, headers: dict[str, str] | None = None) -> tuple[str, str | None]:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=SECONDS) as answer:
+        return answer.read(1000).decode(errors="replace"), answer.headers.get("Date")
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or error
+    return str(reason).splitlines()[0] if str(reason) else type(error).__name__

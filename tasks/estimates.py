@@ -1,0 +1,68 @@
+"""What a stage will need: time and memory from earlier runs on the same data and model, training memory from shapes."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.config.params import Cluster, Params
+from tasks.config.paths import BASE, home
+from tasks.errors import UserError
+from tasks.models import hub_address, hub_snapshot, local_path
+from tasks.system.files import read_json
+from tasks.tracking.journal import read_lines
+
+RUNS = 5  # the newest, whose median counts
+
+
+@dataclass(frozen=True)
+class Needs:
+    seconds: float | None
+    gib: float | None  # of the stage's largest process
+    runs: int  # behind the medians
+
+
+def measured(runs: Path, params: Params, stage: str) -> Needs:
+    """Medians of the newest runs that executed the stage with the same source section."""
+    seconds: list[float] = []
+    gib: list[float] = []
+    for path in sorted(runs.glob("*/stages.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        executed = [state for state in read_json(path) if state["stage"] == stage and state["state"] == "ran"]
+        if not executed or len(seconds) == RUNS or not _same_source(path.parent / "params.json", params):
+            continue
+        seconds.append(float(executed[0]["seconds"]))
+        lines = read_lines(path.parent / f"{stage}.jsonl")[0]
+        gib += [line["gib"] for line in lines if line["kind"] == "memory"][-1:]
+    median = statistics.median
+    return Needs(median(seconds) if seconds else None, median(gib) if gib else None, len(seconds))
+
+
+def _same_source(path: Path, params: Params) -> bool:
+    return path.exists() and read_json(path).get("source") == params.source.model_dump()
+
+
+def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> float | None:
+    """GiB per worker of train (all of it) and evaluate (the weights alone), computed from the model's shapes.
+
+    None for other stages, and where the model is not on this machine.
+    """
+    from tasks.train import make_settings  # both load torch, which takes seconds
+    from training.trainer import memory
+
+    folder = root / BASE if params.source.model == "demo" else local_path(params.source.model)
+    if params.source.model.startswith("hub:"):
+        folder = _cached_snapshot(params.source.model) or folder
+    if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
+        return None
+    if stage == "evaluate":
+        weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
+        return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
+    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
+    return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
+
+
+def _cached_snapshot(address: str) -> Path | None:
+    name, revision = hub_address(address)
+    try:
+        return hub_snapshot(name, revision, local_files_only=True)
+    except (UserError, OSError, ValueError):
+        return None

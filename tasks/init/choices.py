@@ -1,0 +1,183 @@
+"""The values of a recipe for some data, a model and a machine, each with its reason."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params, load_cluster, overlay, validate
+from tasks.config.paths import ROOT
+from tasks.config.strict import dotted, read_yaml
+from tasks.init.data_facts import DataFacts
+from tasks.init.machine import GIB, Machine, ModelFacts
+
+MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
+KEPT = 0.95  # share of the pairs that `max_tokens` should keep
+HELD_OUT = 200  # pairs, for an interval of about 0.07 to either side of an accuracy
+STEPS = 60  # at least, before the batch grows
+SMALL_MODEL = 10**9  # parameters
+
+
+class Choice(NamedTuple):
+    key: str  # dotted, below `params` or `cluster`
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe with what it needs."""
+
+    choices: list[Choice]
+    params: Params
+    cluster: Cluster
+    memory: float  # bytes per training worker
+    fits: bool
+
+
+def limits(model: ModelFacts) -> list[int]:
+    """The values of `prepare.max_tokens` that the model's positions allow."""
+    return [limit for limit in MAX_TOKENS if limit <= (model.context or MAX_TOKENS[-1])] or [model.context or 512]
+
+
+def choose(
+    addresses: tuple[str, str],
+    name: str,
+    data: DataFacts,
+    model: ModelFacts,
+    machine: Machine,
+    full: bool,
+    overrides: dict[str, Any],
+) -> Plan:
+    """The first variant that fits the machine; the smallest if none does."""
+    given = [
+        Choice(key if key.startswith("cluster.") else f"params.{key}", value, "given with --set")
+        for key, value in overrides.items()
+    ]
+    choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full)]
+    for variant in _variants(machine, full):
+        chosen = [
+            one for one in (*choices, *variant) if not any(f"{key}.".startswith(f"{one.key}.") for key, *_ in given)
+        ]
+        plan = _plan([*chosen, *given], data, model, machine)
+        if plan.fits:
+            break
+    return plan
+
+
+def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Machine) -> Plan:
+    from tasks.train import make_settings
+    from training.trainer import memory
+
+    nested = dotted({choice.key: choice.value for choice in choices})
+    content = overlay(read_yaml(ROOT / "params.yaml"), nested["params"])
+    params, cluster = validate(Params, content, ROOT / "params.yaml"), load_cluster(ROOT, nested["cluster"])
+    settings = make_settings(params, cluster, model.folder, ROOT / cluster.output_dir, origin={})
+    kept = data.lengths <= params.prepare.max_tokens
+    longest = int((data.prompts + data.chosen + data.others)[kept].max(initial=0))
+    settings = replace(settings, row_tokens=max(settings.row_tokens, longest))  # a longer pair is a row of its own
+    needed = memory.estimate(settings, cluster.actor_train.num_workers).total
+    workers = cluster.actor_train.num_workers
+    available = machine.worker_memory if machine.gpus else machine.worker_memory * machine.workers / workers
+    return Plan(choices, params, cluster, needed, needed <= available)
+
+
+def _source(addresses: tuple[str, str], data: DataFacts, model: ModelFacts) -> Iterator[Choice]:
+    template = "with a chat template" if model.has_template else "without a chat template: prepare.template is plain"
+    yield Choice("params.source.data", addresses[0], f"{data.rows} rows of the shape {data.shape}")
+    yield Choice("params.source.model", addresses[1], f"{model.millions} parameters in {model.dtype}, {template}")
+
+
+def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool) -> Iterator[Choice]:
+    limit = next((value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1])
+    pairs = max(1, round(data.pairs * data.share_within(limit)))
+    fraction = round(min(0.2, max(0.05, HELD_OUT / pairs)), 2)
+    held_out, training = round(pairs * fraction), round(pairs * (1 - fraction))
+    longest = int(data.lengths.max())
+    yield Choice(
+        "params.prepare.max_tokens",
+        limit,
+        f"keeps {data.share_within(limit):.1%} of the pairs; the longest has {longest} tokens",
+    )
+    yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
+    yield from _training(training, model, full)
+    answer = int(np.percentile(data.chosen, 95))
+    tokens = min(512, max(64, 32 * math.ceil(answer / 32)))
+    yield Choice("params.evaluate.max_new_tokens", tokens, f"95% of the chosen answers have at most {answer} tokens")
+    prompts = max(1, min(128 if machine.gpus else 32, held_out))
+    yield Choice("params.evaluate.prompts", prompts, "answers of both models to read and to check for repetition")
+    yield Choice("params.promote.model_name", name, "of the registered model")
+    yield Choice(
+        "params.promote.require", {"rewards/accuracies": 0.5}, "better than chance, at the lower end of its interval"
+    )
+    why = f"refuses what {held_out} pairs show to be worse than the champion"
+    yield Choice("params.promote.max_regression", {"rewards/accuracies": "auto"}, why)
+
+
+def _training(pairs: int, model: ModelFacts, full: bool) -> Iterator[Choice]:
+    epochs = 3 if pairs < 1000 else 2 if pairs < 5000 else 1
+    batch = next((size for size in (64, 32, 16) if pairs * epochs / size >= STEPS), 8)
+    steps, small = math.ceil(pairs / batch) * epochs, model.sizes.parameters < SMALL_MODEL
+    yield Choice("params.train.epochs", epochs, f"about {pairs} training pairs; fewer pairs take more epochs")
+    yield Choice("params.train.global_batch_size", batch, f"about {steps} steps")
+    yield Choice("params.train.loss", {"sigmoid": 1.0}, "DPO as in its paper; docs/losses.md has others")
+    yield Choice("params.train.beta", 0.1, "a higher value keeps the model closer to the base model")
+    if full:
+        yield Choice("params.train.adapter", None, "full fine-tuning (--full)")
+        rate, why = (5.0e-6 if small else 1.0e-6), "full fine-tuning: 5.0e-7 to 5.0e-6"
+    else:
+        yield Choice("params.train.adapter.rank", 16, "LoRA on every linear layer; more for new skills than for style")
+        rate, why = (2.0e-4 if small else 5.0e-5), "LoRA: 5.0e-6 to 2.0e-4, small models take more"
+    yield Choice("params.train.learning_rate", rate, why)
+    yield Choice("params.train.logging_steps", max(1, steps // 50), "about 50 points of each curve")
+
+
+def _variants(machine: Machine, full: bool) -> Iterator[Sequence[Choice]]:
+    """Placement and dtype, from the fastest to the one that needs the least memory."""
+    if not machine.gpus:
+        yield _placement(machine.workers, machine, "float32", 2)
+        yield _placement(1, machine, "float32", 2)
+        yield _placement(1, machine, "float32", 2, activation_checkpointing=True)
+        yield _placement(1, machine, "bfloat16", 2, activation_checkpointing=True)
+        return
+    count, dtype = len(machine.gpus), machine.dtype
+    yield _placement(count, machine, dtype, 1)
+    yield _placement(count, machine, dtype, 1, activation_checkpointing=True)
+    if not full and find_spec("bitsandbytes"):
+        why = "4-bit base model: the weights would not fit otherwise"
+        quantization = [Choice(f"params.{stage}.quantization", "nf4", why) for stage in ("reference", "train")]
+        yield [*_placement(count, machine, dtype, 2, activation_checkpointing=True), *quantization]
+    yield _placement(count, machine, dtype, 3, activation_checkpointing=True)
+    yield _placement(count, machine, dtype, 3, activation_checkpointing=True, offload="all")
+
+
+def _placement(workers: int, machine: Machine, dtype: str, zero_stage: int, **group: Any) -> list[Choice]:
+    return [*_dtypes(dtype, machine), *_groups(workers, machine, zero_stage, group)]
+
+
+def _dtypes(dtype: str, machine: Machine) -> Iterable[Choice]:
+    why = (
+        "the GPU computes in it" if machine.gpus else "many CPUs lack bfloat16" if dtype == "float32" else "less memory"
+    )
+    return [Choice(f"params.{stage}.dtype", dtype, why) for stage in ("reference", "train", "evaluate", "export")]
+
+
+def _groups(workers: int, machine: Machine, zero_stage: int, group: dict[str, Any]) -> Iterator[Choice]:
+    cpus = max(1, machine.cores // workers)
+    for name in ("reference", "actor_train", *(["evaluate"] if machine.gpus else [])):
+        if machine.gpus:
+            yield Choice(f"cluster.{name}.gpus_per_worker", 1, str(machine))
+        yield Choice(
+            f"cluster.{name}.num_workers", workers, "one per GPU" if machine.gpus else f"{machine.cores} cores"
+        )
+        yield Choice(f"cluster.{name}.cpus_per_worker", cpus, "the cores, shared by the workers")
+        yield Choice(f"cluster.{name}.row_tokens", 8192 if machine.gpus else 1024, "tokens that are computed at once")
+    why = "shards the model over the workers" if zero_stage == 3 else "every worker holds the whole model"
+    for name in ("reference", "actor_train", "evaluate") if zero_stage == 3 else ("actor_train",):
+        yield Choice(f"cluster.{name}.zero_stage", zero_stage, why)
+    for key, value in group.items():
+        yield Choice(f"cluster.actor_train.{key}", value, f"{machine.worker_memory / GIB:.0f} GiB per worker need it")

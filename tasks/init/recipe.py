@@ -1,0 +1,118 @@
+"""`dpo init DATA MODEL`: examine both and this machine, write flows/recipes/NAME.yaml, and say what to do next."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.config.cluster import groups
+from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_yaml, validate
+from tasks.config.paths import ROOT
+from tasks.dataset.fetch import source_name
+from tasks.dataset.rows.reject_reasons import REJECT_REASONS
+from tasks.dataset.tokenization import ChatTemplate, choose_template
+from tasks.errors import UserError
+from tasks.init.choices import Choice, Plan, choose, limits
+from tasks.init.data_facts import DataFacts, examine_data
+from tasks.init.machine import GIB, Machine, ModelFacts, examine_machine, examine_model
+from tasks.init.times import run_seconds
+from tasks.models import HUB
+from tasks.source import check_addresses, model_folder
+from tasks.system.files import write_text
+
+NAME = re.compile(r"\w[\w.-]*")
+
+
+def init(data: str, model: str, name: str | None, full: bool, overrides: dict[str, Any], force: bool) -> None:
+    if "demo" in (data, model):
+        raise UserError("The demo has a recipe of its own: `dpo run --recipe demo`.")
+    data, model = _from_checkout(data), _from_checkout(model)
+    name = name or f"{source_name(data)}-{source_name(model)}".lower()
+    path = _recipe_path(name, force)
+    params = _params(data, model, overrides)
+    check_addresses(params.source, params.prepare.template)
+    template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
+    facts, machine = examine_data(params, template), examine_machine()
+    plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
+    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}", name))
+    _show(facts, model_facts, machine, template)
+    _show_next(plan, facts, model_facts, machine, name)
+
+
+def _from_checkout(address: str) -> str:
+    """An address as the recipe writes it: runs look up relative paths in the checkout."""
+    path = Path(address).expanduser()
+    if address.startswith(HUB) or "://" in address or not path.exists():
+        return address
+    path = path.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _recipe_path(name: str, force: bool) -> Path:
+    if not NAME.fullmatch(name):
+        raise UserError(f"A recipe cannot be named '{name}'. Use letters, digits, dots and dashes: --name NAME.")
+    path = RECIPES / f"{name}.yaml"
+    if path.exists() and not force:
+        raise UserError(
+            f"flows/recipes/{name}.yaml exists. Choose another name with --name, or replace it with --force."
+        )
+    return path
+
+
+def _params(data: str, model: str, overrides: dict[str, Any]) -> Params:
+    changes = dotted({"source.data": data, "source.model": model, "source.eval": None, "source.adapter": None})
+    given = {key: value for key, value in overrides.items() if not key.startswith("cluster.")}
+    content = overlay(overlay(read_yaml(ROOT / "params.yaml"), changes), dotted(given))
+    return validate(Params, content, Path("params.yaml with overrides" if overrides else "params.yaml"))
+
+
+def _examine_model(folder: Path, options: Prepare) -> tuple[ChatTemplate, ModelFacts]:
+    from training.models.loading import load_tokenizer  # heavy: transformers
+
+    tokenizer = load_tokenizer(folder)
+    facts = examine_model(folder, tokenizer)
+    return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on), facts
+
+
+def render(choices: list[Choice], command: str, name: str) -> str:
+    """The recipe as YAML, each value with its reason."""
+    lines = [f"# Written by `{command}`. Change what you like: `dpo check-config {name}` checks it."]
+    sections = [*(f"params.{name}" for name in Params.model_fields), *(f"cluster.{name}" for name in groups())]
+    above: list[str] = []
+    for key, value, why in sorted(choices, key=lambda choice: sections.index(".".join(choice.key.split(".")[:2]))):
+        *path, last = key.split(".")
+        new = next((depth for depth in range(len(path)) if path[: depth + 1] != above[: depth + 1]), len(path))
+        lines += [f"{'  ' * depth}{path[depth]}:" for depth in range(new, len(path))]
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
+        lines.append(f"{'  ' * len(path)}{last}: {text.removesuffix('...' + chr(10)).strip()}".ljust(44) + f"  # {why}")
+        above = path
+    return "\n".join(lines) + "\n"
+
+
+def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate) -> None:
+    sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
+    print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
+    for reason, count in data.rejected.most_common(4):
+        if reason != "not_sampled":
+            print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
+    if data.languages:
+        print("         " + ", ".join(f"{name} {share:.0%}" for name, share in data.languages.items()))
+    kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in limits(model))
+    print(f"         pairs that each max_tokens keeps: {kept}")
+    context = f", up to {model.context} tokens" if model.context else ""
+    print(f"Model    {model.millions} parameters, stored in {model.dtype}{context}; {template.name}")
+    print(f"Machine  {machine}")
+
+
+def _show_next(plan: Plan, data: DataFacts, model: ModelFacts, machine: Machine, name: str) -> None:
+    print(f"\nWrote flows/recipes/{name}.yaml, with a reason for each value.")
+    workers = plan.cluster.actor_train.num_workers
+    needs = f"{plan.memory / GIB:.1f} GiB on each of {workers} training workers"
+    if not plan.fits:
+        print(
+            f"warning: this needs about {needs}, more than this machine has. Use --lora, a smaller model, or a cluster."
+        )
+    minutes = run_seconds(plan, data, model, machine) / 60
+    time = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+    print(f"Next: `dpo run --recipe {name}` (about {time}, {needs}). `dpo plan --recipe {name}` shows its stages.")

@@ -1,0 +1,84 @@
+"""The names that commands take for a model: `champion`, `3`, `MODEL/champion`, `MODEL/3`, a run, or MODEL alone.
+
+MODEL is a registered model, or a recipe or run that registers one. Without MODEL it is promote.model_name of
+params.yaml; MODEL alone is its champion.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasks.config.params import RECIPES, Promote, load_cluster, load_params, read_recipe
+from tasks.config.paths import MODEL, home
+from tasks.errors import UserError
+from tasks.system.files import recall, sha256
+from tasks.tracking.registry import Registry, Version, is_registered, registry
+
+
+def promote_params(name: str | None) -> Promote:
+    """The section `promote` with the model name, alias and push address of a model."""
+    default = load_params().promote
+    if name is None:
+        return default
+    runs = home() / load_cluster().logging_dir
+    newest_first = sorted(runs.glob("*/params.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    sections = [recall(path).get("promote", {}) for path in (runs / name / "params.json", *newest_first[:100])]
+    found: dict[str, Any] = sections[0] or next(
+        (section for section in sections if section.get("model_name") == name), {}
+    )
+    if not found and (RECIPES / f"{name}.yaml").exists():
+        found = read_recipe(name).get("promote", {})
+    known = {key: value for key, value in found.items() if key in ("model_name", "alias", "push")}
+    return default.model_copy(update={"model_name": name, **known})
+
+
+@contextmanager
+def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]:
+    """The version that a name means, with its registry and the section `promote` of its model."""
+    params, version_name = _resolve(name)
+    with registry(load_cluster(), params.model_name) as models:
+        if version := _find(models, version_name):
+            yield params, models, version
+            return
+        versions = ", ".join(f"{version.number} (run {version.tags.get('run')})" for version in models.versions())
+        raise UserError(
+            f"There is no model '{name}': {models.name} has no version, alias or run {version_name}. Its versions: "
+            f"{versions or 'none'}. {models.others()}".rstrip()
+        )
+
+
+def _resolve(name: str) -> tuple[Promote, str]:
+    model, _, version = name.rpartition("/")
+    if model:
+        return promote_params(model), version
+    cluster = load_cluster()
+    if (home() / cluster.logging_dir / name / "params.json").exists():
+        return promote_params(name), name
+    if (RECIPES / f"{name}.yaml").exists() or is_registered(cluster, name):
+        params = promote_params(name)
+        return params, params.alias
+    return load_params().promote, name
+
+
+def _find(models: Registry, name: str) -> Version | None:
+    return models.version(name) if name.isdecimal() else models.at(name) or models.of_run(name)
+
+
+def weights_of(models: Registry, version: Version) -> Path:
+    """The folder with a version's weights. Where the registry does not store them, the files of its run are opened."""
+    folder = models.fetch(version, "model")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    from tasks.runs import commits  # git and DVC: only where they are needed
+    from tasks.runs.open_run import open_run
+
+    run = version.tags.get("run", "")
+    if run and commits.find_commit(run):
+        opened = open_run(run) / MODEL
+        if any(opened.glob("*.safetensors")) and sha256(opened / "manifest.json") == models.digest(version):
+            return opened
+    raise UserError(
+        f"the weights of version {version.number} of {models.name} are neither in the registry nor in DVC's cache. "
+        f"`dpo open {run}`, then `dvc repro export` in that folder, computes them again."
+    )

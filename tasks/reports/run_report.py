@@ -1,0 +1,237 @@
+"""The run report: one self-contained HTML page. run_report.html is its template; Jinja escapes every text from data.
+
+`dpo report` writes .scratch/report.html from the workspace; the flow writes one for each run.
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tasks.config.params import load_cluster
+from tasks.config.paths import CARD, METRICS, MODEL
+from tasks.errors import UserError
+from tasks.redact import redact
+from tasks.reports import plots
+from tasks.reports.cost import costs, gpu_costs
+from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
+from tasks.reports.markup import printable
+from tasks.system.files import read_json
+from tasks.tracking.journal import flatten_metrics, read_lines
+from tasks.tracking.results import curves
+
+EXAMPLES = 8  # sampled answers, and pairs with a negative margin
+LONGEST_TEXT = 1500  # characters
+OUTCOMES = {1.0: "won", 0.0: "lost", 0.5: "tied"}
+CURVES = (
+    *plots.PANELS,
+    ("reward margin", ("rewards/margins", "eval/rewards/margins")),
+    ("KL to the reference", ("kl", "eval/kl")),
+    ("gradient norm", ("grad_norm",)),
+    ("learning rate", ("learning_rate",)),
+)
+SPEED = "pairs_per_second"  # in the run's journal: train.csv is a result, and a speed is no part of it
+Table = tuple[Sequence[str], list[Sequence[Any]]]
+
+
+def page(
+    root: Path,
+    title: str,
+    states: Sequence[Mapping[str, Any]] = (),
+    *,
+    logs: Path | None = None,
+    links: Mapping[str, str | None] = MappingProxyType({}),
+) -> str:
+    """`links`: addresses of this run elsewhere, by name; one that is no web page (a branch) is shown as text."""
+    metrics, decision = _json(root / METRICS / "evaluate.json"), decision_of(root)
+    manifest, pairs = _json(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
+    promoted, sentence = verdict(metrics, decision)
+    cluster = load_cluster(root)
+    content = {
+        "title": title,
+        "links": {name: address for name, address in links.items() if address},
+        "promoted": promoted,
+        "verdict": sentence,
+        "headline": _headline(metrics),
+        "comparisons": _comparisons(decision),
+        "curves": _drawn([*_curves(root), _speed(logs)]),
+        "held_out": _drawn(_held_out(root)),
+        "tables": _tables(metrics),
+        "samples": _samples(_json_lines(root / METRICS / "samples.jsonl")),
+        "evaluated_pairs": bool(pairs),
+        "wrong_pairs": [pair for pair in pairs if pair["margin"] <= 0][:EXAMPLES],
+        "data": _data(_json(root / CARD / "report.json")),
+        "lineage": _lineage(manifest, decision),
+        "params": json.dumps(manifest.get("params"), indent=2, ensure_ascii=False),
+        "costs": costs(root, states, logs=logs),
+        "gpu_head": ("stage", "GPU hours", *([cluster.currency] if cluster.price_per_gpu_hour else [])),
+        "gpu_costs": gpu_costs(cluster, logs) if logs else [],
+    }
+    return redact(_environment().get_template("run_report.html").render(content))
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    )
+    environment.filters["shorten"] = lambda text: text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
+    return environment
+
+
+def _headline(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    values, shown = flatten_metrics(metrics), []
+    for name, label, is_share in HEADLINE_METRICS:
+        value = values.get(f"{name}/rate", values.get(name))
+        if value is None:
+            continue
+        low, high = (values.get(f"{name}/{end}", values.get(f"intervals/{name}/{end}")) for end in ("low", "high"))
+        form = ".1%" if is_share else ".3g"
+        metric: dict[str, Any] = {"label": label, "value": f"{value:{form}}", "low": None, "bar": None}
+        if low is not None and high is not None:
+            metric |= {"low": f"{low:{form}}", "high": f"{high:{form}}"}
+            metric["bar"] = (f"{low:.1%}", f"{max(0.0, 1 - high):.1%}") if is_share else None
+        shown.append(metric)
+    return shown
+
+
+def _comparisons(decision: dict[str, Any]) -> list[Table]:
+    """On the current held-out set and, where the champion was evaluated on another one, on that too."""
+    champion, earlier = f"version {decision.get('champion_before')}", decision.get("earlier") or {}
+    sets = {
+        "on the same prompts": decision.get("comparison"),
+        f"on {champion}'s own held-out pairs": earlier.get("comparison"),
+    }
+    return [
+        (
+            (name, "this", champion, "difference", "95% interval"),
+            [
+                (
+                    metric,
+                    f"{row['ours']:.4g}",
+                    f"{row['theirs']:.4g}",
+                    f"{row['difference']:+.4f}",
+                    f"{row['low']:+.4f} to {row['high']:+.4f}",
+                )
+                for metric, row in comparison.items()
+            ],
+        )
+        for name, comparison in sets.items()
+        if comparison
+    ]
+
+
+def _drawn(figures: list[str]) -> list[Markup]:
+    return [Markup(figure) for figure in figures if figure]
+
+
+def _curves(root: Path) -> list[str]:
+    steps = curves(root)
+    return [
+        plots.line_svg(title, {n: [(step, row[n]) for step, row in steps.items() if n in row] for n in names})
+        for title, names in CURVES
+    ]
+
+
+def _speed(logs: Path | None) -> str:
+    """Empty where this run did not train."""
+    lines = read_lines(logs / "train.jsonl")[0] if logs else []
+    points = [(line["step"], line["values"][SPEED]) for line in lines if "step" in line and SPEED in line["values"]]
+    return plots.line_svg("pairs per second", {SPEED: points})
+
+
+def _held_out(root: Path) -> list[str]:
+    bins, margins = (_csv(root / METRICS / name) for name in ("calibration.csv", "margins.csv"))
+    return [
+        plots.line_svg(
+            "calibration: confidence and accuracy",
+            {"policy": [(row["confidence"], row["accuracy"]) for row in bins]},
+            diagonal=True,
+        ),
+        plots.bar_svg("reward margins of pairs", [(row["margin"], row["pairs"]) for row in margins]),
+    ]
+
+
+def _tables(metrics: dict[str, Any]) -> list[Table]:
+    tables: list[Table] = []
+    for name, groups in metrics.get("tables", {}).items():
+        rows: list[Sequence[Any]] = [
+            (key, row["pairs"], f"{row['accuracy']:.1%}", f"{row['margin']:.3f}", f"{row['kl']:.3f}")
+            for key, row in groups.items()
+        ]
+        tables.append(((f"by {name}", "pairs", "accuracy", "margin", "kl"), rows))
+    bias = metrics.get("length_bias", {})
+    return [*tables, (("length bias", ""), [(name, f"{value:.4g}") for name, value in bias.items()])]
+
+
+def _samples(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A mix: won, lost and tied ones in turn, as far as there are any, then those without a verdict."""
+    groups = [[line for line in lines if line.get("outcome") == outcome] for outcome in (1.0, 0.0, 0.5)]
+    mixed = [line for row in zip_longest(*groups) for line in row if line is not None]
+    rest = [line for line in lines if line.get("outcome") not in OUTCOMES]
+    return [{**line, "verdict": OUTCOMES.get(line.get("outcome", -1.0), "")} for line in [*mixed, *rest][:EXAMPLES]]
+
+
+def _data(report: dict[str, Any]) -> list[tuple[str, Any]]:
+    if not report:
+        return []
+    pairs, tokens = report["pairs"], report["tokens"]
+    return [
+        ("source", report["source"]),
+        ("rows", f"{report['rows']}, read as {', '.join(sorted(set(report['format'].values())))}"),
+        ("pairs", f"{pairs['train']} for training, {pairs['eval']} held out"),
+        ("left out", ", ".join(f"{number} {name}" for name, number in report["left_out"].items()) or "nothing"),
+        ("truncated", report["truncated"]),
+        ("tokens (mean)", ", ".join(f"{part} {values['mean']:g}" for part, values in tokens.items())),
+        ("template", report["template"]),
+        *(("note", warning) for warning in report["warnings"]),
+    ]
+
+
+def _lineage(manifest: dict[str, Any], decision: dict[str, Any]) -> list[tuple[str, str]]:
+    if not manifest:
+        return []
+    made = manifest["made"]
+    return [
+        ("manifest sha256", decision.get("manifest_sha256", "")),
+        ("data", f"{manifest['data']['source']} ({manifest['data']['sha256']})"),
+        ("base model", f"{manifest['base']['model']} ({manifest['base']['sha256']})"),
+        ("code", f"{made['commit']}, {'clean' if made['clean'] else 'with uncommitted changes'}"),
+        ("environment", ", ".join(f"{name} {number}" for name, number in made["packages"].items())),
+        ("hardware", ", ".join(f"{name} {value}" for name, value in made["hardware"].items())),
+    ]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _csv(path: Path) -> list[dict[str, float]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def write() -> None:
+    """The report of what this workspace holds."""
+    if not (METRICS / "evaluate.json").exists():
+        raise UserError("There is no result yet (data/metrics/evaluate.json). Run `dpo run`, or `dvc repro`.")
+    target = Path(".scratch/report.html")
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(page(Path(), Path.cwd().name))
+    print(target)

@@ -1,0 +1,231 @@
+"""The formats of DVC's files: dvc.yaml, dvc.lock and the rwlock of a workspace.
+
+DVC alone decides whether a stage runs. We read its files for what DVC has no command for: to reuse entries of earlier
+runs (tasks/runs/reuse.py), to explain why a stage would run (tasks/runs/plan.py) and to recover from a kill.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tasks.config.paths import ROOT, WATCH
+from tasks.system.files import fingerprint, sha256, write_text
+from tasks.tracking.journal import flatten
+
+Entry = dict[str, Any]  # a stage's part of dvc.lock
+SOURCE_CHANGED = "the content behind an address of source changed"
+CLOCK_TOLERANCE = 1.0  # seconds by which a process's start and a file's time may differ
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What a stage is made from, as DVC counts it: command, params, and the hash of each dependency."""
+
+    command: str
+    params: Mapping[str, Any]  # by dotted name
+    deps: Mapping[str, str | None]  # None: unknown before an earlier stage has run
+
+    def is_known(self) -> bool:
+        return None not in self.deps.values()
+
+    def content_hash(self) -> str:
+        return fingerprint([self.command, dict(self.params), dict(self.deps)])
+
+    def differences(self, earlier: "StageInputs") -> list[str]:
+        """What changed since `earlier`, in words."""
+        reasons = [] if self.command == earlier.command else [f"command {earlier.command} -> {self.command}"]
+        for name in sorted({*self.params, *earlier.params}):
+            before, after = (inputs.params.get(name, "nothing") for inputs in (earlier, self))
+            if before != after:
+                reasons.append(f"param {name} {before} -> {after}")
+        for path in sorted({*self.deps, *earlier.deps}):
+            if self.deps.get(path) != earlier.deps.get(path):
+                kind = "code" if path.endswith(".py") else "data"
+                reasons.append(SOURCE_CHANGED if path == str(WATCH) else f"{kind} changed: {path}")
+        return reasons
+
+
+def all_stages(root: Path) -> dict[str, Entry]:
+    return yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+
+
+def stages(root: Path) -> dict[str, Entry]:
+    """The stages of dvc.yaml that run only when something changed: all but `watch`."""
+    return {name: stage for name, stage in all_stages(root).items() if not stage.get("always_changed")}
+
+
+def stage_code(stage: str, prefix: str) -> dict[str, str]:
+    """sha256 of the code files of a stage, as dvc.yaml lists them, whose path begins with `prefix`."""
+    return {name: sha256(ROOT / name) for name in all_stages(ROOT)[stage]["deps"] if name.startswith(prefix)}
+
+
+def out_paths(stage: Entry) -> list[str]:
+    """The outs, metrics and plots of a stage of dvc.yaml; each is a path or {path: options}."""
+    every = [out for kind in ("outs", "metrics", "plots") for out in stage.get(kind, [])]
+    return [out if isinstance(out, str) else next(iter(out)) for out in every]
+
+
+def current_inputs(
+    root: Path, stage: Entry, upstream: Mapping[str, str | None], files: Mapping[str, Any]
+) -> StageInputs:
+    """The inputs of a stage of dvc.yaml now.
+
+    `upstream` has the hashes of earlier stages' outs, `files` the content that configuration files would have.
+    """
+    params: dict[str, Any] = {}
+    for name, keys in _param_keys(stage):
+        content = files.get(name) or yaml.safe_load((root / name).read_text()) or {}
+        params |= {key: _at(content, key) for key in keys}
+    deps = {path: upstream[path] if path in upstream else _md5(root / path) for path in stage.get("deps", [])}
+    return StageInputs(stage["cmd"], _flat(params), deps)
+
+
+def recorded_inputs(entry: Entry) -> StageInputs:
+    """The inputs from which the outputs of an entry were made."""
+    params = {name: value for file in entry.get("params", {}).values() for name, value in file.items()}
+    deps = {dep["path"]: dep.get("md5") for dep in entry.get("deps", [])}
+    return StageInputs(entry["cmd"], _flat(params), deps)
+
+
+def outs(entry: Entry) -> dict[str, str | None]:
+    return {out["path"]: out.get("md5") for out in entry.get("outs", [])}
+
+
+def parse_lock(text: str | None) -> dict[str, Entry]:
+    """The entries of a dvc.lock; empty if there is none, or if a killed DVC left half of one."""
+    try:
+        return dict(yaml.safe_load(text or "")["stages"])
+    except (yaml.YAMLError, TypeError, KeyError, ValueError):
+        return {}
+
+
+def read_lock(root: Path) -> dict[str, Entry]:
+    path = root / "dvc.lock"
+    return parse_lock(path.read_text()) if path.exists() else {}
+
+
+def write_lock(root: Path, entries: Mapping[str, Entry]) -> None:
+    content = {"schema": "2.0", "stages": dict(entries)}
+    write_text(root / "dvc.lock", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def is_lock_damaged(workspace: Path) -> bool:
+    """Whether dvc.lock is half a file: DVC writes it in place."""
+    path = workspace / "dvc.lock"
+    if not path.exists():
+        return False
+    try:
+        entries = yaml.safe_load(path.read_text())["stages"].values()
+        parts = [part for entry in entries for kind in ("deps", "outs") for part in entry.get(kind, [])]
+        return not all("cmd" in entry for entry in entries) or not all("path" in part for part in parts)
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError):
+        return True
+
+
+def set_lock_aside(workspace: Path) -> Path:
+    """Move a damaged dvc.lock away and return its new path."""
+    target = workspace / ".scratch" / "dvc.lock.damaged"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(workspace / "dvc.lock", target)
+    return target
+
+
+def rwlock(workspace: Path) -> Path:
+    return workspace / ".dvc" / "tmp" / "rwlock"
+
+
+def dead_rwlock_holders(workspace: Path) -> set[int]:
+    """Process ids in DVC's rwlock whose process is gone; {0} if the file is damaged.
+
+    DVC asks only whether the id is in use. It waits for ever if another process has got the id since.
+    """
+    path = rwlock(workspace)
+    try:
+        return {pid for pid in _rwlock_pids(json.loads(path.read_text())) if not _is_older(pid, path.stat().st_mtime)}
+    except FileNotFoundError:
+        return set()
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return {0}
+
+
+def live_rwlock_holders(workspace: Path) -> list[int]:
+    path = rwlock(workspace)
+    if not path.exists() or 0 in (dead := dead_rwlock_holders(workspace)):
+        return []
+    return sorted(set(_rwlock_pids(json.loads(path.read_text()))) - dead)
+
+
+def clear_rwlock(workspace: Path) -> None:
+    """Remove the entries of dead processes; a damaged file as a whole."""
+    path, dead = rwlock(workspace), dead_rwlock_holders(workspace)
+    if 0 in dead:
+        path.unlink()
+        return
+    content = json.loads(path.read_text())
+    write = {name: holder for name, holder in content.get("write", {}).items() if int(holder["pid"]) not in dead}
+    read = {
+        name: [holder for holder in holders if int(holder["pid"]) not in dead]
+        for name, holders in content.get("read", {}).items()
+    }
+    alive = {"write": write, "read": {name: holders for name, holders in read.items() if holders}}
+    write_text(path, json.dumps({kind: part for kind, part in alive.items() if part}))
+
+
+def _rwlock_pids(content: dict[str, Any]) -> Iterator[int]:
+    for holder in content.get("write", {}).values():
+        yield int(holder["pid"])
+    for holders in content.get("read", {}).values():
+        yield from (int(holder["pid"]) for holder in holders)
+
+
+def _is_older(pid: int, written: float) -> bool:
+    """Whether the process with this id already ran when the lock was written."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_TOLERANCE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _param_keys(stage: Entry) -> Iterator[tuple[str, list[str]]]:
+    """(file, keys). DVC reads a bare key as one of params.yaml."""
+    for item in stage.get("params", []):
+        if isinstance(item, str):
+            yield "params.yaml", [item]
+        else:
+            yield from ((name, keys or []) for name, keys in item.items())
+
+
+def _at(content: Any, key: str) -> Any:
+    for part in key.split("."):
+        content = content.get(part) if isinstance(content, dict) else None
+    return content
+
+
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in flatten(params).items()}
+
+
+def _number(value: Any) -> Any:
+    """DVC writes the number 1e-06 in a form that our YAML reader takes for text."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _md5(path: Path) -> str | None:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() if path.is_file() else None

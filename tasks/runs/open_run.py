@@ -1,0 +1,63 @@
+"""Check out the files of a run (`dpo open`): a worktree of its commit with its artifacts from DVC's cache or remote."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.config.paths import ROOT
+from tasks.errors import UserError
+from tasks.release.model_names import registered_version
+from tasks.runs import dvc, records
+from tasks.runs.commits import find_commit, get_commit, git
+from tasks.runs.dvc_lock import outs, read_lock
+from tasks.runs.workspace import Workspace, check_out_results
+
+OPENED = ROOT / ".scratch" / "open"
+
+
+def open_run(name: str, folder: Path | None = None) -> Path:
+    """The folder with the run's files: an unfinished run still has its worktree, for a finished one we create it."""
+    name = name if records.read_record(name) or find_commit(name) else _run_of_version(name)
+    record = records.read_record(name)
+    if record and find_commit(name) is None and record.has_worktree and Path(record.root).exists():
+        return Path(record.root)
+    target = folder.resolve() if folder else OPENED / name.replace("/", "-")
+    commit = get_commit(name)
+    if target.exists() and any(target.iterdir()):
+        if _is_at(target, commit):
+            return target
+        raise UserError(f"{target} exists and is not empty. Name another folder: `dpo open {name} FOLDER`.")
+    git(ROOT, "worktree", "prune")
+    git(ROOT, "worktree", "add", "--detach", str(target), commit)
+    workspace = Workspace(target, name)
+    check_out_results(workspace)
+    _fetch_missing(workspace, name)
+    return target
+
+
+def _run_of_version(name: str) -> str:
+    """The run that made a registered version, such as `champion`; any other name stays."""
+    with suppress(UserError), registered_version(name) as (_, _, version):
+        return version.tags.get("run") or name
+    return name
+
+
+def _is_at(folder: Path, commit: str) -> bool:
+    try:
+        return git(folder, "rev-parse", "HEAD") == commit
+    except UserError:
+        return False
+
+
+def _fetch_missing(workspace: Workspace, name: str) -> None:
+    missing = _missing(workspace.root)
+    if missing and dvc.remotes(workspace.root):
+        print("Fetching artifacts that the cache does not have from DVC's remote", flush=True)
+        workspace.dvc("pull", "--allow-missing")
+        missing = _missing(workspace.root)
+    if missing:
+        print(f"No longer in DVC's cache: {', '.join(missing)}. `dpo reproduce {name}` computes them again.")
+
+
+def _missing(root: Path) -> list[str]:
+    paths = [path for entry in read_lock(root).values() for path in outs(entry)]
+    return [path for path in paths if not (root / path).exists()]

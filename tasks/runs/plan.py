@@ -1,0 +1,61 @@
+"""Which stages would run, and why (`dpo plan`). Runs and writes nothing.
+
+DVC decides when a run starts. This compares the same command, params and hashes with the entries that earlier runs
+left in dvc.lock and in DVC's run cache.
+"""
+
+from dataclasses import dataclass
+
+from tasks.config.paths import ROOT
+from tasks.config.strict import read_yaml
+from tasks.runs import dvc, dvc_lock, reuse
+from tasks.runs.dvc_lock import Entry, StageInputs
+from tasks.runs.run_config import ConfigFiles
+
+RUNS, RESTORED, UNCHANGED, MAY_RUN = "runs", "restored", "unchanged", "may run"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    stage: str
+    state: str
+    reasons: list[str]
+
+
+def plan_stages(files: ConfigFiles) -> list[StagePlan]:
+    """What would become of each stage, in order."""
+    locks, run_cache = list(reuse.earlier_locks()), list(dvc.run_cache())
+    current_lock = dvc_lock.read_lock(ROOT) or next((lock for lock in locks if lock), {})
+    upstream = reuse.watch_output(files.get("params.yaml") or read_yaml(ROOT / "params.yaml"))
+    plans: list[StagePlan] = []
+    for name, stage in dvc_lock.stages(ROOT).items():
+        inputs = dvc_lock.current_inputs(ROOT, stage, upstream, files)
+        locked = [lock[name] for lock in locks if name in lock]
+        restorable = [entry for entry in run_cache if entry["cmd"] == stage["cmd"]]
+        plan, entry = _plan(name, inputs, locked, restorable, plans)
+        if plan.state != UNCHANGED and name in current_lock and not plan.reasons:
+            reasons = inputs.differences(dvc_lock.recorded_inputs(current_lock[name]))
+            plan = StagePlan(name, plan.state, reasons)
+        plans.append(plan)
+        upstream |= dvc_lock.outs(entry) if entry else dict.fromkeys(dvc_lock.out_paths(stage))
+    return plans
+
+
+def _plan(
+    name: str, inputs: StageInputs, locked: list[Entry], restorable: list[Entry], earlier: list[StagePlan]
+) -> tuple[StagePlan, Entry | None]:
+    """The plan of a stage and, if the stage need not run, the entry whose outs the next stages get."""
+    differences = reuse.fewest_differences(inputs, locked)
+    if not inputs.is_known():
+        unknown = [path for path, md5 in inputs.deps.items() if md5 is None]
+        changes = [reason for reason in differences or [] if not reason.endswith(tuple(unknown))]
+        last = [plan.stage for plan in earlier if plan.state in (RUNS, MAY_RUN)][-1:]
+        depends = f"depends on {', '.join(last)}: {', '.join(unknown)} may change"
+        return StagePlan(name, RUNS if changes else MAY_RUN, [*changes, depends]), None
+    for state, entries in ((UNCHANGED, locked), (RESTORED, restorable)):
+        fitting = [entry for entry in entries if dvc_lock.recorded_inputs(entry) == inputs]
+        if cached := next(filter(dvc.is_cached, fitting), None):
+            return StagePlan(name, state, []), cached
+        if fitting:
+            return StagePlan(name, RUNS, ["its result is no longer in DVC's cache"]), None
+    return StagePlan(name, RUNS, differences or ["it never ran here"]), None

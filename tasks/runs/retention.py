@@ -1,0 +1,154 @@
+"""Which runs `dpo gc` keeps, and why: running, referenced by the registry, tagged, or recent.
+
+Of a run that is only recent and whose model the gate refused, it keeps everything but the exported weights.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from tasks.config.params import Cluster, load_params
+from tasks.config.paths import ROOT
+from tasks.runs import commits, records
+from tasks.runs.commits import git
+from tasks.runs.records import RunRecord
+from tasks.system.files import recall, sha256
+from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry
+from tasks.tracking.registry_queries import tagged_runs
+
+RECENT = "recent"
+TAG = "keep"  # of a run or a version in MLflow
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its folder and its commit. A run by hand has no record, and an old run may have lost its folder."""
+
+    name: str
+    since: str
+    record: RunRecord | None
+    commit: str | None
+
+    @property
+    def folder(self) -> Path:
+        return records.runs_folder() / self.name
+
+    @property
+    def is_running(self) -> bool:
+        return self.record is not None and self.record.current_state == records.RUNNING
+
+    @property
+    def is_finished(self) -> bool:
+        return self.commit is not None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether its record cannot be read, so that we do not know what the run still needs."""
+        return self.record is None and (self.folder / "record.json").exists()
+
+    def has_unsent_metrics(self) -> bool:
+        """Whether its journals hold lines that MLflow does not have yet."""
+        for journal in self.folder.glob("*.jsonl"):
+            sent = recall(journal.with_name(f"{journal.stem}.sent.json"))
+            if sent.get("offset", 0) < journal.stat().st_size:
+                return True
+        return False
+
+    def tags(self) -> list[str]:
+        return git(ROOT, "tag", "--points-at", self.commit).splitlines() if self.commit else []
+
+
+@dataclass(frozen=True)
+class RegisteredVersion:
+    """A version of a registered model, and the aliases that point at it."""
+
+    model: Registry
+    version: Version
+    aliases: list[str]
+
+    @property
+    def is_tagged(self) -> bool:
+        return self.version.tags.get(TAG, "false") != "false"
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the gate refused it and nothing else needs its weights: neither an alias, a tag nor a person."""
+        tags = self.version.tags
+        decided = tags.get("promoted") == "false" and tags.get("waiting") != "true" and not tags.get("rolled_back")
+        return decided and tags.get(OWNER) == owner() and not self.aliases and not self.is_tagged
+
+
+def all_runs() -> list[Run]:
+    """Newest first."""
+    by_name = {record.name: record for record in records.all_records()}
+    folders = {path.name for path in records.runs_folder().glob("*") if path.is_dir()}
+    runs = []
+    for name in folders | set(commits.finished_runs()):
+        record, commit = by_name.get(name), commits.find_commit(name)
+        runs.append(Run(name, _since(name, record, commit), record, commit))
+    return sorted(runs, key=lambda run: run.since, reverse=True)
+
+
+def artifacts_size(lock: str | None) -> int:
+    """Bytes of the artifacts that a dvc.lock names; runs share those that are equal."""
+    stages = (yaml.safe_load(lock or "") or {}).get("stages", {})
+    return sum(out.get("size", 0) for stage in stages.values() for out in stage.get("outs", []))
+
+
+def _since(name: str, record: RunRecord | None, commit: str | None) -> str:
+    if record:
+        return record.since
+    folder = records.runs_folder() / name
+    committed = "" if folder.exists() else git(ROOT, "show", "-s", "--format=%ct", commit or "")
+    seconds = float(committed or folder.stat().st_mtime)
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+def registered_versions(cluster: Cluster, runs: list[Run]) -> list[RegisteredVersion]:
+    """The versions of the models that this checkout has promoted to; a shared registry has others, too."""
+    versions = []
+    for name in sorted(_model_names(runs)):
+        if not is_registered(cluster, name):
+            continue
+        with registry(cluster, name) as model:
+            numbers = model.aliases()
+            for version in model.versions():
+                aliases = sorted(alias for alias, number in numbers.items() if number == version.number)
+                versions.append(RegisteredVersion(model, version, aliases))
+    return versions
+
+
+def _model_names(runs: list[Run]) -> set[str]:
+    names = (recall(run.folder / "params.json").get("promote", {}).get("model_name") for run in runs)
+    return {str(name) for name in names if name} | {load_params(ROOT / "params.yaml").promote.model_name}
+
+
+def reasons_to_keep(
+    runs: list[Run], versions: list[RegisteredVersion], cluster: Cluster, newest: int
+) -> dict[str, str]:
+    """The names of the runs to keep, each with a reason."""
+    reasons = {run.name: RECENT for run in runs[:newest]}
+    reasons |= dict.fromkeys(tagged_runs(cluster, TAG), f"tagged {TAG} in MLflow")
+    reasons |= {run.name: f"git tag {tag}" for run in runs for tag in run.tags()}
+    for registered in versions:
+        name, model = registered.version.tags.get("run", ""), registered.model.name
+        if registered.is_tagged:
+            reasons[name] = f"version {registered.version.number} of {model} is tagged {TAG}"
+        if registered.aliases:
+            reasons[name] = f"{' and '.join(registered.aliases)} of {model}"
+    reasons |= {run.name: "running" for run in runs if run.is_running}
+    return {run.name: reasons[run.name] for run in runs if run.name in reasons}
+
+
+def is_needed(registered: RegisteredVersion, kept: list[Run]) -> bool:
+    """Whether a version stays: another checkout made it, it has an alias or the tag, or a kept run made it or made an
+    identical model."""
+    tags = registered.version.tags
+    if tags.get(OWNER) != owner() or registered.aliases or registered.is_tagged:
+        return True
+    manifests = (run.folder / records.RESULTS / "data/model/manifest.json" for run in kept)
+    if tags.get("manifest_sha256") in {sha256(path) for path in manifests if path.exists()}:
+        return True
+    return tags.get("run") in {run.name for run in kept}

@@ -1,0 +1,1 @@
+"""Files, locks, processes, progress, redaction and signatures on one machine."""

@@ -1,0 +1,132 @@
+"""Atomic writes of files and folders, and content hashes."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tasks.config.paths import home
+from tasks.system.processes import start_time
+
+
+@contextmanager
+def publish(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` atomically, synced to disk, when the block succeeds."""
+    target = Path(folder)
+    for before in target.parent.glob(f".{target.name}.*.old"):
+        if not target.exists():  # a process was killed between the two renames below
+            os.rename(before, target)
+    aside = _aside(target)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for path in aside.rglob("*"):
+            if not path.is_symlink():
+                sync(path)
+        before = target.with_name(f"{aside.name}.old")
+        if target.exists():  # renamed, not deleted: a kill here loses neither
+            os.rename(target, before)
+        os.rename(aside, target)
+        sync(target.parent)
+        shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """A name beside `path` for a file to be renamed; deleted on failure, and by the next writer after a kill."""
+    aside = _aside(path)
+    try:
+        yield aside
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, also across a kill or power failure: to a temporary file, synced, renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary(path) as aside:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    sync(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def sync(path: Path) -> None:
+    """To disk: a file's content, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    """The temporary path of a file or folder. Removes those of killed processes of this host."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname())
+    for left in path.parent.glob(f".{path.name}.{host}.*"):
+        pid, _, start = left.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
+        if pid.isdecimal() and str(start_time(int(pid))) != start:
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{host}.{os.getpid()}.{start_time(os.getpid())}")
+
+
+def read_json(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def recall(path: str | Path) -> dict[str, Any]:
+    """A JSON object that can be recomputed: empty where the file is missing or damaged."""
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, ValueError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: Path) -> str:
+    """sha256 of a file that may be large: cached while its size, inode and times of change stay the same.
+
+    An edit can reset the modification time, but not the time of the last status change.
+    """
+    memory = home() / ".scratch" / "hashes.json"
+    known = recall(memory)
+    state = path.stat()
+    now = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+    entry = known.get(str(path.resolve()))
+    if not isinstance(entry, list) or entry[:-1] != now:
+        entry = [*now, sha256(path)]
+        write_json(memory, {**known, str(path.resolve()): entry})
+    return entry[-1]
+
+
+def fingerprint(content: Any) -> str:
+    """A short content hash of everything that determines a result."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """sha256 of each file below the folder, by its relative name, in a fixed order."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in paths}

@@ -1,0 +1,213 @@
+"""Processes: which one it was, and children that do not outlive us (not after a failure, a cancellation or `kill -9`).
+
+A process id is reused, so we note its start time and the machine's boot id beside it. All descendants of a child carry
+a mark in their environment: we find them in any session (Ray's processes have their own) and under any parent.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+START_FIELD = 19  # of /proc/<pid>/stat, behind the name in parentheses: clock ticks after boot
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+MARK = "DPO_FAMILY"
+# Reads from a pipe that only we hold open. When we are gone, for whatever reason, it ends the child's process group,
+# then every process with its mark. The processes that the guard itself starts (grep, sleep) carry none.
+GUARD = (
+    'cat >/dev/null; marked() { grep -lsaz "^$1$" /proc/[0-9]*/environ | cut -d / -f 3; }; kill -s TERM -- "-$0"; '
+    f'for second in $(seq {GRACE:.0f}); do [ -n "$(marked "$1")" ] || kill -s 0 -- "-$0" || exit; sleep 1; done; '
+    'kill -s KILL -- "-$0"; for pid in $(marked "$1"); do kill -s KILL "$pid"; done'
+)
+_marks: dict[int, str] = {}  # of running children, by pid
+_awaited: set[int] = set()  # children that `run` waits for
+
+
+def this_process() -> dict[str, Any]:
+    """A record of this process that `is_alive` recognises."""
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "began": start_time(pid), "boot": boot_id()}
+
+
+def is_alive(record: dict[str, Any]) -> bool:
+    """Whether the recorded process still runs. One on another host counts as alive: nothing here can tell."""
+    pid = record.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    if record.get("host", socket.gethostname()) != socket.gethostname():
+        return True
+    if record.get("boot", boot_id()) != boot_id():
+        return False
+    since = start_time(pid)
+    return since is not None and record.get("began", since) == since
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in a unit that no change of the clock moves; None where there is no such process."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        if BOOT.exists():
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            return None if fields[0] in "ZX" else int(fields[START_FIELD])
+        return round(psutil.Process(pid).create_time())
+    except (OSError, IndexError, psutil.Error):
+        return None
+
+
+def boot_id() -> str:
+    """This boot of this machine; on Linux also the process-id namespace, since containers number their own."""
+    if BOOT.exists():
+        return f"{BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return str(round(psutil.boot_time()))
+
+
+def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Callable[[str], None]) -> int:
+    """Run `command`, pass each line of its output to `on_line` as it comes, and return its exit code."""
+    with spawn(command, cwd, env, subprocess.PIPE) as process:
+        # A surviving grandchild would keep the pipe open, and us reading, for ever.
+        threading.Thread(target=_terminate_after, args=(process,), daemon=True).start()
+        assert process.stdout is not None
+        _awaited.add(process.pid)
+        try:
+            for line in process.stdout:
+                on_line(line.rstrip())
+            return process.wait()
+        finally:
+            _awaited.discard(process.pid)
+
+
+def terminate_awaited() -> None:
+    """End the children that `run` waits for in other threads, all at the same time."""
+    pids = list(_awaited)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)
+    for pid in pids:
+        terminate(pid)
+
+
+@contextmanager
+def spawn(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], output: int | IO[str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A child in its own process group, so that Ctrl-C in the terminal reaches us alone; it ends with the block."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**env, MARK: mark, "SPT_NOENV": "1"},  # otherwise the titles of Ray's workers overwrite the mark
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", GUARD, str(process.pid), f"{MARK}={mark}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != MARK},
+    )
+    _marks[process.pid] = mark
+    try:
+        yield process
+    finally:
+        terminate(process.pid)
+        del _marks[process.pid]
+        process.wait()
+        guard.kill()
+        guard.wait()
+
+
+def _terminate_after(process: subprocess.Popen[str]) -> None:
+    process.wait()
+    terminate(process.pid)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end us with our parent (Linux). DVC, when it is killed, leaves a stage's command running."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
+
+
+@cache  # once per process
+def exit_with_parent() -> None:
+    """Send ourselves SIGTERM when our parent is gone: a killed Prefect worker leaves its flow runs running."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def terminate(pid: int) -> None:
+    """End the process group of `pid` and all its descendants: SIGTERM, then SIGKILL after the grace period."""
+    family = _family(pid)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(pid, sign)
+        if sign == signal.SIGKILL:  # descendants in other groups got no SIGTERM; we only waited for them
+            for process in filter(_is_running, family):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        until = time.monotonic() + GRACE
+        while any(map(_is_running, family)) and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    mark = _marks.get(pid)
+    members = [
+        process for process in psutil.process_iter() if _group(process.pid) == pid or (mark and _mark(process) == mark)
+    ]
+    with suppress(psutil.NoSuchProcess):
+        members += psutil.Process(pid).children(recursive=True)
+    return [process for process in members if not _is_guard(process)]
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    """The guard of a child further down ends by itself, when its work is done."""
+    try:
+        return GUARD in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK)
+    except (psutil.Error, OSError):  # another user's, or gone
+        return None
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

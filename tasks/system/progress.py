@@ -1,0 +1,105 @@
+"""Progress of a stage: a bar with an estimate on a terminal, a line every few seconds in a log.
+
+The line `train: 40/124 steps, eta 0:21, loss 0.41` is what the flow turns into a progress artifact.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+EVERY_SECONDS = 2.0
+NOTE_SECONDS = 10.0  # between two notes in the journal
+Listener = Callable[[int, int, str], None]  # done, total, unit
+_listeners: list[Listener] = []
+
+
+class Bar:
+    def __init__(self, stage: str, total: int, unit: str) -> None:
+        self.stage, self.total, self.unit = stage, total, unit
+        self.spoke, self.done = time.monotonic(), 0
+        self.began: tuple[float, int] | None = None  # time and count of the first update
+        self.bar: Progress | None = None
+        self.noted = 0.0
+
+    def __enter__(self) -> "Bar":
+        self._note(0)
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, TextColumn("{task.fields[note]}"))
+            self.bar.start()
+            self.task = self.bar.add_task(f"{self.stage}: {self.unit}", total=self.total, note="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def more(self, count: int) -> None:
+        """`count` more are done."""
+        self.update(self.done + count)
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` of the total. The speed counts from the first update: no start-up, no steps before a resume."""
+        self.began, self.done = self.began or (time.monotonic(), done), done
+        if done == self.total or time.monotonic() - self.noted >= NOTE_SECONDS:
+            self._note(done)
+        if self.bar:
+            self.bar.update(self.task, completed=done, note=note)
+        elif done == self.total or time.monotonic() - self.spoke >= EVERY_SECONDS:
+            self.spoke = time.monotonic()
+            parts = [f"{self.stage}: {done}/{self.total} {self.unit}", self._eta(done), note]
+            print(", ".join(part for part in parts if part), flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a line above the bar."""
+        (self.bar.console.print if self.bar else print)(sentence)
+
+    def _note(self, done: int) -> None:
+        self.noted = time.monotonic()
+        for listener in _listeners:
+            listener(done, self.total, self.unit)
+
+    def _eta(self, done: int) -> str:
+        assert self.began is not None
+        since, first = self.began
+        if done in (first, self.total):
+            return ""
+        seconds = (time.monotonic() - since) / (done - first) * (self.total - done)
+        return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"
+
+
+@contextmanager
+def notify(listener: Listener) -> Iterator[None]:
+    """Pass the progress of every bar in the block to `listener` too."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `watch` in a thread beside the block; the event tells it that the block is over. Its error is raised then."""
+    over, errors = threading.Event(), list[Exception]()
+
+    def work() -> None:
+        try:
+            watch(over)
+        except Exception as error:  # the block's own error, if there is one, says more
+            errors.append(error)
+
+    watcher = threading.Thread(target=work, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    if errors:
+        raise errors[0]

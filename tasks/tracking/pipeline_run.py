@@ -1,0 +1,218 @@
+"""A pipeline run in MLflow: a parent run, and a child run for each executed stage.
+
+`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), and one uploader
+process per pipeline run sends them.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import yaml
+
+from tasks.config.cluster import resolve
+from tasks.config.paths import METRICS, PAIRS, RAW, home
+from tasks.redact import redact, redacted
+from tasks.system import disk, processes
+from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
+from tasks.system.lock import file_lock
+from tasks.system.processes import this_process
+from tasks.system.progress import notify
+from tasks.tracking.journal import FLOW, Run, flatten, last_steps, sent
+from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
+from tasks.tracking.results import commit, curves, datasets, evaluation, lineage
+
+if TYPE_CHECKING:
+    from tasks.config.params import Cluster, Params
+
+PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
+LATER_SECONDS = 3.0  # the same once a stage of this run has waited in vain
+SLOW = "forward.slow"
+PAIR_STAGES = ("reference", "train", "evaluate")  # stages that read the pairs
+STATE = "by-hand.json"  # in the folder of all runs: the last run that `dvc repro` started by hand
+
+
+@contextmanager
+def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
+    """A run around a stage: its journal is sent while the stage runs, and its last line is the status."""
+    folder = open_run(params, cluster)
+    run = Run(folder, stage)
+    run.write("start", **this_process())
+    run.params(flatten(params.model_dump()[stage]))
+    for data in datasets(PAIRS) if stage in PAIR_STAGES else ():
+        run.dataset(**data)
+    uploader = start_uploader(folder)
+    status = "FAILED"
+    try:
+        with notify(run.progress):
+            yield run
+        run.tags(lineage())
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        try:
+            run.write("end", status=status)
+            record_end(folder, status)
+            wait_until_sent(run, uploader)
+        except OSError:
+            if status == "FINISHED":  # otherwise the stage's own error matters more
+                raise
+
+
+def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folder: Path | None = None) -> Path:
+    """Create the folder of the pipeline run in `root`, with the settings that the uploader reads.
+
+    A flow names the folder; a stage by hand derives it from the `dvc` process that called it.
+    """
+    runs = home() / cluster.logging_dir
+    folder = folder or runs / run_key(params, runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    before = recall(folder / "settings.json")
+    settings = {"exp_name": cluster.exp_name, "tracking_uri": absolute_uri(cluster.tracking_uri)}
+    since = {"began": int(time.time() * 1000), "commit": commit(root), **before}
+    write_json(folder / "settings.json", {**since, **settings})
+    (folder / "settings.json").chmod(0o600)  # an address may hold a password
+    write_json(folder / "params.json", redacted(params.model_dump()))
+    _write_configuration(folder / CONFIGURATION, cluster, root)
+    return folder
+
+
+def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
+    """The cluster configuration in effect, and the origin of each value that is not the default."""
+    origins = {name: value.origin for name, value in resolve(root).origins.items()}
+    write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
+
+
+def run_key(params: "Params", runs: Path) -> str:
+    """The key of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
+    if key := os.environ.get("DPO_RUN"):
+        return key
+    caller, params_hash = _calling_dvc(), fingerprint(params.model_dump())
+    last = recall(runs / STATE)
+    unfinished = last.get("status") != "FINISHED" and last.get("params") == params_hash
+    same_run = last.get("caller") == caller or unfinished
+    key = last["key"] if last.get("key") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
+    write_json(runs / STATE, {"key": key, "caller": caller, "params": params_hash, "status": "RUNNING"})
+    return key
+
+
+def record_end(folder: Path, status: str) -> None:
+    """Record how the last stage of a run by hand ended."""
+    state = folder.parent / STATE
+    last = recall(state)
+    if last.get("key") == folder.name:
+        write_json(state, {**last, "status": status})
+
+
+def _calling_dvc() -> str:
+    for process in psutil.Process().parents():
+        if process.name().startswith("dvc") or "dvc" in " ".join(process.cmdline()[:3]):
+            return f"{process.pid}-{process.create_time():.0f}"
+    return f"{os.getpid()}-{psutil.Process().create_time():.0f}"
+
+
+def begin(folder: Path, tags: Mapping[str, str]) -> None:
+    """The flow's journal begins with tags that only the flow knows, such as the recipe."""
+    run = Run(folder, FLOW)
+    run.write("start", **this_process())
+    run.tags(tags)
+    run.artifact(folder / CONFIGURATION)  # a resumed run may have a new one
+    start_uploader(folder)
+
+
+def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) -> None:
+    """The flow's journal ends with the state of each stage, and the results that cached stages did not log."""
+    run = Run(folder, FLOW)
+    run.tags({f"stage.{stage}": state for stage, state in states.items()})
+    if (root / METRICS / "evaluate.json").exists() and status == "FINISHED":
+        run.tags(lineage(root))
+        for data in datasets(root / RAW, root / PAIRS):
+            run.dataset(**data)
+        steps = curves(root)
+        _log_missing(run, steps)
+        run.summary(evaluation(read_json(root / METRICS / "evaluate.json")), max(steps, default=0))
+    run.write("end", status=status)
+    run.write("close")
+    wait_until_sent(run, start_uploader(folder))  # the previous uploader may have ended meanwhile
+
+
+def _log_missing(run: Run, steps: Mapping[int, Mapping[str, float]]) -> None:
+    """Curves of a cached training: without the steps that this run's own `train` has logged."""
+    logged = last_steps(run.folder / "train.jsonl")
+    run.logged = {name: max(run.logged.get(name, -1), logged.get(name, -1)) for name in {**run.logged, **logged}}
+    for step, values in steps.items():
+        run.metrics(step, values)
+
+
+def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
+    """Start the process that sends this run's journals; where one is running, the new one ends at once."""
+    (folder / ERROR).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tasks.tracking.uploader", str(folder)]
+    # In its own session and without the mark by which a stage's processes are ended: it must outlive the stage to
+    # report its end. Without the writer's password: it logs in as `forwarder`, which cannot change the registry.
+    left_out = (processes.MARK, "DPO_MLFLOW_WRITER_PASSWORD")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    with (folder / "forward.log").open("a") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
+        )
+
+
+def wait_until_sent(run: Run, uploader: "subprocess.Popen[bytes]") -> None:
+    """Wait as long as a server that answers needs; the next stage or run sends what is left."""
+    until = time.monotonic() + (LATER_SECONDS if (run.folder / SLOW).exists() else PATIENCE_SECONDS)
+    while sent(run.folder, run.stage) < run.journal.stat().st_size:
+        error, ended = run.folder / ERROR, _has_ended(run.folder, uploader)
+        if error.exists() or ended:
+            _warn(f"MLflow could not be reached; the metrics of {run.stage} are kept in {run.folder}", _reason(error))
+            return
+        if time.monotonic() > until:
+            (run.folder / SLOW).touch()
+            _warn(f"MLflow is slow; the metrics of {run.stage} are still being sent, and kept in {run.folder}", "")
+            return
+        time.sleep(0.1)
+
+
+def _has_ended(folder: Path, uploader: "subprocess.Popen[bytes]") -> bool:
+    """Whether the uploader ended (a full disk, a kill) and no other one took over."""
+    if uploader.poll() is None:
+        return False
+    with file_lock(folder / "forward.lock", wait=False) as acquired:
+        return acquired
+
+
+def _reason(error: Path) -> str:
+    """The error that the uploader noted, or the most likely one."""
+    if message := _text(error):
+        return message
+    log = error.with_name("forward.log")
+    return disk.explain_full() if disk.is_full() else f"The process that sends them ended; see {log}."
+
+
+def _warn(problem: str, reason: str) -> None:
+    details = f" Reason: {reason}" if reason else ""
+    warning = f"warning: {problem}. The next run or `dpo sync` sends what is left.{details}"
+    print(redact(warning), file=sys.stderr, flush=True)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except FileNotFoundError:  # the uploader succeeded after all
+        return ""
+
+
+def wait_for_run(folder: Path) -> None:
+    """Wait until MLflow has given the pipeline run its id, or cannot be reached."""
+    until = time.monotonic() + (LATER_SECONDS if (folder / SLOW).exists() else PATIENCE_SECONDS)
+    while not (folder / "run.json").exists() and not (folder / ERROR).exists() and time.monotonic() < until:
+        time.sleep(0.1)

@@ -1,0 +1,200 @@
+"""Sends journals to MLflow, in a separate process: `python -m tasks.tracking.uploader RUN_FOLDER`.
+
+`dpo sync` (`sync`) sends what any run still has to send.
+"""
+
+import json
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tasks.config.cluster import load_cluster
+from tasks.config.paths import home
+from tasks.redact import redact
+from tasks.system import disk
+from tasks.system.files import read_json, write_json, write_text
+from tasks.system.lock import file_lock
+from tasks.system.processes import is_alive
+from tasks.tracking.journal import read_lines, sent, unsent
+from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
+from tasks.tracking.mlflow_writer import record, store
+
+IDLE_SECONDS = 10.0  # more than DVC takes between two stages
+TAIL = 4096  # bytes of a journal that hold its last lines
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while the store fails
+
+
+def follow(folder: Path) -> bool:
+    """Send the run's journals as they grow, until the run is closed or idle; returns whether everything was sent."""
+    pending = True
+    while pending:
+        with file_lock(folder / "forward.lock", wait=False) as acquired:
+            if not acquired or not _follow(folder):
+                return False
+        pending = unsent(folder)  # a stage that started while we decided to end found the lock taken
+    return True
+
+
+def _follow(folder: Path) -> bool:
+    """While a stage runs, retry a failing store at growing intervals."""
+    workers, quiet_since, pause = Workers(folder), time.monotonic(), FIRST_PAUSE
+    while time.monotonic() - quiet_since < IDLE_SECONDS:
+        working = workers.any()
+        try:
+            new = send_new(folder)
+        except Exception as error:
+            _note(folder, error)
+            if not working:
+                return False
+            _rest(workers, pause)
+            pause, quiet_since = min(2 * pause, LONGEST_PAUSE), time.monotonic()
+            continue
+        pause = FIRST_PAUSE
+        (folder / ERROR).unlink(missing_ok=True)
+        if any(line["kind"] == "close" for line in new):
+            return True
+        if new or working:
+            quiet_since = time.monotonic()
+        time.sleep(0.3)
+    return True
+
+
+def _rest(workers: "Workers", seconds: float) -> None:
+    """Sleep, but only until the last stage has ended: one more try follows, and `dpo sync` need not wait for us."""
+    until = time.monotonic() + seconds
+    while workers.any() and time.monotonic() < until:
+        time.sleep(0.3)
+
+
+def _note(folder: Path, error: Exception) -> None:
+    """Leave the error where the stage reads it, and its traceback in the log."""
+    message = disk.explain(error) or (str(error).splitlines() or [type(error).__name__])[0][:300]
+    with suppress(OSError):  # the log's disk may be the full one
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+        write_text(folder / ERROR, redact(message))
+
+
+class Workers:
+    """Which stages still run, by the last start or end in each journal. Ends the journal of a killed stage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.offsets: dict[str, int] = {}
+        self.last: dict[str, dict[str, Any]] = {}
+
+    def any(self) -> bool:
+        running = [self._works(path) for path in sorted(self.folder.glob("*.jsonl"))]  # checks every journal
+        return any(running)
+
+    def killed(self) -> bool:
+        """Whether a stage was killed and its journal has no end yet."""
+        last = [self._last(path) for path in self.folder.glob("*.jsonl")]
+        return any(line["kind"] == "start" and not is_alive(line) for line in last)
+
+    def _last(self, journal: Path) -> dict[str, Any]:
+        lines, self.offsets[journal.stem] = read_lines(journal, self.offsets.get(journal.stem, 0))
+        for line in lines:
+            if line["kind"] in ("start", "end"):
+                self.last[journal.stem] = line
+        return self.last.get(journal.stem, {"kind": "end"})
+
+    def _works(self, journal: Path) -> bool:
+        last = self._last(journal)
+        if last["kind"] == "end":
+            return False
+        if is_alive(last):
+            return True
+        end = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
+        with journal.open("a") as file:
+            file.write("\n" + json.dumps(end) + "\n")  # the stage may have died inside a line
+        return False
+
+
+def send_new(folder: Path) -> list[dict[str, Any]]:
+    """Send and return the lines of each journal that have not been sent."""
+    stages = [path.stem for path in sorted(folder.glob("*.jsonl")) if sent(folder, path.stem) < path.stat().st_size]
+    if not stages:
+        return []
+    log_in(read_json(folder / "settings.json")["tracking_uri"], "forwarder")
+    with store(folder) as client:
+        return [line for stage in stages for line in _send(client, folder, stage)]
+
+
+def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
+    lines, offset = read_lines(folder / f"{stage}.jsonl", sent(folder, stage))
+    record(client, folder, stage, lines)
+    if offset > sent(folder, stage):
+        write_json(folder / f"{stage}.sent.json", {"offset": offset})
+    return lines
+
+
+def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
+    """Send what earlier runs could not send, and end the journals of runs that were killed with their uploader.
+
+    Returns how many runs were sent, and the reasons of those that failed.
+    """
+    done, failed = 0, {}
+    until = time.monotonic() + patience  # an uploader that failed or was killed is about to end
+    for folder in sorted(path for path in runs.glob("*/") if path != but and (unsent(path) or _has_no_end(path))):
+        workers = Workers(folder)
+        while _held(folder) and (unsent(folder) or workers.killed()) and time.monotonic() < until:
+            time.sleep(0.2)
+        with file_lock(folder / "forward.lock", wait=False) as acquired:
+            if not acquired or not (folder / "settings.json").exists():
+                continue  # its own uploader is running
+            workers.any()  # ends the journals of stages that were killed
+            if not unsent(folder):
+                continue
+            try:
+                send_new(folder)
+                (folder / ERROR).unlink(missing_ok=True)
+                done += 1
+            except Exception as error:
+                _note(folder, error)
+                failed[folder.name] = (folder / ERROR).read_text() if (folder / ERROR).exists() else str(error)
+    return done, failed
+
+
+def _has_no_end(folder: Path) -> bool:
+    """Whether a stage is running, or was killed with its uploader (by a full disk, say)."""
+    return any(_last_kind(path) not in ("end", "close") for path in folder.glob("*.jsonl"))
+
+
+def _last_kind(journal: Path) -> str:
+    lines, _ = read_lines(journal, max(0, journal.stat().st_size - TAIL))
+    return str(lines[-1].get("kind")) if lines else ""
+
+
+def _held(folder: Path) -> bool:
+    with file_lock(folder / "forward.lock", wait=False) as acquired:
+        return not acquired
+
+
+def sync() -> None:
+    """`dpo sync`"""
+    limit_waiting()
+    runs = home() / load_cluster().logging_dir
+    done, failed = send_all(runs)
+    print(f"sent the metrics of {done} run{'' if done == 1 else 's'}")
+    for folder in (path for path in sorted(runs.glob("*/")) if unsent(path) and path.name not in failed):
+        print(f"note: another process is sending {folder.name}")
+    for name, reason in failed.items():
+        print(f"error: MLflow still refuses {name}: {reason} Start it (`dpo up`), then `dpo sync`.")
+    if failed:
+        sys.exit(1)
+
+
+def main() -> None:
+    """The uploader process of one run: its folder is the argument."""
+    limit_waiting()
+    folder = Path(sys.argv[1])
+    if not follow(folder):
+        sys.exit(1)
+    send_all(folder.parent, but=folder, patience=0.0)  # the server answers: send what earlier runs could not
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A worker of the group `actor_train`: reads pairs and reference, runs the training loop, reports through files.
+
+The files lie in the training's folder, which all ranks and the driver (tasks/train.py) share.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tasks.cluster import preemption, system_metrics
+from tasks.dataset.pairs import PairTable, open_table, pairs_file, reference_file
+from tasks.system import disk
+from tasks.system.files import write_text
+from training.trainer import checkpoint
+from training.trainer.guards import Preempted
+from training.trainer.settings import ReferenceMismatch, Settings
+
+JOURNAL = "metrics.jsonl"  # metrics and messages of rank 0
+PREEMPTED = "preempted"  # exists when the workers were preempted and have saved a checkpoint
+FATAL = "refused"  # the message of an error that a restart cannot fix
+RESERVE, RESERVE_BYTES = ".reserve", 4096  # disk space for that message when the disk is full
+
+
+def train_on_worker(config: dict[str, Any], key: bytes) -> None:
+    """Train as one rank; Ray Train calls this again after a failure. `key` authenticates checkpoints."""
+    from ray.train import get_context
+
+    from training.trainer import loop, memory  # torch and DeepSpeed, which the driver never needs
+
+    settings, root, context = config["settings"], Path(config["root"]), get_context()
+    folder = Path(settings.folder)
+    _in_thread(_exit_without_driver, *config["driver"], settings)
+    if config["system_metrics"] and context.get_local_rank() == 0:
+        _in_thread(system_metrics.sample, folder, context.get_node_rank(), config["system_metrics"])
+    if (folder / FATAL).exists():  # from the previous attempt
+        return
+
+    def write(kind: str, **content: Any) -> None:
+        with (folder / JOURNAL).open("a") as file:
+            file.write(json.dumps({"kind": kind, **content}) + "\n")
+
+    try:
+        if context.get_world_rank() == 0 and _is_restart(settings):
+            write("note", text="restarting the workers from the last checkpoint")
+        with preemption.preemptible() as preempted:
+            loop.train(
+                settings,
+                _read(settings, "train", root),
+                _read(settings, "eval", root).by_source(),
+                log=lambda step, values: write("metrics", step=step, values=values),
+                notify=lambda message: write("note", text=message),
+                stop_requested=preempted.is_set,
+                key=key,
+            )
+    except Preempted:
+        (folder / PREEMPTED).touch()
+    except memory.OutOfMemory:
+        _write_fatal(folder, f"{memory.out_of_memory(settings, config['world'])}.")
+        raise  # the other ranks wait for this one, so the group must end
+    except ReferenceMismatch as error:
+        _write_fatal(folder, f"{error}. Run `dvc repro -f reference`, and then repeat the command.")
+    except FloatingPointError as error:
+        _write_fatal(folder, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`dpo up`).")
+    except ValueError as error:
+        _write_fatal(folder, f"{error}.")
+    except Exception as error:
+        if message := disk.explain(error, folder):
+            _write_fatal(folder, message)
+        raise
+
+
+def _in_thread(function: Any, *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def _exit_without_driver(host: str, pid: int, settings: Settings) -> None:
+    """End this process when the driver is gone: Ray would let a busy worker train for up to a minute more.
+
+    On the driver's host, look for its process; on another, for the claim of the next attempt on the folder.
+    """
+    if socket.gethostname() == host:
+        while Path(f"/proc/{pid}").exists():
+            time.sleep(0.5)
+    else:
+        while not checkpoint.taken_over(Path(settings.folder), settings.attempt):
+            time.sleep(5)
+    os._exit(1)
+
+
+def _is_restart(settings: Settings) -> bool:
+    """Whether this attempt started its workers before, and has lost a worker or a node since."""
+    mark = Path(settings.folder) / "begun"
+    restart = mark.exists() and mark.read_text() == settings.attempt
+    mark.write_text(settings.attempt)
+    return restart
+
+
+def _read(settings: Settings, split: str, root: Path) -> PairTable:
+    """The pairs of a split, whose files the driver has checked."""
+    pairs = PairTable(open_table(pairs_file(split, root)))
+    if not settings.objective.needs_reference:
+        return pairs
+    return pairs.with_reference(open_table(reference_file(split, root)))
+
+
+def _write_fatal(folder: Path, message: str) -> None:
+    """Tell the driver about an error that a restart cannot fix."""
+    try:
+        write_text(folder / FATAL, message)
+    except OSError:  # a full disk: reuse the reserved bytes
+        with (folder / RESERVE).open("r+b") as file:
+            file.write(message.encode()[:RESERVE_BYTES].ljust(RESERVE_BYTES))
+        (folder / RESERVE).replace(folder / FATAL)

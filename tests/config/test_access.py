@@ -1,0 +1,156 @@
+"""What run parameters cannot reach unless the operator allows it: internal addresses, other protocols, push targets."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.config.access import check_push, may_connect
+from tasks.config.cluster import RECIPE, load_cluster
+from tasks.dataset.fetch import fetch, remote_version
+from tasks.errors import UserError
+from tests.support.workspaces import PROJECT, make_workspace, refusal, write_cluster
+
+ROWS = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
+
+
+@pytest.mark.parametrize(
+    ("address", "networks", "may"),
+    [
+        ("127.0.0.1", [], False),
+        ("0.0.0.0", [], False),
+        ("169.254.169.254", [], False),  # metadata services: AWS, GCP
+        ("168.63.129.16", [], False),  # Azure
+        ("100.100.100.200", [], False),  # Alibaba
+        ("fd00:ec2::254", [], False),  # AWS over IPv6
+        ("10.1.2.3", [], False),
+        ("::1", [], False),
+        ("fe80::1%eth0", [], False),
+        ("::ffff:127.0.0.1", [], False),
+        ("64:ff9b::7f00:1", [], False),
+        ("2002:7f00:1::", [], False),
+        ("1.1.1.1", [], True),
+        ("2606:4700:4700::1111", [], True),
+        ("64:ff9b::101:101", [], True),
+        ("10.1.2.3", ["10.0.0.0/8"], True),
+        ("10.1.2.3", ["10.1.2.4"], False),
+        ("::ffff:127.0.0.1", ["127.0.0.1"], True),
+    ],
+)
+def test_only_public_addresses_and_the_operators_are_connected_to(address, networks, may):
+    assert may_connect(address, networks) == may
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        asked.append((self.server.server_address[0], self.path))  # type: ignore[arg-type]
+        target = redirects.get(self.path)
+        self.send_response(302 if target else 200)
+        if target:
+            self.send_header("Location", target)
+        self.send_header("Content-Length", "0" if target else str(len(ROWS)))
+        self.end_headers()
+        if not target and self.command == "GET":
+            self.wfile.write(ROWS)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+asked: list[tuple[str, str]] = []
+redirects: dict[str, str] = {}
+
+
+@contextmanager
+def serving(host: str) -> Iterator[int]:
+    with ThreadingHTTPServer((host, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = make_workspace(tmp_path / "workspace", tmp_path)
+    monkeypatch.delenv("DPO_CLUSTER", raising=False)
+    monkeypatch.delenv("DPO_HOME", raising=False)
+    monkeypatch.chdir(made)
+    asked.clear()
+    redirects.clear()
+    return made
+
+
+def test_data_over_http_comes_from_allowed_addresses_alone_after_a_redirect_too(root):
+    with serving("127.0.0.1") as port, serving("127.0.0.2") as other:
+        for host in ("127.0.0.1", "localhost"):
+            address = f"http://{host}:{port}/a.jsonl"
+            with pytest.raises(UserError, match=r"source.data: .*127.0.0.1 is not a public address.*access.networks"):
+                remote_version("source.data", address)
+            with pytest.raises(UserError, match=r"source.data: .*127.0.0.1 is not a public address.*access.networks"):
+                fetch("source.data", address, 0, root / host)
+        assert asked == []  # not even a request arrived
+        write_cluster(root, {"access.networks": ["127.0.0.1"]})
+        fetch("source.data", f"http://127.0.0.1:{port}/a.jsonl", 0, root / "allowed")
+        assert (root / "allowed/a.jsonl").read_bytes() == ROWS
+        redirects["/b.jsonl"] = f"http://127.0.0.2:{other}/a.jsonl"
+        with pytest.raises(UserError, match=r"127.0.0.2 is not a public address"):
+            fetch("source.data", f"http://127.0.0.1:{port}/b.jsonl", 0, root / "redirected")
+        assert {host for host, _ in asked} == {"127.0.0.1"}
+
+
+def test_a_data_set_of_the_hub_cannot_name_an_internal_address(root):
+    with serving("127.0.0.1") as port:
+        (root / "set").mkdir()
+        files = f"http://127.0.0.1:{port}/a.jsonl"
+        (root / "set/README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{files}'}}]\n---\n")
+        with pytest.raises(UserError, match=r"source.data: the data set .*set .*could not be loaded"):
+            fetch("source.data", f"hub:{root}/set", 0, root / "data")
+        assert asked == []
+        write_cluster(root, {"access.networks": ["127.0.0.1"]})
+        fetch("source.data", f"hub:{root}/set", 0, root / "allowed")
+        assert asked != []
+
+
+@pytest.mark.parametrize(
+    "address", ["ftp://h/a.jsonl", "zip://a::http://127.0.0.1/a.zip", "file:///a::http://h/a.jsonl"]
+)
+def test_a_protocol_that_is_not_allowed_and_a_chain_are_refused(root, address):
+    with pytest.raises(UserError, match=r"source.data: .* must use one protocol of file, http,.*access.protocols"):
+        fetch("source.data", address, 0, root / "data")
+
+
+def test_a_model_is_pushed_below_an_allowed_target_alone():
+    access = load_cluster(PROJECT, {"access": {"push": ["s3://ours/models/"]}}).access
+    for good in ("s3://ours/models", "s3://ours/models/dpo"):
+        assert check_push(good, access) == good
+    for bad in ("s3://theirs/models", "s3://ours/models-2", "s3://ours/models/../x", "file:///etc"):
+        with pytest.raises(UserError, match=r"promote.push: .*\(s3://ours/models/\).*access.push"):
+            check_push(bad, access)
+
+
+def test_a_forbidden_parameter_ends_the_first_stage(root):
+    content = yaml.safe_load((root / "params.yaml").read_text())
+    content["promote"]["push"] = "s3://theirs/models"
+    (root / "params.yaml").write_text(yaml.safe_dump(content))
+    assert "promote.push: s3://theirs/models is not below a target that the operator allowed" in refusal(root, "source")
+
+
+def test_access_is_the_operators_and_no_recipe_sets_it(root):
+    (root / RECIPE).write_text(yaml.safe_dump({"access": {"push": ["s3://theirs"]}}))
+    with pytest.raises(UserError, match="a recipe cannot set `access`"):
+        load_cluster()
+    (root / RECIPE).unlink()
+    write_cluster(root, {"access.networks": ["10.0.0.1/8"]})
+    with pytest.raises(UserError, match=r"networks: 10.0.0.1/8 has host bits set. Write an address or a range"):
+        load_cluster()

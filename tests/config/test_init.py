@@ -1,0 +1,116 @@
+"""`dpo init`: a recipe from data, model and machine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tasks.config.params import Params, load_cluster, overlay, read_yaml, validate
+from tasks.dataset import demo
+from tasks.errors import UserError
+from tasks.init import recipe
+from tasks.init.choices import choose
+from tasks.init.data_facts import DataFacts
+from tasks.init.languages import languages
+from tasks.init.machine import GIB, Machine, ModelFacts
+from tests.support.workspaces import PROJECT, write_data
+from training.trainer.memory import Sizes, model_sizes
+
+CPU = Machine([], 4, 16 * GIB, False)
+GPU = Machine([("H200", 140 * GIB)], 16, 100 * GIB, True)
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path)
+    return tmp_path
+
+
+def init(data: Path, model: Path, force: bool = False, **overrides: object) -> None:
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    recipe.init(str(data), str(model), "mine", False, given, force)
+
+
+def test_a_recipe_has_a_reason_for_each_value_and_is_valid(recipes: Path, tiny_base: Path, capsys) -> None:
+    rows = [{"question": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in demo.rows(0)[:150]]
+    write_data(recipes / "pairs.jsonl", [*rows, {"question": "x", "good": "y", "bad": "y"}])
+    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    init(recipes / "pairs.jsonl", tiny_base, prepare__columns=columns)
+    output = capsys.readouterr().out
+    assert output.count("    + ") == output.count("    - ") == 3  # pairs as they are understood
+    assert "151 rows of the shape pairs, 150 usable pairs" in output
+    assert "left out 1: equal_answers" in output
+    assert "English 100%" in output
+    assert "512: 100.0%, 1024: 100.0%" in output
+    assert "Next: `dpo run --recipe mine` (about " in output
+
+    text = (recipes / "mine.yaml").read_text()
+    content = yaml.safe_load(text)
+    values = [line for line in text.splitlines() if not line.endswith(":") and not line.startswith("#")]
+    assert all("  # " in line for line in values)
+    params = validate(Params, overlay(read_yaml(PROJECT / "params.yaml"), content["params"]), Path("mine"))
+    assert (params.prepare.max_tokens, params.prepare.columns, params.evaluate.judge) == (512, columns, "none")
+    assert params.promote.model_name == "mine"
+    load_cluster(PROJECT, content["cluster"])
+    with pytest.raises(UserError, match=r"flows/recipes/mine\.yaml exists\. .* --force"):
+        init(recipes / "pairs.jsonl", tiny_base)
+
+
+def test_what_cannot_work_is_one_sentence_and_writes_nothing(recipes: Path, tiny_base: Path) -> None:
+    write_data(recipes / "other.jsonl", [{"a": 1}])
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:20])
+    (recipes / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (recipes / "model" / name).write_bytes((tiny_base / name).read_bytes())
+    for data, model, message in (
+        ("nothing.jsonl", tiny_base, "there is no file"),
+        ("other.jsonl", tiny_base, "match no known row shape"),
+        ("pairs.jsonl", recipes, "there is no model in"),
+        ("pairs.jsonl", recipes / "model", "cannot be used: "),
+    ):
+        with pytest.raises(UserError, match=message):
+            init(recipes / data, model)
+    with pytest.raises(UserError, match="A recipe cannot be named 'a/b'"):
+        recipe.init("pairs.jsonl", "model", "a/b", False, {}, False)
+    assert not list(recipes.glob("*.yaml"))
+
+
+def facts(pairs: int, tokens: int) -> DataFacts:
+    from collections import Counter
+
+    column = np.full(100, tokens // 2)
+    return DataFacts(pairs, pairs, "pairs", Counter(), column, column, column, {})
+
+
+def chosen(folder: Path, machine: Machine, data: DataFacts, sizes: Sizes | None = None, full: bool = False):
+    model = ModelFacts(folder, sizes or model_sizes(folder, None), "bfloat16", 4096, True)
+    return choose(("pairs.jsonl", str(folder)), "mine", data, model, machine, full, {})
+
+
+def test_values_follow_the_data(tiny_base: Path) -> None:
+    few, many = (chosen(tiny_base, CPU, facts(pairs, 800)).params for pairs in (300, 50_000))
+    assert few.prepare.max_tokens == many.prepare.max_tokens == 1024
+    assert (few.prepare.eval_fraction, many.prepare.eval_fraction) == (0.2, 0.05)
+    assert (few.train.epochs, many.train.epochs) == (3, 1)
+    assert few.train.global_batch_size < many.train.global_batch_size
+    assert chosen(tiny_base, CPU, facts(300, 9000)).params.prepare.max_tokens == 4096  # the model's context
+
+
+def test_placement_follows_the_machine(tiny_base: Path) -> None:
+    on_cpu, on_gpu = (chosen(tiny_base, machine, facts(300, 800)) for machine in (CPU, GPU))
+    assert (on_cpu.params.train.dtype, on_cpu.cluster.actor_train.cpus_per_worker) == ("float32", 2)
+    assert (on_gpu.params.train.dtype, on_gpu.cluster.actor_train.gpus_per_worker) == ("bfloat16", 1)
+    assert (on_cpu.fits, on_gpu.fits) == (True, True)
+    full = chosen(tiny_base, GPU, facts(300, 800), full=True).params.train
+    assert full.adapter is None
+    assert full.learning_rate < on_gpu.params.train.learning_rate
+    crowded = chosen(tiny_base, Machine([("small", GIB)], 4, GIB, True), facts(300, 800))
+    assert not crowded.fits
+    assert crowded.cluster.actor_train.activation_checkpointing
+
+
+def test_languages_by_script_and_frequent_words() -> None:
+    assert languages(["What is the time?", "Wie spät ist es, und wo ist die Uhr?"]) == {"English": 0.5, "German": 0.5}
+    assert list(languages(["今日は何曜日ですか", "12 + 5 = ?"])) == ["Japanese"]
+    assert list(languages(["Какой сегодня день?"])) == ["Cyrillic"]

@@ -1,0 +1,192 @@
+"""The reference stage on a real Ray: resumable by shard, and the same values from any number of workers."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tasks.dataset.pairs import check_inputs, read_rows
+from tasks.errors import UserError
+from tasks.models import base_folder
+from tasks.runs import dvc
+from tests.support.workspaces import refusal, run, start, wait_for, workers, write_cluster
+from training.distributed import sharded_model
+from training.distributed.process_group import join_process_group
+from training.models.loading import load_model
+from training.models.logps import score_pairs, score_rank_share
+from training.models.parity import make_scorer, select_scoring_path
+from training.objectives.packing import Pair
+from training.trainer.engine import local_shard
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+
+
+def shards(workspace: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in workspace.glob(".scratch/reference/*/*.parquet")}
+
+
+def values(workspace: Path) -> dict[str, list[float]]:
+    rows = [row for split in ("train", "eval") for row in read_rows(workspace / f"data/reference/{split}.arrow")]
+    return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
+
+
+def flip(path: Path) -> None:
+    """One bit, with the size and the modification time as they were."""
+    content, state = bytearray(path.read_bytes()), path.stat()
+    content[len(content) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def test_a_stage_detects_a_flipped_bit_of_its_inputs(referenced, tiny_base, tmp_path, monkeypatch):
+    workspace, model = Path(shutil.copytree(referenced, tmp_path / "work")), shutil.copytree(tiny_base, tmp_path / "m")
+    monkeypatch.chdir(workspace)
+    check_inputs()
+    for path in ("data/pairs/train.arrow", "data/pairs/eval.arrow", "data/reference/train.arrow"):
+        flip(Path(path))
+        with pytest.raises(UserError, match=rf"{path} is not what the \w+ stage wrote"):
+            check_inputs()
+        if path == "data/pairs/train.arrow":
+            assert path in refusal(workspace, "train")
+        flip(Path(path))
+    assert base_folder(str(model)) == model
+    flip(model / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors is not the file that the source stage read"):
+        base_folder(str(model))
+
+
+def test_a_damaged_object_of_the_dvc_cache_is_detected(tmp_path):
+    whole = tmp_path / "files/md5/90/0150983cd24fb0d6963f7d28e17f72"  # md5 of abc
+    whole.parent.mkdir(parents=True)
+    whole.write_text("abc")
+    (whole.parent / "no-object.tmp").write_text("")
+    assert dvc.damaged_objects(tmp_path) == []
+    flip(whole)
+    assert dvc.damaged_objects(tmp_path) == [whole]
+
+
+def test_a_killed_run_computes_only_the_missing_shards(referenced, tmp_path):
+    prepared = Path(shutil.copytree(referenced, tmp_path / "killed"))
+    shutil.rmtree(prepared / "data/reference")
+    shutil.rmtree(prepared / ".scratch/reference")
+    process = start(prepared, "reference")
+    while len(shards(prepared)) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(3)  # the dead driver's actor has finished its writes
+    before = shards(prepared)
+    assert not (prepared / "data/reference").exists()
+    output = run(prepared, "reference")
+    after = shards(prepared)
+    assert {path: when for path, when in after.items() if path in before} == before
+    sides = [len(read_rows(prepared / f"data/pairs/{split}.arrow")) for split in ("train", "eval")]
+    assert len(after) == sum(math.ceil(pairs / 16) for pairs in sides) > len(before)
+    assert f"reference: {sum(len(read_rows(path)) for path in before)} of 120 pairs are cached" in output
+
+
+def test_values_do_not_depend_on_workers_or_row_length(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "other"))
+    shutil.rmtree(other / ".scratch/reference")
+    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 7}
+    write_cluster(other, cluster)
+    run(other, "reference")
+    ours, theirs = values(referenced), values(other)
+    assert ours.keys() == theirs.keys()
+    for name, logps in ours.items():
+        assert logps == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_a_zero3_group_gives_the_same_values(referenced, tmp_path):
+    """Also if a worker is killed: the group restarts and repeats only its current shard."""
+    other = Path(shutil.copytree(referenced, tmp_path / "split"))
+    shutil.rmtree(other / ".scratch/reference")
+    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 16}
+    write_cluster(other, {**cluster, "reference.zero_stage": 3})
+    driver = start(other, "reference")
+    group = workers(driver, 2, "ReferenceScorer")
+    wait_for(lambda: shards(other) or driver.poll() is not None, 300)
+    group[0].kill()
+    output, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0, output
+    assert output.count("a worker was lost; restarting the worker group") == 1
+    ours, theirs = values(referenced), values(other)
+    assert ours.keys() == theirs.keys()
+    for name, logps in ours.items():
+        assert logps == pytest.approx(theirs[name], abs=1e-4)
+
+
+def test_a_worker_of_two_holds_at_most_60_percent_of_the_model(tmp_path):
+    """Its own half and the gathered layers; the values are those of the whole model."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4, vocab_size=200
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    multiprocessing.start_processes(score_a_half, (str(tmp_path),), nprocs=2, start_method="spawn")
+    pairs, whole = split_pairs(), make_scorer(load_model(tmp_path / "model", "float32").eval(), split_pairs(), CPU)
+    expected = score_pairs(whole, pairs, 64, CPU)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    scores = {int(number): scores for half in found for number, scores in half["scores"].items()}
+    assert len(scores) == len(pairs)
+    for number, (chosen, rejected) in enumerate(expected):
+        assert scores[number][0] == pytest.approx(chosen, abs=1e-5)
+        assert scores[number][1] == pytest.approx(rejected, abs=1e-5)
+    assert [half["share"] < 0.6 for half in found] == [True, True], [half["share"] for half in found]
+
+
+def split_pairs() -> list[Pair]:
+    rng = np.random.default_rng(0)
+    parts = [[rng.integers(0, 200, rng.integers(3, 12)) for _ in range(3)] for _ in range(9)]
+    return [Pair(str(n), p, c, r, np.ones(len(c)), np.ones(len(r))) for n, (p, c, r) in enumerate(parts)]
+
+
+def score_a_half(rank: int, folder: str) -> None:
+    """A process of its own: one of the two ranks."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sharded_model.MAX_LIVE_PARAMETERS = 5_000  # a large model, too, gathers few of its layers at a time
+    join_process_group(f"file://{folder}/meeting", rank, 2)
+    scorer, ready = sharded_model.load_sharded(Path(folder) / "model", "float32")
+    select_scoring_path(scorer, split_pairs(), CPU)
+    live: list[int] = []
+
+    def record_live(*_: object) -> None:
+        whole = [parameter for parameter in scorer.parameters() if parameter.numel()]
+        live.append(sum(parameter.ds_numel for parameter in whole))
+
+    for module in scorer.modules():
+        module.register_forward_hook(record_live)
+    scores = score_rank_share(ready, split_pairs(), 64, CPU, rank=rank, world=2)
+    own = sum(local_shard(parameter).numel() for parameter in scorer.parameters())
+    total = sum(parameter.ds_numel for parameter in scorer.parameters())
+    found = {"scores": scores, "share": (own + max(live)) / total}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def test_another_beta_computes_nothing(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "beta"))
+    text = (other / "params.yaml").read_text()
+    (other / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    assert "reference: 120 of 120 pairs are cached" in run(other, "reference")
+
+
+def test_a_loss_without_a_reference_computes_none(referenced, tmp_path):
+    other = Path(shutil.copytree(referenced, tmp_path / "free"))
+    params = yaml.safe_load((other / "params.yaml").read_text())
+    params["train"] |= {"loss": {"simpo": 1.0}, "gamma": 0.5}
+    (other / "params.yaml").write_text(yaml.safe_dump(params))
+    assert "loss simpo uses no reference model; nothing to compute" in run(other, "reference")
+    assert values(other) == {}

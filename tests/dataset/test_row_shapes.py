@@ -1,0 +1,188 @@
+"""Row shapes: an example of each, and the reasons why a row is rejected."""
+
+import json
+
+import pytest
+
+from tasks.dataset.rows.messages import check_turns
+from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.reject_reasons import RejectedRow
+from tasks.dataset.rows.row_shapes import detect_shape, rename_columns, to_preferences
+
+PAIR = {"prompt": "Q?", "chosen": "good", "rejected": "bad"}
+FIRST, BEST, MIDDLE, WORST = "Q?", "best", "middle", "worst"
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+PROMPT = [turn("user", "Q?")]
+GOOD, BAD = [turn("assistant", "good")], [turn("assistant", "bad")]
+
+
+def read(row, columns=None, **options):
+    """The preferences of a row, as `prepare` reads it."""
+    renamed = rename_columns(row, columns or {})
+    return to_preferences(renamed, detect_shape(renamed), columns or {}, PairingOptions(**options))
+
+
+def reject_reason(row, columns=None) -> str:
+    (rejected,) = read(row, columns)
+    assert isinstance(rejected, RejectedRow), rejected
+    return rejected.name
+
+
+@pytest.mark.parametrize(
+    ("shape", "row"),
+    [
+        ("pairs", PAIR),
+        ("pairs", {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}),
+        ("pairs", {"system": "", "question": "Q?", "chosen": "good", "rejected": "bad"}),
+        ("pairs", {"system": None, "input": "Q?", "chosen": "good", "rejected": "bad"}),
+        ("pairs", {"prompt": "Q?", "chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
+        ("instruction", {"instruction": "Q?", "input": "", "output": "x", "chosen": "good", "rejected": "bad"}),
+        ("transcript", {"chosen": "\n\nHuman: Q?\n\nAssistant: good", "rejected": "\n\nHuman: Q?\n\nAssistant: bad"}),
+        ("transcript", {"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
+        (
+            "messages",
+            {
+                "conversations": [{"from": "human", "value": "Q?"}],
+                "chosen": {"from": "gpt", "value": "good"},
+                "rejected": {"from": "gpt", "value": "bad"},
+            },
+        ),
+        ("messages", {"messages": PROMPT, "chosen": GOOD, "rejected": BAD}),
+        ("openai", {"input": {"messages": PROMPT}, "preferred_output": GOOD, "non_preferred_output": BAD}),
+        ("ranked", {"prompt": "Q?", "completions": ["good", "bad"]}),
+        ("alpaca", {"instruction": "Q?", "input": None, "output": ["good", "bad"]}),
+    ],
+)
+def test_every_shape_gives_the_same_preference(shape, row):
+    assert detect_shape(rename_columns(row, {})) == shape
+    assert read(row) == [Preference(PROMPT, GOOD, BAD)]
+
+
+def test_the_input_of_an_instruction_is_part_of_the_prompt():
+    row = {"instruction": "Translate.", "input": "chat", "chosen": "good", "rejected": "bad"}
+    assert read(row)[0].prompt == [turn("user", "Translate.\n\nchat")]
+
+
+def test_the_shared_turns_of_two_transcripts_are_the_prompt():
+    start = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Q?\n\nAssistant:"
+    (one,) = read({"chosen": f"{start} good", "rejected": f"{start} bad"})
+    assert one == Preference([turn("user", "Hi"), turn("assistant", "Hello!"), *PROMPT], GOOD, BAD)
+    (early,) = read({"chosen": [*PROMPT, *GOOD, turn("user", "and?"), *GOOD], "rejected": [*PROMPT, *BAD]})
+    assert early.prompt == PROMPT
+    assert early.chosen == [*GOOD, turn("user", "and?"), *GOOD]
+
+
+def test_successive_turns_of_one_speaker_are_joined():
+    text = "\n\nHuman: Q?\n\nAssistant: one\n\nAssistant: two"
+    (one,) = read({"chosen": text, "rejected": "\n\nHuman: Q?\n\nAssistant: bad"})
+    assert one.chosen == [turn("assistant", "one\n\ntwo")]
+
+
+def test_system_prompts_and_tools_belong_to_the_prompt():
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
+    assert reject_reason({**PAIR, "tools": "look"}) == "not_text"
+    (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
+    assert one.prompt == [turn("system", "Be brief."), *PROMPT]
+    assert one.tools == tools
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    (one,) = read({**PAIR, "chosen": [call, turn("tool", "seen"), *GOOD]})
+    assert [turn["role"] for turn in one.chosen] == ["assistant", "tool", "assistant"]
+    assert one.chosen[0]["tool_calls"] == call["tool_calls"]
+    check_turns(one.prompt, one.chosen)
+
+
+@pytest.mark.parametrize(
+    ("how", "pairs"),
+    [
+        ("all", [(BEST, MIDDLE), (BEST, WORST), (MIDDLE, WORST)]),
+        ("adjacent", [(BEST, MIDDLE), (MIDDLE, WORST)]),
+        ("best_rest", [(BEST, MIDDLE), (BEST, WORST)]),
+    ],
+)
+def test_ranked_answers_become_pairs(how, pairs):
+    row = {"prompt": "Q?", "responses": [BEST, MIDDLE, WORST]}
+    assert [(one.chosen[0]["content"], one.rejected[0]["content"]) for one in read(row, expand=how)] == pairs
+
+
+def test_scored_answers_are_ranked_by_score_with_their_margins():
+    row = {"prompt": "Q?", "completions": [WORST, BEST, MIDDLE], "scores": [1.0, 4.0, 3.5]}
+    made = read(row, expand="all", min_margin=1.0)
+    assert [one.margin for one in made if isinstance(one, Preference)] == [3.0, 2.5]  # 4 - 1 and 3.5 - 1
+    assert [one.name for one in made if isinstance(one, RejectedRow)] == ["small_margin"]  # 4 - 3.5
+    objects = [{"response": BEST, "overall_score": 5}, {"response": WORST, "overall_score": 2}]
+    (one,) = read({"instruction": "Q?", "completions": objects})
+    assert (one.chosen[0]["content"], one.margin) == (BEST, 3.0)
+
+
+def test_ties_are_dropped_or_kept_as_soft_labels():
+    row = {"prompt": "Q?", "completions": ["one", "other"], "scores": [3, 3]}
+    assert [bad.name for bad in read(row)] == ["tie"]
+    assert [one.label for one in read(row, ties="soft")] == [0.5]
+    scored = {**PAIR, "score_chosen": 8.0, "score_rejected": 8.0}
+    assert [bad.name for bad in read(scored)] == ["tie"]
+    assert read({**scored, "score_rejected": 6.5})[0].margin == 1.5
+
+
+def test_votes_of_annotators_become_soft_labels():
+    row = {"instruction": "Q?", "response1": "bad", "response2": "good", "annotator1": 2, "annotator2": 2}
+    assert read({**row, "annotator3": 2}) == [Preference(PROMPT, GOOD, BAD, label=1.0)]
+    (one,) = read({**row, "annotator3": 0})
+    assert one.label == pytest.approx((1 + 1 + 0.5) / 3)
+    (one,) = read({**row, "annotator3": 1})
+    assert one.label == pytest.approx(2 / 3)
+    assert reject_reason({**row, "annotator2": 1}) == "tie"
+    assert reject_reason({**row, "annotator2": 7}) == "bad_number"
+
+
+def test_columns_are_renamed_and_may_hold_numbers():
+    row = {"question": "Q?", "yes": "good", "no": "bad", "sure": "0.75", "weight": 9.0}
+    columns = {"prompt": "question", "chosen": "yes", "rejected": "no", "label": "sure"}
+    (one,) = read(row, columns)
+    assert one == Preference(PROMPT, GOOD, BAD, label=0.75)  # a weight that prepare.columns does not name is ignored
+    assert reject_reason({**row, "sure": 1.5}, columns) == "bad_number"
+    assert reject_reason({**row, "sure": "very"}, columns) == "bad_number"
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({**PAIR, "chosen": None}, "missing_field"),
+        ({**PAIR, "chosen": 3}, "not_text"),
+        ({**PAIR, "chosen": []}, "not_text"),
+        ({**PAIR, "chosen": [{"role": "assistant"}]}, "missing_field"),
+        ({**PAIR, "chosen": [turn("narrator", "hm")]}, "wrong_role"),
+        ({**PAIR, "chosen": [{"role": ["assistant"], "content": "hm"}]}, "wrong_role"),
+        ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "not_text"),
+        ({"chosen": "hello", "rejected": "\n\nHuman: x\n\nAssistant: c"}, "not_text"),
+        ({"chosen": [*PROMPT, *GOOD], "rejected": [turn("user", "other"), *BAD]}, "no_shared_prompt"),
+        ({"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *GOOD]}, "equal_answers"),
+        ({"prompt": "Q?", "completions": ["alone"]}, "not_text"),
+        ({"prompt": "Q?", "completions": ["a", "b"], "scores": [1]}, "bad_number"),
+        ({**PAIR, "score_chosen": 1, "score_rejected": 2}, "bad_number"),
+    ],
+)
+def test_a_rejected_row_names_its_reason(row, name):
+    assert reject_reason(row) == name
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ([turn("assistant", "hm")], GOOD),
+        (PROMPT, [turn("user", "hm")]),
+        (PROMPT, [*GOOD, *GOOD]),
+        ([*PROMPT, *PROMPT], GOOD),
+        ([*PROMPT, turn("system", "late")], GOOD),
+        (PROMPT, []),
+    ],
+)
+def test_turns_in_a_wrong_order_are_rejected(prompt, answer):
+    with pytest.raises(RejectedRow) as bad:
+        check_turns(prompt, answer)
+    assert bad.value.name == "turn_order"

@@ -1,0 +1,182 @@
+"""Metrics on held-out pairs: intervals, calibration, tables, and the pairs that look mislabelled."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from tasks.config.params import load_cluster
+from tasks.evaluation.bootstrap import interval, mean_interval
+from tasks.evaluation.evaluator import Weights
+from tasks.evaluation.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
+from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool
+from training.evaluation.pair_scores import pair_values, score_rows, stored_pair_values
+from training.evaluation.samples import PairValues
+from training.models.logps import plain_logps
+from training.models.parity import scoring
+from training.objectives.objective import Objective
+from training.objectives.packing import Pair
+
+SURE = math.log(0.88 / 0.12)  # sigmoid of it is 0.88
+
+
+def value(name: str, margin: float, chosen: int = 10, rejected: int = 10, kl: float = 0.0) -> PairValues:
+    tokens = {"chosen_tokens": chosen, "rejected_tokens": rejected}
+    return PairValues(id=name, chosen_reward=margin, rejected_reward=0.0, kl=kl, **tokens)
+
+
+def row(prompt: str, **more: str) -> dict:
+    return {"prompt": prompt, "chosen_ids": [1], "rejected_ids": [2], **more}
+
+
+def test_the_interval_of_a_mean_agrees_with_its_standard_error():
+    values = list(numpy.random.default_rng(1).normal(2.0, 1.0, 400))
+    found = mean_interval(values, [str(n) for n in range(400)], seed=0)
+    error = numpy.std(values) / math.sqrt(400)  # about 0.05
+    assert found.mean == pytest.approx(numpy.mean(values), abs=1e-6)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert mean_interval(values, [str(n) for n in range(400)], seed=0) == found
+    assert mean_interval(values, [str(n) for n in range(400)], seed=1) != found
+
+
+def test_pairs_of_one_prompt_are_resampled_together():
+    """Ten copies of each of 20 values say no more than the 20 do: the interval must not shrink by sqrt(10)."""
+    values = [float(n % 2) for n in range(20)]
+    alone = mean_interval(values, [str(n) for n in range(20)], seed=0)
+    copies = mean_interval(values * 10, [str(n) for n in range(20)] * 10, seed=0)
+    assert (copies.low, copies.high) == (alone.low, alone.high)
+
+
+def test_the_interval_depends_on_the_number_of_prompts_even_if_all_agree():
+    """Wilson's lower bound at a share of 1 is n / (n + z^2): 200 / 203.84 = 0.98116."""
+    found = mean_interval([1.0] * 200, [str(n) for n in range(200)], 0, (0.0, 1.0))
+    assert (found.mean, found.high) == (1.0, 1.0)
+    assert found.low == pytest.approx(0.98116, abs=1e-5)
+    assert mean_interval([0.0] * 4, list("abcd"), 0, (0.0, 1.0)).high == pytest.approx(3.8415 / 7.8415, abs=1e-4)
+    same = mean_interval([0.0] * 200, [str(n) for n in range(200)], 0, (-1.0, 1.0))  # two models that never differed
+    assert (same.low, same.high) == (pytest.approx(-0.01884, abs=1e-5), pytest.approx(0.01884, abs=1e-5))
+
+
+def test_any_statistic_has_an_interval():
+    found = interval(lambda index: float(numpy.median(index)), 101, seed=0)
+    assert found.low < found.mean == 50.0 < found.high
+
+
+def test_calibration_compares_confidence_with_accuracy():
+    """Of 25 pairs at 88% 22 are right: no error. At 88% and none right, the error is 0.88 - 0."""
+    good = [value(str(n), SURE if n < 22 else -SURE) for n in range(25)]
+    (only,) = calibration(good)
+    assert only == {"confidence": 0.88, "accuracy": 0.88, "pairs": 25}
+    found = held_out(good, [row(str(n)) for n in range(25)], seed=0)
+    assert found["calibration"]["expected_error"] == pytest.approx(0.0, abs=1e-6)
+    assert found["calibration"]["brier"] == pytest.approx((22 * 0.12**2 + 3 * 0.88**2) / 25, abs=1e-6)
+    assert found["calibration"]["log_loss"] == pytest.approx(-(22 * math.log(0.88) + 3 * math.log(0.12)) / 25, abs=1e-6)
+    wrong = held_out([value("a", -SURE)], [row("a")], seed=0)
+    assert wrong["calibration"]["expected_error"] == pytest.approx(0.88)
+
+
+def test_a_huge_margin_does_not_overflow():
+    assert probability(value("a", 1e6)) == 1.0
+    assert probability(value("a", -1e6)) == pytest.approx(0.0)
+
+
+def test_length_bias_reports_accuracy_where_the_chosen_response_is_shorter():
+    values = [value("a", 1.0, 20, 10), value("b", 1.0, 30, 10), value("c", -1.0, 5, 10), value("d", 0.0, 5, 10)]
+    found = length_bias(values)
+    assert found["chosen_longer/accuracy"] == 1.0
+    assert found["chosen_shorter/accuracy"] == 0.0  # a tie is not a win
+    assert (found["chosen_longer/pairs"], found["chosen_shorter/pairs"]) == (2, 2)
+    assert found["correlation"] > 0.8
+    assert length_bias([value("a", 1.0)])["correlation"] == 0.0
+
+
+def test_tables_by_source_and_by_length_of_the_longer_response():
+    values = [value("a", 1.0, 32, 4), value("b", -1.0, 4, 33), value("c", 2.0, 600, 4)]
+    rows = [row("a", source="hh"), row("b", source="hh"), row("c")]
+    tables = held_out(values, rows, seed=0)["tables"]
+    assert tables["source"]["hh"] == {"pairs": 2, "accuracy": 0.5, "margin": 0.0, "kl": 0.0}
+    assert tables["source"]["all"]["pairs"] == 1  # a row without a source
+    assert list(tables["length"]) == ["1-32", "33-64", "513-"]
+    assert [bucket(n) for n in (1, 32, 33, 512, 513)] == ["1-32", "1-32", "33-64", "257-512", "513-"]
+
+
+def test_the_strongest_disagreement_comes_first_with_its_texts():
+    values = [value(str(n), float(n)) for n in range(-1, 60)]
+    rows = [row(f"p{n}") for n in range(-1, 60)]
+    lines = disagreements(
+        list(reversed(values)), list(reversed(rows)), lambda texts: [f"text {ids[0]}" for ids in texts]
+    )
+    assert [line["margin"] for line in lines[:3]] == [-1.0, 0.0, 1.0]
+    assert (lines[0]["chosen"], lines[0]["rejected"]) == ("text 1", "text 2")
+    assert "chosen" not in lines[-1]  # not a suspicious label: its texts are left out
+
+
+def test_the_histogram_counts_every_pair_once():
+    bars = histogram([value("a", 0.0), value("b", 1.0), value("c", 1.0)], bins=2)
+    assert bars == [{"margin": 0.25, "pairs": 1}, {"margin": 0.75, "pairs": 2}]
+    assert sum(bar["pairs"] for bar in histogram([value("a", 3.0)])) == 1
+
+
+@pytest.fixture(scope="module")
+def model(tiny_base: Path):
+    from training.models.loading import load_model
+
+    return load_model(tiny_base, "float32")
+
+
+def test_pair_values_equal_plain_forward_passes_and_average_to_the_training_metrics(model):
+    """With a mask, and with a reference that is not the policy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(10, 500, (count,), generator=generator).tolist()
+
+    def pair(n: int) -> Pair:
+        masks, reference = (
+            ([0] + [1] * (3 + n), [1] * 5),
+            {"ref_chosen_logps": [-5.0] * (4 + n), "ref_rejected_logps": [-4.5] * 5},
+        )
+        return Pair(f"{n}", ids(6), ids(4 + n), ids(5), *masks, **reference)
+
+    pairs = [pair(n) for n in range(5)]
+    objective, cpu = Objective({"sigmoid": 1.0}, {"beta": 0.3}), torch.device("cpu")
+    with scoring(model, pairs, cpu) as scorer:
+        means, values = pair_values(scorer, objective, pairs, 64, cpu)
+        stored = score_rows(scorer, pairs, [[4, 0], [1, 3, 2]], cpu)  # in other rows
+    again, each = stored_pair_values(stored, objective, pairs, 64)
+    assert again == pytest.approx(means, abs=1e-4)
+    assert [v.margin for v in each] == pytest.approx([v.margin for v in values], abs=1e-4)
+    for pair, given in zip(pairs, values, strict=True):
+        live = plain_logps(model, pair.prompt_ids, pair.chosen_ids, cpu).tolist()
+        assert given.chosen_reward == pytest.approx(0.3 * sum(x + 5.0 for x in live[1:]), abs=1e-3)
+    for name, own in (
+        ("rewards/margins", [v.margin for v in values]),
+        ("rewards/chosen", [v.chosen_reward for v in values]),
+        ("kl", [v.kl for v in values]),
+        ("rewards/accuracies", [float(v.margin > 0) for v in values]),
+    ):
+        assert sum(own) / len(own) == pytest.approx(means[name], rel=1e-4, abs=1e-5), name
+    assert [v.chosen_tokens for v in values] == [3, 4, 5, 6, 7]  # tokens in the loss mask
+
+
+def test_scoring_leaves_the_model_ready_to_generate(model):
+    prompt = torch.tensor([[5, 6, 7]])
+    before = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    with scoring(model, [Pair("a", [1], [2], [3], [1], [1])], torch.device("cpu")):
+        pass
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), before)
+
+
+def test_the_base_model_is_the_policy_with_its_adapter_switched_off(tiny_base: Path, adapter: Path):
+    asked = [([5, 6, 7], [8, 9], [10]), ([5], [6], [7, 8])]
+    base = Weights(str(tiny_base), str(tiny_base), "float32")
+    policy = replace(base, adapter=str(adapter))
+    with evaluator_pool(load_cluster(Path(__file__).parents[2]), "evaluate") as workers:
+        assert answer_log_ratios(workers, base, base, asked) == [0.0, 0.0]
+        first = answer_log_ratios(workers, policy, base, asked)
+        assert answer_log_ratios(workers, base, policy, asked) == [-ratio for ratio in first]
+        assert answer_log_ratios(workers, base, base, asked) == [0.0, 0.0]  # the adapter is loaded but switched off
+    assert min(map(abs, first)) > 1e-3

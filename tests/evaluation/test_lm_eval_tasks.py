@@ -1,0 +1,54 @@
+"""lm-evaluation-harness is optional: a missing package is a user error; an installed one scores a task of our own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasks.config.params import Evaluate, dotted, load_cluster, overlay, read_yaml
+from tasks.errors import UserError
+from tasks.evaluate import _harness
+from tasks.evaluation import evaluator
+from tasks.evaluation.evaluator import Weights
+from tasks.evaluation.sharding import evaluator_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = """\
+task: cups
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+
+def params(harness: dict) -> Evaluate:
+    content = overlay(read_yaml(ROOT / "params.yaml"), dotted({"evaluate.harness": harness}))
+    return Evaluate.model_validate(content["evaluate"])
+
+
+def measured(harness: dict, model: Path) -> dict[str, dict[str, float]]:
+    weights = Weights(str(model), str(model), "float32")
+    with evaluator_pool(load_cluster(ROOT), "evaluate") as workers:
+        return _harness(params(harness), workers, weights, weights)
+
+
+def test_a_missing_lm_eval_is_a_user_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluator, "find_spec", lambda name: None)  # `make test` installs it
+    with pytest.raises(UserError, match=r"not installed. Run `.venv/bin/pip install lm_eval`"):
+        measured({"tasks": ["arc_easy"], "limit": None, "folder": None}, ROOT)
+
+
+@pytest.mark.slow
+def test_a_harness_task_is_scored_for_both_models(tmp_path: Path, tiny_base: Path):
+    rows = [{"question": "The cup is under the", "choices": [" bed", " zzqx"], "answer": 0}] * 4
+    (tmp_path / "cups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "cups.yaml").write_text(TASK.replace("FILE", str(tmp_path / "cups.jsonl")))
+    found = measured({"tasks": ["cups"], "limit": 3, "folder": str(tmp_path)}, tiny_base)
+    assert found == {"base": {"cups/acc": 1.0}, "policy": {"cups/acc": 1.0}}
+    with pytest.raises(UserError, match="has no task nothing"):
+        measured({"tasks": ["nothing"], "limit": 3, "folder": str(tmp_path)}, tiny_base)

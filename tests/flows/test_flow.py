@@ -1,0 +1,360 @@
+"""The flow `dpo` as a command, on real Prefect servers, with dummy stages (dummy_stage.py)."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from cli.main import app
+from flows import artifacts
+from tasks.config.paths import ROOT
+from tasks.config.strict import parse_overrides
+from tasks.errors import UserError
+from tasks.reports.headline import HEADLINE_METRICS
+from tasks.runs import run_config
+from tasks.system.lock import workspace_lock
+from tasks.tracking.journal import flatten_metrics
+from tests.support.browser import browser
+from tests.support.deployed import ask
+from tests.support.workspaces import wait_for
+
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+ALWAYS = {"promote": "ran"}  # DVC cannot know which version is champion
+Env = dict[str, str]
+
+
+def flow(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli", "run", *arguments]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
+
+
+def states(root: Path) -> dict[str, str]:
+    """Of the newest run, by stage."""
+    newest = max((root / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
+    return {entry["stage"]: entry["state"] for entry in json.loads(newest.read_text())}
+
+
+def set_beta(root: Path, beta: float) -> None:
+    path = root / "params.yaml"
+    path.write_text(re.sub(r"(?m)^  beta: \S+", f"  beta: {beta}", path.read_text()))
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def newest_artifacts(env: Env) -> dict[str, Any]:
+    """The newest artifact of each key."""
+    found: dict[str, Any] = {}
+    for artifact in ask(env, "artifacts/filter", {"sort": "CREATED_DESC"}):
+        found.setdefault(artifact["key"], artifact["data"])
+    return found
+
+
+def flow_run(root: Path, env: Env) -> dict[str, Any]:
+    """Prefect's record of the newest run, whose folder has its name."""
+    newest = max((root / ".scratch" / "runs").glob("*/stages.json"), key=lambda path: path.stat().st_mtime_ns)
+    (run,) = ask(env, "flow_runs/filter", {"flow_runs": {"name": {"any_": [newest.parent.name]}}})
+    return dict(run)
+
+
+@pytest.fixture(scope="session")
+def done_once(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_store: Path) -> Path:
+    """A repository in which the whole pipeline has run, committed."""
+    from tests.conftest import make_dummy_repo
+
+    root = make_dummy_repo(tmp_path_factory.mktemp("done") / "repo", mlflow_store)
+    done = flow(root, prefect_api)
+    assert done.returncode == 0, done.stderr
+    git(root, "add", "-A")
+    git(root, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", "ran")
+    return root
+
+
+@pytest.fixture(scope="session")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Env:
+    """An environment without a Prefect server: a run brings its own. Its database is made once for all tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    return {**clean, "PREFECT_HOME": str(tmp_path_factory.mktemp("by_hand"))}
+
+
+@pytest.fixture
+def repo(done_once: Path, tmp_path: Path) -> Path:
+    """A copy in which train, evaluate and what follows must run again."""
+    root = shutil.copytree(done_once, tmp_path / "repo", symlinks=True)
+    set_beta(root, 0.3)
+    return root
+
+
+@pytest.mark.slow
+def test_dpo_run_starts_an_embedded_server_and_a_second_run_is_fully_cached(dummy_repo: Path, by_hand: Env) -> None:
+    first = flow(dummy_repo, by_hand)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.endswith("the report\n")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "ran") | ALWAYS
+    status = subprocess.run([sys.executable, "-m", "dvc", "status"], cwd=dummy_repo, capture_output=True, text=True)
+    assert status.stdout.split() == ["watch:", "always", "changed"]  # and nothing else
+
+    second = flow(dummy_repo, by_hand)
+    assert (second.returncode, second.stderr) == (0, "")
+    assert states(dummy_repo) == dict.fromkeys(STAGES, "cached") | ALWAYS
+    assert [line for line in second.stdout.splitlines() if "not run" in line] == [
+        f"{stage}: unchanged, not run" for stage in STAGES
+    ]
+    assert git(dummy_repo, "branch", "--list").split() == ["*", "main"]  # in place: git is not touched
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_the_last_thing_said_and_is_not_tried_again(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:user"})
+    assert done.returncode == 1
+    assert done.stderr == "error: pairs.jsonl line 3 is broken.\nMend it.\n"
+    assert done.stdout.count("train: 1/2") == 1
+    assert "Mend it" not in done.stdout  # said once
+
+
+@pytest.mark.slow
+def test_a_crashed_stage_is_retried(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:once"})
+    assert done.returncode == 0, done.stderr
+    assert "train: failed, trying again. The stage train failed with exit code 1." in done.stdout
+    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran"} | ALWAYS
+    run = flow_run(repo, prefect_api)
+    tasks = ask(prefect_api, "task_runs/filter", {"task_runs": {"flow_run_id": {"any_": [run["id"]]}}})
+    shown = {task["name"]: task["state_name"] for task in tasks}
+    assert (shown["source"], shown["train"], shown["promote"]) == ("Cached", "Completed", "Completed")
+    links = ask(prefect_api, "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    links = [artifact for artifact in links if artifact["key"] == "dpo-links"]
+    assert min(link["created"] for link in links) < min(task["start_time"] for task in tasks)  # before any stage
+    ids = json.loads((repo / ".scratch" / "runs" / run["name"] / "run.json").read_text())
+    last = max(links, key=lambda link: link["created"])["data"]
+    assert f"/#/experiments/1/runs/{ids['run_id']}?workflowType=machine_learning)" in last
+    assert f"/runs/{ids['run_id']}/artifacts/report.html?" in last
+    nodes = dict(ask(prefect_api, f"flow_runs/{run['id']}/graph-v2")["nodes"])
+    edges = {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()}
+    every = [*STAGES, "promote"]
+    assert edges == {stage: {before} for before, stage in pairwise(every)} | {every[0]: set()}
+
+
+@pytest.mark.slow
+def test_a_stage_that_keeps_crashing_fails_the_run_with_one_message(repo: Path, prefect_api: Env) -> None:
+    done = flow(repo, {**prefect_api, "DUMMY": "train:crash"})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The stage train failed with exit code 1. Its last line: the worker is gone\n")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.count("train: 1/2") == 3
+
+
+@pytest.mark.slow
+def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, prefect_api: Env) -> None:
+    set_beta(repo, 0.1)  # as committed
+    before = git(repo, "status", "--porcelain"), (repo / "dvc.lock").read_text()
+    done = flow(repo, prefect_api, "--set", "train.beta=0.7", "--name", "high-beta")
+    assert done.returncode == 0, done.stderr
+    assert (git(repo, "status", "--porcelain"), (repo / "dvc.lock").read_text()) == before
+    assert states(repo) == {**dict.fromkeys(STAGES[:3], "cached"), **states(repo), "train": "ran", "evaluate": "ran"}
+    committed = yaml.safe_load(git(repo, "show", "runs/high-beta:params.yaml"))
+    assert committed["train"]["beta"] == 0.7
+    assert "beta: 0.7" in git(repo, "show", "runs/high-beta:dvc.lock")
+    assert not (repo / ".scratch" / "worktrees" / "high-beta").exists()  # the branch and the cache have it all
+    said = newest_artifacts(prefect_api)["dpo-result"]
+    assert "worktrees" not in said
+    assert "`dpo open high-beta` checks it out" in said
+    assert str(repo / ".scratch" / "runs" / "high-beta" / "results") in said
+    assert "worktrees" not in (repo / ".scratch" / "runs" / "high-beta" / "report.html").read_text()
+
+    for env, same in ((prefect_api, True), ({**prefect_api, "DUMMY": "train:drift"}, False)):
+        once_more = [sys.executable, "-m", "cli", "reproduce", "high-beta"]
+        repeated = subprocess.run(once_more, cwd=repo, env=env, capture_output=True, text=True)
+        assert ("every metric is identical" in repeated.stdout) == same, repeated.stderr
+        assert ("high-beta did not reproduce:\ndata/train (stage train)" in repeated.stderr) != same
+        assert repeated.returncode == (0 if same else 1)
+
+    again = flow(repo, prefect_api, "--set", "train.beta=0.8", "--name", "high-beta")
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: There is a run named 'high-beta' already.")
+
+
+@pytest.mark.slow
+def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
+    done_once: Path, prefect_api: Env, tmp_path: Path
+) -> None:
+    """In real Chromium: the flow run with its tasks, and the result with the hostile sample of dummy_stage.py."""
+    run = flow_run(done_once, prefect_api)
+    name = run["name"]
+    pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
+    with browser(tmp_path / "profile") as page:
+        page.open(f"{pages}/runs/flow-run/{run['id']}")
+        page.shows(name, "Completed", "train", "promote", "Artifacts")
+        page.picture(tmp_path / "run.png")
+        page.click("Artifacts")
+        page.shows("dpo-links", "dpo-result", "dpo-stages", "dpo-report")
+        of_this_run = {"artifacts": {"flow_run_id": {"any_": [run["id"]]}, "key": {"any_": ["dpo-result"]}}}
+        (result,) = ask(prefect_api, "artifacts/filter", of_this_run)
+        page.open(f"{pages}/artifacts/artifact/{result['id']}")
+        page.shows("prefers the chosen answer", "<script>alert(1)</script> [a](http://b.c) | x")
+        page.picture(tmp_path / "result.png")
+        assert page.evaluate("[...document.querySelectorAll('a')].filter(a => a.href.includes('b.c')).length") == 0
+        assert page.evaluate("[...document.querySelectorAll('main script, main img')].length") == 0
+
+
+@pytest.mark.slow
+def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
+    found = newest_artifacts(prefect_api)
+    assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
+    assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
+    assert "| prefers the chosen answer | 0.98 | " in found["dpo-result"]
+    assert "<script>" not in found["dpo-result"]
+    assert "\\<script\\>alert(1)" in found["dpo-result"]
+    assert "](http://b.c" not in found["dpo-result"]
+    assert "not promoted, because rewards" in found["dpo-result"]  # a gate that fails is a finished flow
+    assert "below \\<0.9\\>" in found["dpo-result"]
+
+
+@pytest.mark.slow
+def test_manual_approval_in_prefect_and_its_timeout(repo: Path, prefect_api: Env) -> None:
+    env = {**prefect_api, "DUMMY": "promote:wait"}
+    command = [sys.executable, "-m", "cli", "run", "--set", "promote.approval_hours=0.1", "--name", "asks"]
+    with subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, text=True) as run:
+        wait_for(lambda: paused(env), 120)
+        with workspace_lock(repo / ".scratch" / "worktrees" / "asks"):
+            pass  # nobody is kept from working meanwhile
+        ask(env, f"flow_runs/{paused(env)[0]['id']}/resume", {"run_input": {"approve": True, "your_name": "Ada"}})
+        said, _ = run.communicate(timeout=60)
+    assert run.returncode == 0
+    assert "approve: version 7 by Ada" in said
+
+    late = flow(repo, env, "--set", "promote.approval_hours=0.001", "--name", "waits")
+    assert (late.returncode, late.stderr) == (0, "")
+    assert re.search(r"nobody answered in time; `dpo approve \S+/7 NAME` still approves the version", late.stdout)
+    newest = ask(env, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert newest[0]["state_type"] == "COMPLETED"
+
+
+def paused(env: Env) -> list[dict[str, Any]]:
+    return ask(env, "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
+def test_nothing_outlives_a_stopped_run(repo: Path, by_hand: Env, sign: signal.Signals, tmp_path: Path) -> None:
+    env = {**by_hand, "DUMMY": "train:sleep"}
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "cli", "run"],
+            cwd=repo,
+            env=env,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            # Whoever runs tests in the background has Ctrl-C switched off, and we would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        wait_for(lambda: (repo / ".scratch" / "pids").exists() or run.poll() is not None, 240)
+        assert run.poll() is None, printed.read_text()
+        below = psutil.Process(run.pid).children(recursive=True)
+        assert len(below) >= 5  # the server, dvc, the stage, its child, and what guards them
+        os.killpg(run.pid, sign)  # as Ctrl-C does
+        run.wait(timeout=60)
+        wait_for(lambda: not any(map(alive, below)), 40)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the run printed:\n{printed.read_text()}") from error
+    finally:
+        run.kill()
+        run.wait()
+    with workspace_lock(repo):
+        pass  # and the workspace is free
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_a_second_run_of_one_workspace_is_refused(repo: Path, prefect_api: Env) -> None:
+    with workspace_lock(repo):
+        done = flow(repo, prefect_api)  # not a child that inherits the token: prefect_api's environment is older
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: Process {os.getpid()} on ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--set", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
+        (["--set", "train.learning_rate=5e-7"], "Write 5.0e-7."),
+        (["--set", "train.beta"], "--set takes KEY=VALUE"),
+        (["--recipe", "nope"], "There is no recipe 'nope'"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_message(arguments: list[str], sentence: str) -> None:
+    with pytest.raises((UserError, SystemExit)) as refusal:
+        app(["run", *arguments], standalone_mode=False)
+    assert sentence in str(refusal.value)
+
+
+def test_a_mistake_is_reported_before_anything_starts(dummy_repo: Path, by_hand: Env) -> None:
+    done = flow(dummy_repo, by_hand, "--set", "train.bta=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: params.yaml with overrides: Unknown key `train.bta`.")
+    assert "Traceback" not in done.stderr
+
+
+def test_overrides_that_change_nothing_need_no_worktree() -> None:
+    assert run_config.changed_files(None, None) == {}
+    beta = yaml.safe_load((ROOT / "params.yaml").read_text())["train"]["beta"]
+    assert run_config.changed_files(None, {"train.beta": beta}) == {}
+    other = run_config.changed_files(None, {"train.beta": beta + 1})
+    assert list(other) == ["params.yaml"]
+    assert other["params.yaml"]["train"]["beta"] == beta + 1
+
+
+def test_a_recipe_lays_over_both_files() -> None:
+    files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
+    assert files["infra/recipe.yaml"]["actor_train"]["zero_stage"] == 3
+    assert files["params.yaml"]["train"]["beta"] == 0.3
+
+
+def test_the_result_begins_with_at_most_eight_figures() -> None:
+    bounds = {"low": 0.7, "high": 0.8}
+    metrics = {**{f"loss/{n}": 0.5 for n in range(30)}, "win_rate": {"rate": 0.75, **bounds}, "kl/answers": 0.3}
+    first, rest = artifacts._numbers(flatten_metrics(metrics))
+    lines = first.splitlines()
+    assert lines[2:] == [
+        "| win rate vs. base model | 0.75 | 0.7 to 0.8 |",
+        "| KL to the base model, nats per answer | 0.3 |  |",
+    ]
+    assert len(HEADLINE_METRICS) == 8
+    assert rest.count("| loss/") == 30
+
+
+def test_override_values_are_yaml() -> None:
+    assert parse_overrides(["train.loss={ipo: 1.0}"]) == {"train.loss": {"ipo": 1.0}}
+    assert parse_overrides(["train.max_steps=null"]) == {"train.max_steps": None}
+    with pytest.raises(UserError, match="not valid YAML"):
+        parse_overrides(["train.loss={"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<b>x</b>", "[a](javascript:b)", "![i](http://x.y)", "a | b", "*a* _b_ `c`", "www.x.org", "\u202eevil\n# h"],
+)
+def test_escaped_text_contains_no_markdown(text: str) -> None:
+    shown = re.sub(r"\\[^a-zA-Z0-9\s]", "", artifacts.escape(text))  # what stands behind a backslash is only shown
+    assert not re.search(r"[<>\[\]|*`\u202e\n\\]|\b_|_\b|://|www\.", shown)

@@ -1,0 +1,207 @@
+"""The whole demo on a real Prefect server and worker: `dpo follow dpo/full`, then a check of all its results."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.release.verify import problems
+from tasks.system.files import read_json
+from tests.support.deployed import ask, newest_table, worker
+
+PROJECT = Path(__file__).resolve().parents[2]
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+ALL = [*STAGES, "promote"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+Env = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a newcomer has it, uncommitted changes included."""
+    root = tmp_path_factory.mktemp("newcomer") / "dpo"
+    listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (PROJECT / name).exists():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, root / name)
+    who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "-q", "-b", "main"], ["add", "-A"], [*who, "commit", "-q", "-m", "as it comes"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
+    with worker(checkout, prefect_api):
+        command = [sys.executable, "-m", "cli", "follow", "dpo/full", "--recipe", "demo"]
+        done = subprocess.run(command, cwd=checkout, env=prefect_api, capture_output=True, text=True, timeout=800)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        first, *lines, last = done.stdout.splitlines()
+        assert "/runs/flow-run/" in first
+        stages = [line.partition(":")[0] for line in lines if line.partition(":")[0] in STAGES]
+        assert list(dict.fromkeys(stages)) == STAGES
+        assert any(re.match(r"train: \d+/\d+ steps, .*loss", line) for line in lines)
+        assert not [line for line in lines if "Finished in state" in line or "deployment" in line]  # Prefect's own
+        assert re.search(r"^[\w-]+: Completed after \d+ s$", last)
+        assert os.listdir(checkout / "data") == [".gitignore"]  # it worked in a worktree of its own
+        yield checkout
+
+
+@pytest.fixture(scope="module")
+def opened(ran: Path, prefect_api: Env) -> Path:
+    """The run's files, checked out again: its worktree is removed."""
+    (name,) = [path.name for path in (ran / ".scratch" / "runs").iterdir() if (path / "record.json").exists()]
+    command = [sys.executable, "-m", "cli", "open", name]
+    subprocess.run(command, cwd=ran, env=prefect_api, check=True)
+    return ran / ".scratch" / "open" / name
+
+
+def dvc(root: Path, *arguments: str) -> str:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def client(root: Path) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
+
+
+def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
+    assert newest_table(prefect_api) == dict.fromkeys(ALL, "ran")
+    keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
+    assert keys >= {"dpo-result", "dpo-report", "dpo-stages", *(f"{stage}-progress" for stage in ALL)}
+    assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(ALL)
+
+
+def test_the_model_learnt_the_preference_and_stays_correct(opened: Path) -> None:
+    metrics = read_json(opened / "data/metrics/evaluate.json")
+    base, policy = metrics["samples"]["base"], metrics["samples"]["policy"]
+    assert 0.35 <= base["kind"] <= 0.65
+    assert policy["kind"] >= 0.95
+    assert policy["correct"] >= base["correct"] - 0.02 >= 0.9
+    assert metrics["rewards/accuracies"] >= 0.98
+    assert metrics["rewards/chosen"] > 0  # reward accuracy alone proves nothing
+
+
+def test_the_export_loads_alone_and_matches_its_manifest(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = opened / "data/model"
+    manifest = read_json(model / "manifest.json")
+    monkeypatch.setenv("DPO_HOME", str(opened))  # a worktree: the checkout's key signed it
+    assert problems(model) == []
+    assert manifest["checks"]["largest_logit_difference"] < 1e-3
+    assert manifest["checks"]["same_greedy_text"]
+    assert manifest["made"]["clean"]
+    assert str(opened) not in json.dumps(manifest)
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in model.rglob("*"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = [{"role": "user", "content": "Hurry up. Ana put the red cup under the bed. Where is the red cup?"}]
+    given = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = AutoModelForCausalLM.from_pretrained(model).generate(**given, max_new_tokens=32, do_sample=False)
+    text = tokenizer.decode(answer[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    from tasks.dataset import demo
+
+    assert demo.judge(prompt[0]["content"], text) == {"kind": True, "correct": True}, text
+
+
+def test_mlflow_has_a_parent_a_child_per_stage_curves_and_a_champion(ran: Path) -> None:
+    store = client(ran)
+    experiment = store.get_experiment_by_name("dpo").experiment_id
+    runs = store.search_runs([experiment])
+    (parent,) = [run for run in runs if "stage" not in run.data.tags]
+    children = {run.data.tags["stage"]: run for run in runs if "stage" in run.data.tags}
+    assert set(children) == set(ALL)
+    assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in children.values())
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {parent.data.tags[f"stage.{stage}"] for stage in ALL} == {"ran"}
+    assert parent.data.params["train.beta"] == "0.1"
+    assert parent.data.metrics["samples/policy/kind"] >= 0.95
+    assert len(store.get_metric_history(children["train"].info.run_id, "loss")) > 5
+    assert "curves.png" in [file.path for file in store.list_artifacts(children["train"].info.run_id)]
+    assert {data.dataset.name for data in children["prepare"].inputs.dataset_inputs} == {"train", "eval"}
+    version = store.get_model_version_by_alias("dpo-demo", "champion")
+    assert version.run_id == parent.info.run_id
+    place = f"model/{version.tags['manifest_sha256'][:12]}"
+    assert f"{place}/model.safetensors" in [file.path for file in store.list_artifacts(parent.info.run_id, place)]
+    assert "report.html" in [file.path for file in store.list_artifacts(parent.info.run_id)]
+
+
+def running(said: str) -> list[str]:
+    return [line.split("'")[1] for line in said.splitlines() if line.startswith("Running stage")]
+
+
+def test_by_hand_dvc_finds_everything_up_to_date(opened: Path, tmp_path: Path) -> None:
+    assert running(dvc(opened, "repro")) == ["watch"]
+    assert "train.json" in dvc(opened, "metrics", "show")
+    assert "reference" in dvc(opened, "dag")
+    assert "index.html" in dvc(opened, "plots", "show", "-o", str(tmp_path))
+
+
+def test_another_beta_reruns_train_evaluate_export_and_not_reference(opened: Path) -> None:
+    params = opened / "params.yaml"
+    before = params.read_text()
+    try:
+        params.write_text(before.replace("  beta: 0.1", "  beta: 0.2"))
+        planned = running(dvc(opened, "repro", "--dry"))
+    finally:
+        params.write_text(before)
+    assert planned == ["watch", "train", "evaluate", "export"]
+
+
+def test_a_second_run_is_fully_cached_and_prints_the_result(ran: Path, prefect_api: Env) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "run", "--recipe", "demo"],
+        cwd=ran,
+        env=prefect_api,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("unchanged, not run") == len(STAGES)
+    for part in ("answers kindly", "win rate", "dpo open", "dpo up", "dpo-demo version 1 is champion"):
+        assert part in done.stdout
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
+
+
+def test_the_run_reproduces_from_its_commit(ran: Path, opened: Path, prefect_api: Env) -> None:
+    """Every stage after `source` computed again, without caches: the same hashes and metrics."""
+    command = [sys.executable, "-m", "cli", "reproduce", opened.name]
+    done = subprocess.run(command, cwd=ran, env=prefect_api, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{opened.name}: every artifact, every file of the export and every metric is identical" in done.stdout
+    for stage in STAGES[1:]:
+        assert f"{stage}: done in" in done.stdout, stage  # it ran
+
+
+def test_an_export_that_fails_its_checks_keeps_the_previous_one(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DVC removes outs before a stage runs; this one persists."""
+    from safetensors.torch import load_file, save_file
+
+    weights = opened / "data/policy/adapter_model.safetensors"
+    before, tensors = weights.read_bytes(), load_file(weights)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    ours = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", "export"]
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+        failed = subprocess.run(command, cwd=opened, env=ours, capture_output=True, text=True)
+    finally:
+        weights.write_bytes(before)
+    assert failed.returncode != 0
+    assert "Nothing was exported." in failed.stderr
+    monkeypatch.setenv("DPO_HOME", str(opened))
+    assert problems(opened / "data/model") == []
+    assert dvc(opened, "status").split() == ["watch:", "always", "changed"]

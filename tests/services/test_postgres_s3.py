@@ -1,0 +1,228 @@
+"""The stack of infra/compose.yaml without containers: MLflow and Prefect on Postgres, DVC's remote and artifacts on S3.
+
+Servers are started with the commands and the environment that compose.yaml has, on loopback. The real pipeline, small,
+runs on them; then a second clone, as another machine, pulls everything and repeats nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.background import free_port, is_healthy
+from tasks.dataset import demo
+from tasks.system import processes
+from tests.support import postgres
+from tests.support.prometheus import scrape, scraped
+from tests.support.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data
+
+STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+SERVICES = yaml.safe_load((PROJECT / "infra" / "compose.yaml").read_text())["services"]
+SHORT = {"prepare.max_pairs": 48, "train.max_steps": 2, "evaluate.prompts": 2, "promote.require": {}}
+WITHOUT = "Postgres is not installed (apt-get install postgresql)"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(postgres.binaries() is None, reason=WITHOUT),
+]
+MLFLOW_USERS = ("ADMIN", "WRITER", "FORWARDER", "READER")
+Env = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stack:
+    database: postgres.Postgres
+    s3: Any
+    mlflow: str
+    env: Env  # of a driver
+    here: "Translation"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    from moto.server import ThreadedMotoServer
+
+    folder = tmp_path_factory.mktemp("stack")
+    with ExitStack() as stack, postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database:
+        moto = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+        moto.start()
+        stack.callback(moto.stop)
+        ports = {"postgres:5432": database.port, "s3:7070": moto._port, "mlflow:5000": free_port()}
+        ports |= {"prefect:4200": free_port(), "metrics:9464": free_port()}
+        secrets = {"POSTGRES_PASSWORD": database.password, "PREFECT_PASSWORD": "word"}
+        secrets |= {"S3_ACCESS_KEY": "testing", "S3_SECRET_KEY": "testing", "SIGNING_KEY": "5" * 64}
+        secrets |= {f"MLFLOW_{user}_PASSWORD": f"a-password-of-{user}" for user in MLFLOW_USERS}
+        here = Translation(ports, secrets, folder)
+        s3 = bucket(here)
+        for name in ("mlflow", "prefect"):
+            stack.enter_context(here.started(name))
+        for name, path in (("mlflow", "/health"), ("prefect", "/api/health")):
+            wait_for(lambda name=name, path=path: is_healthy(here.address(name) + path), 180)
+        yield Stack(database, s3, here.address("mlflow"), here.environment("worker"), here)
+
+
+class Translation:
+    """compose.yaml on this machine: services become loopback ports, /shared a folder, secrets are filled in."""
+
+    def __init__(self, ports: dict[str, int], secrets: dict[str, str], folder: Path) -> None:
+        self.ports, self.secrets, self.folder = ports, secrets, folder
+
+    def address(self, service: str) -> str:
+        return next(f"http://127.0.0.1:{port}" for name, port in self.ports.items() if name.startswith(f"{service}:"))
+
+    def words(self, text: str) -> str:
+        for service, port in self.ports.items():
+            text = text.replace(service, f"127.0.0.1:{port}")
+            text = re.sub(rf"127\.0\.0\.1:{service.partition(':')[2]}\b", f"127.0.0.1:{port}", text)
+            text = str(port) if text == service.partition(":")[2] else text
+        text = re.sub(r"\$\{(\w+)[^}]*\}", lambda match: self.secrets.get(match[1], ""), text)
+        return text.replace("0.0.0.0", "127.0.0.1").replace("/shared", str(self.folder))
+
+    def environment(self, service: str) -> Env:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_", "RAY_"))}
+        path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        return {**clean, **path, **{n: self.words(str(v)) for n, v in SERVICES[service]["environment"].items()}}
+
+    def started(self, service: str, **more: str) -> Any:
+        command = [self.words(word) for word in SERVICES[service]["command"]]
+        log = (self.folder / f"{service}.log").open("w")
+        # Prefect copies its pages where it may write.
+        env = {**self.environment(service), "PREFECT_UI_STATIC_DIRECTORY": str(self.folder / "pages"), **more}
+        return processes.spawn(command, PROJECT, env, log)
+
+
+def bucket(here: Translation) -> Any:
+    """As the service `bucket` makes it, with its own command."""
+    import boto3
+
+    env = here.environment("bucket")
+    subprocess.run([sys.executable, *SERVICES["bucket"]["command"][1:]], env=env, check=True)
+    keys = {"aws_access_key_id": env["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": env["AWS_SECRET_ACCESS_KEY"]}
+    return boto3.client("s3", endpoint_url=env["AWS_ENDPOINT_URL_S3"], region_name="us-east-1", **keys)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: Stack) -> Path:
+    """The repository, with little data, a tiny model, and the stack's addresses in its configuration."""
+    from tasks.config.params import dotted, overlay, read_yaml
+
+    folder = tmp_path_factory.mktemp("first")
+    root = folder / "dpo"
+    for name in git(PROJECT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+        if (PROJECT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PROJECT / name, root / name)
+    write_data(folder / "pairs.jsonl", demo.rows(0)[:60])
+    changes = {"source.data": str(folder / "pairs.jsonl"), "source.model": str(tiny_base), **SMALL, **SHORT}
+    content = overlay(read_yaml(root / "params.yaml"), dotted(changes))
+    (root / "params.yaml").write_text(yaml.safe_dump(content))
+    write_cluster(root, {})
+    site(root).write_text(yaml.safe_dump({"tracking_uri": stack.mlflow, "actor_train": {"num_workers": 1}}))
+    git(root, "init", "-q", "-b", "main")
+    dvc(root, stack.env, "remote", "add", "-d", "shared", "s3://dpo/dvc")
+    dvc(root, stack.env, "remote", "modify", "shared", "endpointurl", stack.env["AWS_ENDPOINT_URL_S3"])
+    commit(root, "as it comes")
+    return root
+
+
+def site(root: Path) -> Path:
+    """The overlay that takes the place of compose.cluster.yaml, whose addresses are those of containers."""
+    return root.parent / "site.yaml"
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def commit(root: Path, message: str) -> None:
+    git(root, "add", "-A")
+    git(root, "-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-q", "-m", message)
+
+
+def dvc(root: Path, env: Env, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def command(root: Path, env: Env, module: str, *arguments: str) -> str:
+    ours = {**env, "PYTHONPATH": str(root), "DPO_CLUSTER": str(site(root))}
+    words = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(words, cwd=root, env=ours, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_pipeline_runs_on_postgres_and_s3_and_a_second_clone_repeats_nothing(stack, checkout, tmp_path):
+    output = command(checkout, stack.env, "cli", "run")
+    assert "unchanged, not run" not in output
+    database = stack.database
+    assert database.query_value("prefect", "SELECT count(*) FROM flow_run WHERE state_type = 'COMPLETED'") == 1
+    runs = len(STAGES) + len(["promote", "parent"])
+    assert database.query_value("mlflow", "SELECT count(*) FROM runs WHERE status = 'FINISHED'") == runs
+    assert database.query_value("mlflow", "SELECT max(version) FROM model_versions") == 1
+    assert database.query_value("mlflow", "SELECT string_agg(username, ' ' ORDER BY username) FROM users") == (
+        "admin forwarder reader writer"
+    )
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{stack.mlflow}/api/2.0/mlflow/experiments/search?max_results=1")
+    assert any(key.startswith("mlflow/") and key.endswith("model.safetensors") for key in objects(stack.s3))
+
+    dvc(checkout, stack.env, "push")
+    assert any(key.startswith("dvc/files/md5/") for key in objects(stack.s3))
+    commit(checkout, "the run")
+    second = tmp_path / "second"
+    git(checkout, "clone", "-q", str(checkout), str(second))
+    dvc(second, stack.env, "pull")
+    assert dvc(second, stack.env, "status").split() == ["watch:", "always", "changed"]
+    assert re.findall(r"Running stage '(\w+)'", dvc(second, stack.env, "repro")) == ["watch"]
+    for folder in ("pairs", "reference", "policy", "model"):
+        assert contents(second / "data" / folder) == contents(checkout / "data" / folder) != {}
+    assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
+
+
+def test_a_worker_provisions_its_server_and_an_active_schedule_plans_runs(stack, checkout):
+    """As infra/worker.sh does; a restarted worker leaves the schedule on."""
+    assert "Deployments deployed: dpo/full, " in command(checkout, stack.env, "services.provision")
+    database = stack.database
+    assert database.query_value("prefect", "SELECT count(*) FROM deployment") == 4
+    assert database.query_value("prefect", "SELECT count(*) FROM automation") == 2
+    schedule = str(database.query_value("prefect", "SELECT id FROM deployment_schedule"))
+    command(checkout, stack.env, "prefect", "deployment", "schedule", "resume", "dpo/nightly", schedule)
+    zone = "SELECT schedule ->> 'timezone' FROM deployment_schedule"
+    assert database.query_value("prefect", zone) == "UTC"
+    tokyo = {**stack.env, "DPO_TIMEZONE": "Asia/Tokyo"}
+    assert "Deployments deployed: dpo/full, " in command(checkout, tokyo, "services.provision")
+    assert database.query_value("prefect", zone) == "Asia/Tokyo"
+    assert database.query_value("prefect", "SELECT active FROM deployment_schedule")
+    wait_for(lambda: database.query_value("prefect", "SELECT count(*) FROM flow_run WHERE auto_scheduled"), 120)
+
+
+def test_the_metrics_service_reads_prefect_and_mlflow_with_its_own_logins(stack, checkout):
+    place = {"DPO_HOME": str(checkout), "DPO_CLUSTER": str(site(checkout))}
+    with stack.here.started("metrics", **place):
+        address = stack.here.address("metrics")
+        wait_for(lambda: is_healthy(f"{address}/health"), 60)
+        samples = scraped(scrape(f"{address}/metrics", "reader:a-password-of-READER"))
+    assert samples["dpo_source_up"] == {("configuration",): 1, ("prefect",): 1, ("mlflow",): 1, ("runs",): 1}
+    assert samples["dpo_flow_runs"]["completed",] == 1
+
+
+def objects(s3: Any) -> list[str]:
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket="dpo")
+    return [item["Key"] for page in pages for item in page.get("Contents", [])]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

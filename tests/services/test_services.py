@@ -1,0 +1,672 @@
+"""`dpo up` in a repository with instant stages: start, kill and restart of services, runs on the worker, `dpo down`.
+
+Uses the logins that `dpo up` generates. The tests build on each other in this order.
+"""
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from flows.parameters import known_and_typed
+from services import stack
+from tasks.system.processes import this_process
+from tests.support.browser import Page, browser
+from tests.support.prometheus import named_in_infra, scrape, scraped
+from tests.support.workspaces import wait_for
+
+SILENCE = 60
+PATIENCE = 400  # seconds, for a busy machine
+DEPLOYED = ("dpo/full", "dpo/smoke", "dpo/nightly", "sweep/grid")
+
+
+@dataclass
+class Up:
+    root: Path
+    env: dict[str, str]
+    notifications: list[str] = field(default_factory=list)  # received by the webhook
+    first_output: str = ""  # of the first `dpo up`
+
+    def dpo(self, command: str) -> str:
+        return self.python("cli", command)
+
+    def python(self, *module: str, **env: str) -> str:
+        command = [sys.executable, "-m", *module]
+        env = {**self.env, **env}
+        done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=PATIENCE)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return done.stdout
+
+    def record(self, name: str) -> dict[str, Any]:
+        return json.loads((self.root / ".services" / f"{name}.json").read_text())
+
+    def pids(self) -> dict[str, int]:
+        return {name: self.record(name)["pid"] for name in stack.TITLES}
+
+    def login(self, name: str) -> str:
+        """user:password of `prefect/admin`, `mlflow/reader` and the like."""
+        return f"{name.partition('/')[2]}:{json.loads((self.root / '.services/passwords.json').read_text())[name]}"
+
+    def passwords(self) -> list[str]:
+        return list(json.loads((self.root / ".services/passwords.json").read_text()).values())
+
+    def request(self, url: str, body: Any, login: str | None, method: str | None = None, **headers: str) -> Any:
+        """The open response."""
+        if login:
+            headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
+        return urllib.request.urlopen(request, timeout=90)
+
+    def api(self, path: str, body: Any = None, login: str | None = "prefect/admin", method: str | None = None) -> Any:
+        who = login and self.login(login)
+        with self.request(f"{self.record('prefect')['address']}/api/{path}", body, who, method) as answer:
+            return json.loads(answer.read() or "null")
+
+    def start(self, deployment: str, dummy: str = "", beta: float | None = None, **parameters: Any) -> str:
+        entry = self.api(f"deployments/name/{deployment}")
+        values = {**parameters, **self.misbehave(dummy, beta)}
+        return str(self.api(f"deployments/{entry['id']}/create_flow_run", {"parameters": values})["id"])
+
+    def misbehave(self, dummy: str, beta: float | None) -> dict[str, Any]:
+        """Parameters of a run that the dummy stage knows by its beta; DVC has its training from no other run either."""
+        if beta is None:
+            return {}
+        file = self.root / ".scratch" / "dummy.json"
+        file.parent.mkdir(exist_ok=True)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**known, str(beta): dummy}))
+        return {"overrides": {"train.beta": beta}}
+
+    def state(self, run: str) -> str:
+        return str(self.api(f"flow_runs/{run}")["state_type"])
+
+
+@pytest.fixture(scope="module")
+def bystander() -> Iterator[psutil.Popen]:
+    process = psutil.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[Up]:
+    from tests.conftest import make_dummy_repo
+
+    notifications: list[str] = []
+    with webhook(notifications) as url, occupied(4200), occupied(5000):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+        env = {name: value for name, value in clean.items() if name not in ("BIND", "PORT")}
+        env |= {"DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE), "DPO_TIMEZONE": "Asia/Tokyo"}
+        root = make_dummy_repo(tmp_path_factory.mktemp("services") / "repo", mlflow_store)
+        repo = Up(root, env, notifications)
+        # Reads from a pipe that only we hold open: `down` follows when we are gone, however that came.
+        guard = ["/bin/sh", "-c", 'cat >/dev/null; exec "$0" -m cli down', sys.executable]
+        with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
+            repo.first_output = repo.dpo("up")
+            yield repo
+
+
+@contextmanager
+def webhook(notifications: list[str]) -> Iterator[str]:
+    """A real HTTP server that keeps the texts posted to it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            notifications.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/secret-path"
+    finally:  # or the thread keeps a failed test's process alive
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def occupied(port: int) -> Iterator[None]:
+    """Occupy a port, unless another program already does."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also just after a server that was there
+        with suppress(OSError):
+            holder.bind(("127.0.0.1", port))
+            holder.listen()
+        yield
+
+
+def listens(pid: int) -> set[str]:
+    """The addresses on which a process and its descendants listen."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.slow
+def test_every_service_listens_only_on_loopback_with_our_settings(up: Up) -> None:
+    for name, pid in up.pids().items():
+        assert listens(pid) == {"127.0.0.1"}, name
+        env = psutil.Process(pid).environ()
+        assert env["DO_NOT_TRACK"] == "1"
+        assert (env["PREFECT_SERVER_ANALYTICS_ENABLED"], env["MLFLOW_DISABLE_TELEMETRY"]) == ("false", "true")
+        assert os.getsid(pid) == pid  # it outlives whoever started it
+    assert not {up.record("prefect")["port"], up.record("mlflow")["port"]} & {4200, 5000}  # which were taken
+    server = up.api("admin/settings")["server"]
+    assert server["concurrency"]["lease_storage"] == "prefect.server.concurrency.lease_storage.filesystem"
+    assert (server["analytics_enabled"], server["ui"]["api_url"]) == (False, "/api")
+    worker = psutil.Process(up.pids()["worker"]).environ()
+    assert worker["PREFECT_API_URL"] == f"{up.record('prefect')['address']}/api"
+    mlflow = psutil.Process(up.pids()["mlflow"])
+    family = [mlflow, *mlflow.children(recursive=True)]
+    assert not [one for one in family if "mlflow.db" in " ".join(one.cmdline())]  # an address may hold a password
+
+
+@pytest.mark.slow
+def test_prefect_requires_a_login_shown_once_and_accepts_only_its_own_pages(up: Up) -> None:
+    page, login = up.record("prefect")["address"], up.login("prefect/admin")
+    assert up.first_output.count(login) == up.first_output.count(up.login("mlflow/reader")) == 1
+    for name in (".services/passwords.json", "prefect.toml"):
+        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o600
+    for name in (".services", ".prefect"):
+        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o700
+    for body, who in (({}, None), ({}, "admin:guess")):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            up.request(f"{page}/api/flows/filter", body, who)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            up.request(f"{page}/api/block_documents/filter?include_secrets=true", body, who)
+    blocks = up.api("block_documents/filter", {"include_secrets": False})
+    assert "secret-path" not in json.dumps(blocks)
+    assert "********" in json.dumps([block["data"] for block in blocks if block["name"] == "dpo-webhook"])
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        up.request(f"{page}/api/flows/filter", {}, login, Host="evil.example")
+    for origin, allowed in ((page, page), ("http://evil.example", None)):
+        with up.request(f"{page}/api/flows/filter", {}, login, Origin=origin) as answer:
+            assert answer.headers["Access-Control-Allow-Origin"] == allowed
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"{page.replace('http', 'ws')}/api/events/in")
+
+
+@pytest.mark.slow
+def test_mlflow_has_readers_a_writer_and_a_forwarder(up: Up) -> None:
+    api = f"{up.record('mlflow')['address']}/api/2.0/mlflow"
+
+    def status(user: str | None, path: str, body: Any = None, **headers: str) -> int:
+        who = None if user is None else user if ":" in user else up.login(f"mlflow/{user}")
+        try:
+            with up.request(f"{api}/{path}", body, who, **headers) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    search, experiment, model = "experiments/search?max_results=1", "experiments/create", "registered-models/create"
+    assert status(None, search) == status("reader:guess", search) == status(None, model, {"name": "a"}) == 401
+    assert status("reader", search) == status("reader", "runs/search", {"experiment_ids": ["0"]}) == 200
+    assert status("reader", experiment, {"name": "b"}) == status("reader", model, {"name": "b"}) == 403
+    assert status("forwarder", experiment, {"name": "c"}) == 200
+    assert status("forwarder", "runs/create", {"experiment_id": "1"}) == 200
+    assert status("reader", "runs/create", {"experiment_id": "1"}) == 403
+    assert status("forwarder", model, {"name": "c"}) == 403
+    assert status("writer", model, {"name": "d"}) == 200
+    assert status("writer", "runs/create", {"experiment_id": "1"}) == 200  # in what another user made
+    alias = {"name": "d", "alias": "champion", "version": "1"}
+    assert status("reader", "registered-models/alias", alias) == 403
+    assert status("forwarder", "registered-models/alias", alias) == 403
+    account = {"username": "mallory", "password": "a-long-password"}
+    assert status("writer", "users/create", account) == status("reader", "users/create", account) == 403
+    assert status("admin", "users/create", account) == 200
+    assert status("writer", search, Host="evil.example") == 403
+    with up.request(up.record("mlflow")["address"], None, up.login("mlflow/reader")) as answer:
+        assert b"<title>MLflow</title>" in answer.read()
+
+
+@pytest.mark.slow
+def test_deployments_match_their_file(up: Up) -> None:
+    deployments = {name: up.api(f"deployments/name/{name}") for name in DEPLOYED}
+    for name, deployment in deployments.items():
+        assert deployment["entrypoint"] == ("flows.sweep.sweep" if name == "sweep/grid" else "flows.dpo.dpo")
+        assert (deployment["work_pool_name"], deployment["enforce_parameter_schema"]) == ("dpo", True)
+        assert deployment["job_variables"] == {}
+        assert "dpo" in deployment["tags"]
+        assert deployment["description"]
+        assert str(up.root) not in json.dumps(deployment)  # no path of the machine that deployed it
+        limited = deployment["global_concurrency_limit"] and deployment["global_concurrency_limit"]["limit"]
+        assert limited == (1 if name == "dpo/nightly" else None)
+    assert deployments["dpo/full"]["parameters"] == {}
+    assert deployments["dpo/nightly"]["parameters"] == {"only_if_new": True}
+    assert deployments["dpo/nightly"]["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    (schedule,) = deployments["dpo/nightly"]["schedules"]
+    assert (schedule["active"], schedule["slug"]) == (False, "nightly")
+    assert schedule["schedule"] == {"cron": "0 2 * * *", "timezone": "Asia/Tokyo", "day_or": True}
+    assert deployments["dpo/smoke"]["parameters"]["recipe"] == "demo"
+    known_and_typed(deployments["dpo/smoke"]["parameters"]["overrides"])
+
+
+@pytest.mark.slow
+def test_invalid_parameters_are_rejected_before_a_run_exists(up: Up) -> None:
+    full = up.api("deployments/name/dpo/full")
+    for parameters, named in (
+        ({"overrides": {"train.bta": 0.2}}, "train.bta"),
+        ({"overrides": {"train.beta": "much"}}, "train.beta"),
+        ({"overrides": {"evaluate.judge": "me"}}, "evaluate.judge"),
+        ({"recipe": "nope"}, "nope"),
+        ({"name": "../away"}, "../away"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            up.api(f"deployments/{full['id']}/create_flow_run", {"parameters": parameters})
+        assert refusal.value.code in (409, 422)
+        assert named in refusal.value.read().decode()
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        up.api(f"deployments/{full['id']}/create_flow_run", {"job_variables": {"command": "id"}})
+    assert "'command' was unexpected" in refusal.value.read().decode()
+    assert up.api("flow_runs/count", {}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", ["", "/v2"], ids=["V1", "V2"])
+def test_a_form_posts_only_changed_fields(up: Up, pages: str, tmp_path: Path) -> None:
+    """In real Chromium, both of Prefect's UIs: Submit on the untouched form of dpo/full, then with a boolean chosen."""
+    deployment, address = up.api("deployments/name/dpo/full")["id"], up.record("prefect")["address"]
+    up.api("work_pools/dpo", {"is_paused": True}, method="PATCH")  # we look at what is posted, nothing runs
+    try:
+        with browser(tmp_path / "profile") as page:
+            page.open(address)
+            page.until("document.readyState", "complete")
+            page.evaluate(f"localStorage.setItem('prefect-password', btoa({json.dumps(up.login('prefect/admin'))}))")
+            untouched = submitted(up, page, f"{address}{pages}/deployments/deployment/{deployment}/run", choose="")
+            changed = submitted(up, page, f"{address}{pages}/deployments/deployment/{deployment}/run", choose="false")
+    finally:
+        up.api("work_pools/dpo", {"is_paused": False}, method="PATCH")
+    nothing = {"recipe": "none", "name": "", "resume": "", "overrides": {}}
+    assert untouched == {**nothing, "only_if_new": False, "registered": True}
+    assert changed == {**untouched, "overrides": {"prepare.apply_loss_mask": False}}
+
+
+def submitted(up: Up, page: Page, form: str, choose: str) -> dict[str, Any]:
+    """The parameters of the run that the form makes, with this value chosen for prepare.apply_loss_mask."""
+    page.open(form)
+    page.shows("train.beta", "When deployed: true")
+    field = (
+        "(() => { let e = [...document.querySelectorAll('label')].find(e => e.innerText.includes('apply_loss_mask'));"
+        " while (e && !e.querySelector('fieldset')) e = e.parentElement; return e?.querySelector('fieldset') })()"
+    )
+    if choose and page.evaluate(f"!!{field}.querySelector('select')"):  # V1 in a browser without a mouse
+        set_value = f"e.value = '{choose}'; e.dispatchEvent(new Event('change', {{bubbles: true}}))"
+        page.evaluate(f"(() => {{ const e = {field}.querySelector('select'); {set_value} }})()")
+    elif choose:
+        option = f"[...document.querySelectorAll('[role=option]')].find(e => e.innerText.trim() === '{choose}')"
+        opened = "if (menu && menu.ariaExpanded !== 'true') menu.click()"
+        page.until(f"(() => {{ const menu = {field}?.querySelector('button'); {opened}; return !!{option} }})()", True)
+        page.evaluate(f"{option}.click()")
+        page.until("document.querySelectorAll('[role=option]').length", 0)  # the menu closes on a choice
+    known = {run["id"] for run in up.api("flow_runs/filter", {})}
+    page.click("Submit")
+    made: list[dict[str, Any]] = []
+    wait_for(lambda: made.extend(r for r in up.api("flow_runs/filter", {}) if r["id"] not in known) or made, PATIENCE)
+    up.api(f"flow_runs/{made[0]['id']}", method="DELETE")
+    return dict(made[0]["parameters"])
+
+
+@pytest.mark.slow
+def test_a_second_up_changes_nothing(up: Up) -> None:
+    before = up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]
+    automations = up.api("automations/filter", {})
+    output = up.dpo("up")
+    assert output.count(": running since ") == 4
+    assert up.login("prefect/admin") not in output
+    assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in output
+    assert f"Prefect  {up.record('prefect')['address']} " in output
+    assert (up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]) == before
+    access = {"PREFECT_API_URL": f"{up.record('prefect')['address']}/api"}
+    output = up.python(
+        "services.provision", **access, PREFECT_API_AUTH_STRING=up.login("prefect/admin")
+    )  # as infra/worker.sh does
+    assert output == f"Deployments unchanged: {', '.join(DEPLOYED)}\nAutomations unchanged\n"
+    assert up.api("automations/filter", {}) == automations
+    assert len(automations) == 4
+    assert "secret-path" not in output
+
+
+@pytest.fixture(scope="module")
+def zombie(up: Up) -> str:
+    """A run that sent one heartbeat and then nothing."""
+    full = up.api("deployments/name/dpo/full")
+    body = {"flow_id": full["flow_id"], "deployment_id": full["id"], "state": {"type": "RUNNING"}, "name": "zombie"}
+    run = str(up.api("flow_runs/", body)["id"])
+    related = [
+        {"prefect.resource.id": f"prefect.flow.{full['flow_id']}", "prefect.resource.role": "flow"}
+        | {"prefect.resource.name": "dpo"}
+    ]
+    heartbeat = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
+    moment = {"occurred": datetime.now(UTC).isoformat(), "id": str(uuid.uuid4())}
+    up.api("events", [heartbeat | {"related": related} | moment])
+    return run
+
+
+@pytest.mark.slow
+def test_killed_services_are_restarted_and_a_switched_schedule_stays(
+    up: Up, zombie: str, bystander: psutil.Popen
+) -> None:
+    """The file of a killed service names an id that another process has now."""
+    before, page = up.pids(), up.record("mlflow")["address"]
+    assert psutil.Process(before["mlflow"]).children()  # outlive it, and hold its port
+    nightly = up.api("deployments/name/dpo/nightly")
+    schedule = f"deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
+    up.api(schedule, {"active": True}, method="PATCH")
+    for name in ("worker", "mlflow"):
+        os.kill(before[name], signal.SIGKILL)
+    stale = up.root / ".services" / "mlflow.json"
+    stale.write_text(json.dumps(up.record("mlflow") | {"pid": bystander.pid}))
+    with (up.root / "infra" / "prefect.yaml").open("a") as file:
+        file.write("# changed, so that it is deployed anew\n")
+    output = up.dpo("up")
+    after = up.pids()
+    assert after["prefect"] == before["prefect"]
+    assert not {after["worker"], after["mlflow"]} & {before["worker"], before["mlflow"], bystander.pid}
+    assert up.record("mlflow")["address"] == page
+    assert output.count(": running since ") == 2
+    assert "Deployments deployed: " in output
+    assert up.api("deployments/name/dpo/nightly")["schedules"][0]["active"]
+    assert bystander.is_running()
+
+
+@pytest.fixture(scope="module")
+def nightly(up: Up) -> dict[str, Any]:
+    """The nightly deployment as shipped; from now on it runs every minute."""
+    nightly = up.api("deployments/name/dpo/nightly")
+    set_schedule(up, nightly, active=True, cron="* * * * *")
+    return nightly
+
+
+def set_schedule(up: Up, nightly: dict[str, Any], active: bool, **changes: str) -> None:
+    shipped = nightly["schedules"][0]
+    body = {"active": active, "schedule": shipped["schedule"] | changes}
+    up.api(f"deployments/{nightly['id']}/schedules/{shipped['id']}", body, method="PATCH")
+
+
+@pytest.mark.slow
+def test_the_webhook_is_notified_how_runs_on_the_worker_ended(
+    up: Up, zombie: str, nightly: dict[str, Any], tmp_path: Path
+) -> None:
+    """One run requests its own command, folder and environment, without effect; one is started from a shell."""
+
+    def outcomes() -> list[str]:
+        return [
+            text for text in up.notifications if "is not promoted" not in text
+        ]  # of nights; the next test looks at them
+
+    mark, smoke = tmp_path / "owned", up.api("deployments/name/dpo/smoke")
+    hostile = {
+        "command": f"touch {mark}",
+        "working_dir": str(tmp_path),
+        "env": {"PATH": str(tmp_path), "DUMMY": "train:user"},
+    }
+    request = {"flow_id": smoke["flow_id"], "deployment_id": smoke["id"], "work_pool_name": "dpo"}
+    request |= {
+        "job_variables": hostile,
+        "state": {"type": "SCHEDULED"},
+        "parameters": up.misbehave("promote:win", 0.5),
+    }
+    won = str(up.api("flow_runs/", request)["id"])  # unlike create_flow_run, it checks no job variables
+    parameters = up.misbehave("train:user", 0.6)["overrides"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "deployment",
+        "run",
+        "dpo/smoke",
+        "-p",
+        f"overrides={json.dumps(parameters)}",
+    ]
+    output = subprocess.run(command, cwd=up.root, env=up.env, capture_output=True, text=True, check=True).stdout
+    lost = re.search(r"UUID: (\S+)", output)[1]
+    wait_for(lambda: {up.state(won), up.state(lost)} == {"COMPLETED", "FAILED"}, PATIENCE)
+    assert not mark.exists()
+    wait_for(lambda: up.state(zombie) == "CRASHED", PATIENCE)
+    wait_for(lambda: len(outcomes()) >= 3, 60)
+    page = up.record("prefect")["address"]
+    champion, failed, dead = (
+        next(text for text in outcomes() if word in text) for word in ("is now", "Failed", "Crashed")
+    )
+    gained = "it passed the gate, against version 6: kind +0.02; other data"
+    (name,) = re.findall(rf"^dpo-demo version 7 is now champion: {re.escape(gained)}\. Run (\S+)\. http", champion)
+    assert name.endswith(won[:8])
+    assert f"{up.record('mlflow')['address']}/#/experiments/" in champion
+    assert champion.endswith(f"{page}/runs/flow-run/{won}")
+    assert "is Failed." in failed
+    assert "pairs.jsonl line 3 is broken" in failed
+    assert failed.endswith(f"{page}/runs/flow-run/{lost}")
+    assert dead.startswith("The run zombie of dpo is Crashed. Its process sent no heartbeat")
+    assert len(outcomes()) == 3, "\n".join(outcomes())  # each once
+    beats = {
+        "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{won}"]}}
+    }
+    assert up.api("events/filter", beats)["total"] >= 1
+    shown = following(up, lost)  # from the login of prefect.toml alone
+    output, _ = shown.communicate(timeout=PATIENCE)
+    assert shown.returncode == 1
+    assert "train: 1/2 steps, eta 0:01\na word before\n" in output
+    assert re.search(r": Failed after \d+ s\. UserError: pairs.jsonl line 3 is broken\.\nMend it\.\n$", output)
+
+
+@pytest.mark.slow
+def test_a_schedule_starts_runs_and_missed_ones_do_not_accumulate(up: Up, nightly: dict[str, Any]) -> None:
+    of_nightly = {"deployments": {"id": {"any_": [nightly["id"]]}}, "sort": "START_TIME_ASC"}
+
+    def runs(*states: str) -> list[dict[str, Any]]:
+        return [run for run in up.api("flow_runs/filter", of_nightly) if run["state_type"] in states]
+
+    wait_for(lambda: runs("COMPLETED"), PATIENCE)
+    assert re.search(r"nightly: \* \* \* \* \* \(Asia/Tokyo\), on, next 20\d\d-\d\d-", up.dpo("status"))
+    set_schedule(up, nightly, active=False)
+    night = runs("COMPLETED")[0]["id"]
+    refused = "dpo-demo version 7 is not promoted: rewards/accuracies is 0.5, below <0.9>. Run "
+    wait_for(lambda: any(text.startswith(refused) and text.endswith(night) for text in up.notifications), PATIENCE)
+    assert runs("COMPLETED")[0]["auto_scheduled"]
+    assert runs("COMPLETED")[0]["parameters"] == {"only_if_new": True}
+    wait_for(lambda: not runs("PENDING", "RUNNING"), PATIENCE)
+    missed = [up.start("dpo/nightly") for _ in range(3)]
+    wait_for(lambda: {up.state(run) for run in missed} <= {"COMPLETED", "CANCELLED"}, PATIENCE)
+    assert sorted(map(up.state, missed)) == ["CANCELLED", "CANCELLED", "COMPLETED"]
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_ends_with_all_its_processes(up: Up) -> None:
+    run, family = hanging(up, "cancelled", beta=0.7)
+    assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
+    assert not (up.root / "data").exists()
+    with following(up, "cancelled") as shown:
+        lines = iter(shown.stdout.readline, "")
+        assert any(line == "train: 1/2 steps, eta 0:01\n" for line in lines)
+        shown.send_signal(signal.SIGINT)
+        rest = "".join(lines)
+    assert shown.returncode == 130
+    assert "The run cancelled continues. `dpo follow --run cancelled` " in rest
+    assert f"`prefect flow-run cancel {run}` cancels it.\n" in rest
+    assert all(map(is_alive, family))
+    up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})  # as the button does
+    wait_for(lambda: not any(map(is_alive, family)), 30)
+    wait_for(lambda: up.state(run) == "CANCELLED", 60)
+    assert json.loads((up.root / ".scratch/runs/cancelled/record.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_ends_even_if_its_worker_does_not_react(up: Up) -> None:
+    """As after an outage that lost the cancellation: the worker is suspended."""
+    run, pids = hanging(up, "cancelled-unheard", beta=0.85)
+    worker = psutil.Process(up.pids()["worker"])
+    worker.suspend()
+    try:
+        up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+        wait_for(lambda: up.state(run) == "CANCELLED", PATIENCE)
+        wait_for(lambda: not any(map(is_alive, pids)), PATIENCE)
+    finally:
+        worker.resume()
+    flow_run = up.api(f"flow_runs/{run}")
+    record = json.loads((up.root / ".scratch/runs/cancelled-unheard/record.json").read_text())
+    assert record["state"] == "stopped"
+    assert "Cancelled in Prefect" in flow_run["state"]["message"]
+    tasks = up.api("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    assert not [task for task in tasks if task["name"] in ("evaluate", "promote")]
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_worker(up: Up) -> None:
+    _, family = hanging(up, "orphaned", beta=0.8)
+    os.kill(up.pids()["worker"], signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, family)), 60)
+    up.dpo("up")
+
+
+def following(up: Up, run: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "cli", "follow", "--run", run]
+    return subprocess.Popen(
+        command,
+        cwd=up.root,
+        env=up.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Whoever runs tests in the background has Ctrl-C switched off, and we would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def hanging(up: Up, name: str, beta: float) -> tuple[str, list[int]]:
+    """A run of dpo/full whose train stage hangs, with processes in sessions of their own; its id and their pids."""
+    pids = up.root / ".scratch" / "pids"
+    pids.unlink(missing_ok=True)
+    run = up.start("dpo/full", "train:sessions", beta, name=name)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, PATIENCE)
+    return run, list(map(int, pids.read_text().split()))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_dpo_run_uses_the_same_server_and_status_shows_all(up: Up) -> None:
+    output = up.dpo("run")
+    page = up.record("prefect")["address"]
+    assert output.startswith(f"Using the Prefect server at {page}\n")
+    shown = up.dpo("status")
+    for name, pid in up.pids().items():
+        assert re.search(rf"{stack.TITLES[name]} +running since [-\d]+ [:\d]+, process {pid}", shown)
+    assert "nightly: 0 2 * * * (Asia/Tokyo), off" in shown
+    by_hand = re.search(rf"Completed +by hand +(\S+) +[1-9]\d* s  {page}/runs/flow-run/", shown)
+    assert f"{by_hand[1]} " in up.dpo("runs")  # one name for a run, wherever it is shown
+    assert re.search(r"Cancelled +full ", shown)
+
+
+@pytest.mark.slow
+def test_prometheus_finds_every_metric_of_the_dashboard(up: Up, trained: Path) -> None:
+    """With the truncated journal of a real training, and a champion from a run of this stack."""
+    (whole,) = trained.glob(".scratch/runs/*/train.jsonl")
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    start = next(number for number, line in enumerate(lines) if line["kind"] == "start")
+    steps = [number for number, line in enumerate(lines) if line["kind"] == "metrics" and "loss" in line["values"]]
+    cut = steps[len(steps) // 2]
+    lines[start] |= this_process()
+    folder = up.root / ".scratch" / "runs" / "cut"
+    folder.mkdir()
+    shutil.copy(whole.with_name("settings.json"), folder)
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[: cut + 1]))
+    model = make_champion(up)
+    address, login = up.record("metrics")["address"], up.login("mlflow/reader")
+    text = scrape(address, login)
+    shutil.rmtree(folder)
+    samples = scraped(text)
+    assert set(samples["dpo_source_up"].values()) == {1}
+    needs_gpu = {"dpo_train_mfu"}
+    assert not {name for name in named_in_infra() - needs_gpu if not samples.get(name)}
+    assert samples["dpo_flow_runs"]["completed",] >= 1
+    total = samples["dpo_stage_total"]["cut", "train", "steps"]
+    assert (
+        0 < samples["dpo_stage_done"]["cut", "train", "steps"] == lines[cut]["step"] < total == lines[steps[-1]]["step"]
+    )
+    assert samples["dpo_train_pairs_per_second"]["cut",] > 0
+    assert samples["dpo_champion_version"][model] == 1
+    assert samples["dpo_champion_metric"]["samples/policy/kind", model[0], "1"] == 0.97
+    assert not [word for word in up.passwords() if word in text]
+    prefect = f"{up.record('prefect')['address']}/api/metrics"
+    assert "process_cpu_seconds_total" in scrape(prefect, up.login("prefect/admin"))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        scrape(prefect, "admin:guess")
+
+
+def make_champion(up: Up) -> tuple[str, str]:
+    """Register the newest pipeline run, as `promote` does. Returns the names of model and run."""
+    api, writer = f"{up.record('mlflow')['address']}/api/2.0/mlflow", up.login("mlflow/writer")
+
+    def call(path: str, **body: Any) -> dict[str, Any]:
+        with up.request(f"{api}/{path}", body, writer) as answer:
+            return dict(json.loads(answer.read()))
+
+    evaluated = "metrics.`samples/policy/kind` > 0"
+    with up.request(f"{api}/experiments/get-by-name?experiment_name=dpo", None, writer) as answer:
+        place = json.loads(answer.read())["experiment"]["experiment_id"]
+    (run,) = call("runs/search", experiment_ids=[place], filter=evaluated, max_results=1)["runs"]
+    name, model = run["info"]["run_name"], "dpo-demo"
+    call("registered-models/create", name=model)
+    source = f"{run['info']['artifact_uri']}/model"
+    tags = [{"key": "run", "value": name}]
+    call("model-versions/create", name=model, source=source, run_id=run["info"]["run_id"], tags=tags)
+    call("registered-models/alias", name=model, alias="champion", version="1")
+    return model, name
+
+
+@pytest.mark.slow
+def test_down_stops_all_that_up_started_and_nothing_else(up: Up, bystander: psutil.Popen) -> None:
+    """An active run is recorded as crashed, and the webhook is notified before the server stops."""
+    run, _ = hanging(up, "cut-off", beta=0.9)
+    assert re.search(r"Running +full +cut-off +[1-9]\d* s ", up.dpo("status"))
+    ours = [psutil.Process(pid) for pid in up.pids().values()]
+    ours += [below for process in ours for below in process.children(recursive=True)]
+    assert up.dpo("down").count(": stopped\n") == 4
+    (notification,) = [text for text in up.notifications if text.endswith(run)]
+    assert "is Crashed. `dpo down` stopped the worker that ran it." in notification
+    assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert bystander.is_running()
+    assert [path.name for path in (up.root / ".services").glob("*.json")] == ["passwords.json"]
+    assert not (up.root / "prefect.toml").exists()
+    assert "database is locked" not in (up.root / ".services" / "prefect.log").read_text()
+    assert up.dpo("status").count("not running") == 4
+    assert up.dpo("down").count(": was not running\n") == 4

@@ -1,0 +1,148 @@
+"""Small real workspaces for tests: our params, a tiny model, a few rows of the demo; stages run as commands."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tasks.config.params import Cluster, dotted, overlay, read_recipe, read_yaml
+from tasks.dataset import demo
+
+PROJECT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "prepare.eval_fraction": 0.2,
+    "train.global_batch_size": 8,
+    "train.logging_steps": 1,
+    "train.epochs": 4,
+    "train.adapter.rank": 4,
+    "evaluate.prompts": 4,
+    "evaluate.max_new_tokens": 8,
+}
+NO_JUDGE = {  # for rows in a file: the demo's judge works on `source.data: demo` only
+    "evaluate.judge": "auto",
+    "promote.require": {"rewards/accuracies": 0.9},
+    "promote.max_regression": {"rewards/accuracies": 0.05},
+}
+GROUPS = {
+    "tensorboard": True,
+    "system_metrics": 0.2,
+    "reference.shard_pairs": 16,
+    "actor_train.save_steps": 4,
+    "actor_train.row_tokens": 256,
+}
+
+
+def make_workspace(
+    root: Path, model: Path, rows: int = 120, cluster: dict[str, Any] | None = None, **params: Any
+) -> Path:
+    """The demo's recipe with a few of its rows in a file; `source.data=demo` keeps its judge and its gate."""
+    (root / "infra").mkdir(parents=True)
+    write_data(root / "pairs.jsonl", demo.rows(0)[:rows])
+    judge = {} if params.get("source.data") == "demo" else NO_JUDGE
+    overrides = {"source.data": "pairs.jsonl", "source.model": str(model), **SMALL, **judge, **params}
+    (root / "params.yaml").write_text(yaml.safe_dump(overlay(demo_params(), dotted(overrides))))
+    write_cluster(root, cluster or {})
+    return root
+
+
+def demo_params() -> dict[str, Any]:
+    """params.yaml with the recipe demo."""
+    return overlay(read_yaml(PROJECT / "params.yaml"), read_recipe("demo"))
+
+
+def write_cluster(root: Path, changes: dict[str, Any]) -> None:
+    content = overlay(read_yaml(PROJECT / "infra" / "cluster.yaml"), dotted({**GROUPS, **changes}), Cluster)
+    (root / "infra" / "cluster.yaml").write_text(yaml.safe_dump(content))
+
+
+def write_data(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def start(workspace: Path, stage: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tasks.{stage}"],
+        cwd=workspace,
+        env={**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(workspace: Path, *stages: str) -> str:
+    """Run stages one after the other; each must succeed."""
+    output = ""
+    for stage in stages:
+        process = start(workspace, stage)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{stage}: {said}"
+        output += said
+    return output
+
+
+def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrainWorker") -> list[psutil.Process]:
+    """The worker processes of a group, once all have started."""
+    found: list[psutil.Process] = []
+    while len(found) < count:
+        assert driver.poll() is None, driver.communicate()[0]
+        family = psutil.Process(driver.pid).children(recursive=True)
+        found = [child for child in family if title in _title(child)]
+        time.sleep(0.1)
+    return found
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended while we looked
+        return ""
+
+
+def wait_for_step(process: subprocess.Popen[str], workspace: Path) -> Path:
+    """Wait until a step is logged; the path of rank 0's journal."""
+    while not (found := [p for p in workspace.glob(".scratch/train/*/metrics.jsonl") if '"loss"' in p.read_text()]):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    return found[0]
+
+
+def refusal(workspace: Path, stage: str) -> str:
+    """Run a stage that must fail with one message: exit code 2 and no traceback."""
+    process = start(workspace, stage)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 2, said
+    assert "Traceback" not in said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    return sentence
+
+
+def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name of every event file in a folder, in the order of the files."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events.*")):
+        content = path.read_bytes()
+        while content:  # a TFRecord: length, its checksum, the event, its checksum
+            length = int.from_bytes(content[:8], "little")
+            event, content = Event.FromString(content[12 : 12 + length]), content[16 + length :]
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "timed out"
+        time.sleep(0.1)

@@ -1,0 +1,76 @@
+"""Checkpoints: damage is detected, a replaced attempt writes nothing, and old checkpoints are deleted."""
+
+import json
+
+import pytest
+
+from tests.support.settings import KEY
+from training.trainer import checkpoint
+
+
+def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, best=(), state=None) -> None:
+    """The part of `save` after every rank has written its files."""
+    aside = folder / f".step-{step:08d}.{attempt}"
+    (aside / "state").mkdir(parents=True)
+    (aside / "state" / "rank0.pt").write_bytes(bytes(range(100)) * step)
+    if state:
+        (aside / "state.json").write_text(json.dumps(state))
+    checkpoint._publish(aside, folder, attempt, step, keep, best, KEY)
+
+
+def names(folder) -> list[str]:
+    return [path.name for path in checkpoint.whole_checkpoints(folder, KEY)]
+
+
+def test_the_newest_intact_checkpoint_comes_first_and_old_ones_are_deleted(tmp_path):
+    checkpoint.claim(tmp_path, "mine")
+    for step in (10, 20, 30):
+        make_checkpoint(tmp_path, step)
+    assert names(tmp_path) == ["step-00000030", "step-00000020"]
+    assert not (tmp_path / "step-00000010").exists()
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete", "manifest"])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, how):
+    checkpoint.claim(tmp_path, "mine")
+    make_checkpoint(tmp_path, 10)
+    make_checkpoint(tmp_path, 20)
+    newest = tmp_path / "step-00000020"
+    part = newest / "state" / "rank0.pt"
+    content = part.read_bytes()
+    match how:
+        case "flip":
+            part.write_bytes(content[:5] + bytes([content[5] ^ 1]) + content[6:])
+        case "truncate":
+            part.write_bytes(content[:-1])
+        case "delete":
+            part.unlink()
+        case "manifest":
+            (newest / "manifest.json").write_text('{"files": ')
+    assert names(tmp_path) == ["step-00000010"]
+    assert "step-00000020 is not used" in capsys.readouterr().err
+
+
+def test_an_unfinished_checkpoint_is_ignored_and_deleted_by_the_next(tmp_path):
+    checkpoint.claim(tmp_path, "mine")
+    (tmp_path / ".step-00000010.killed").mkdir()
+    assert names(tmp_path) == []
+    make_checkpoint(tmp_path, 20)
+    assert not (tmp_path / ".step-00000010.killed").exists()
+
+
+def test_a_worker_of_a_replaced_attempt_publishes_nothing(tmp_path):
+    checkpoint.claim(tmp_path, "mine")
+    make_checkpoint(tmp_path, 10)
+    checkpoint.claim(tmp_path, "newer")
+    with pytest.raises(RuntimeError, match="a newer run has taken over"):
+        make_checkpoint(tmp_path, 20)
+    assert names(tmp_path) == ["step-00000010"]
+
+
+def test_the_manifest_has_a_hash_per_file(tmp_path):
+    checkpoint.claim(tmp_path, "mine")
+    make_checkpoint(tmp_path, 10)
+    manifest = json.loads((tmp_path / "step-00000010" / "manifest.json").read_text())
+    assert manifest["step"] == 10
+    assert list(manifest["files"]) == ["state/rank0.pt"]

@@ -1,0 +1,580 @@
+"""Training under DeepSpeed, one and two ranks, ZeRO 1, 2 and 3, against a plain torch loop without packing."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
+
+from tests.support.settings import make_settings
+from training.models.loading import load_model
+from training.models.logps import plain_logps
+from training.objectives import batches
+from training.objectives.global_batch import GlobalBatch, calibrate
+from training.objectives.losses import PairLogps
+from training.objectives.objective import Objective
+from training.objectives.packing import Pair
+from training.trainer import loop
+from training.trainer.engine import count_nonzero, deepspeed_config
+
+pytestmark = pytest.mark.slow
+OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
+MARGIN_SCALE = 0.5
+SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
+LORA = {"rank": 3, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
+DORA, RSLORA = {**LORA, "use_dora": True}, {**LORA, "use_rslora": True}
+RATE, BATCH = 1e-3, 6
+CLIP, PEAK = 0.2, 1e-2  # of the run named options
+EVALUATED = ("loss", "logps/chosen", "logps/rejected", "sft_loss", "rewards/chosen", "rewards/rejected")
+CPU = torch.device("cpu")
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pairs(model) -> list[Pair]:
+    return make_pairs(model)
+
+
+def make_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 47, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, **shape)).save_pretrained(folder)
+    return folder
+
+
+SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    """A model with convolutions, which ignore row boundaries: it needs padded batches."""
+    layers = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
+    return save(tmp_path_factory.mktemp("hybrid"), Lfm2Config(**SHAPE, **HEADS, **layers))
+
+
+@pytest.fixture(scope="module")
+def sinks(tmp_path_factory) -> Path:
+    """A model whose attention packed rows do not support, and whose weights ZeRO-3 can gather."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    return save(tmp_path_factory.mktemp("sinks"), GptOssConfig(**SHAPE, **HEADS, **experts))
+
+
+def save(folder: Path, config: PreTrainedConfig) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_pairs(model: Path) -> list[Pair]:
+    rng, policy = random.Random(3), load_model(model, "float32")
+
+    def tokens() -> list[int]:
+        return [rng.randrange(61) for _ in range(rng.randint(2, 9))]
+
+    made = []
+    for number in range(8 + 22):  # eight held out; 22 in batches of 6: the last is short
+        prompt, chosen, rejected = tokens(), tokens(), tokens()
+        with torch.no_grad():
+            ref_chosen_logps, ref_rejected_logps = (
+                plain_logps(policy, prompt, r, CPU).tolist() for r in (chosen, rejected)
+            )
+        masks = [1] * len(chosen), [1] * len(rejected)
+        reference = {"ref_chosen_logps": ref_chosen_logps, "ref_rejected_logps": ref_rejected_logps}
+        made.append(Pair(str(number), prompt, chosen, rejected, *masks, **reference))
+    return made
+
+
+def plain_run(
+    model: Path,
+    pairs: list[Pair],
+    objective: Objective,
+    adapter: dict | None = None,
+    rates: list[float] | None = None,
+    clip: float = 1.0,
+    betas: list[float] | None = None,
+) -> list[dict[str, float]]:
+    """The metrics of each step: two ordinary passes per pair, one backward pass per step."""
+    policy = load_model(model, "float32")
+    policy = peft_model(policy, adapter) if adapter else policy
+    policy.train()
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.01)
+    steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
+    rates = rates or [batches.learning_rate(step, steps, RATE, 0.1, "cosine") for step in range(steps)]
+    running = torch.zeros(2, dtype=torch.float64)
+    for step, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        chosen = [pairs[number] for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
+        given, weight = batch_pairs(policy, chosen, objective)
+        if betas is not None:
+            with torch.no_grad():
+                made = calibrate(
+                    GlobalBatch(pairs=given, weight=weight, row_positions=[]), objective, running, seed=step
+                )
+            running = made.running
+            betas.append(made.beta.item())
+            given = replace(given, batch_beta=made.beta.float(), filter_weight=made.filter_weight.float())
+        loss, metrics = plain_metrics(given, weight, chosen, objective)
+        loss.backward()
+        metrics["num_zeros_in_grad"] = float(sum((p.grad == 0).sum().item() for p in trainable))
+        metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(trainable, clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({**metrics, "learning_rate": rate, "epoch": (step + 1) * BATCH / len(pairs)})
+    return seen
+
+
+def peft_model(policy: torch.nn.Module, adapter: dict) -> torch.nn.Module:
+    """The policy with an adapter, made by peft alone."""
+    torch.manual_seed(0)
+    lora = LoraConfig(
+        r=adapter["rank"],
+        lora_alpha=adapter["alpha"],
+        target_modules="all-linear",
+        use_rslora=adapter["use_rslora"],
+        use_dora=adapter["use_dora"],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(policy, lora)
+
+
+def batch_pairs(policy: torch.nn.Module, pairs: list[Pair], objective: Objective) -> tuple[PairLogps, torch.Tensor]:
+    """The log-probabilities of the whole batch by plain passes, and its weights."""
+    names = ("chosen_ids", "rejected_ids")
+    chosen, rejected = (
+        torch.stack([plain_logps(policy, pair.prompt_ids, getattr(pair, name), CPU).sum() for pair in pairs])
+        for name in names
+    )
+    refs = [
+        torch.tensor([sum(getattr(pair, name)) for pair in pairs])
+        for name in ("ref_chosen_logps", "ref_rejected_logps")
+    ]
+    counts = [torch.tensor([float(len(getattr(pair, name))) for pair in pairs]) for name in names]
+    label, margin, weight = (torch.tensor([getattr(p, n) for p in pairs]) for n in ("label", "margin", "weight"))
+    given = PairLogps(
+        chosen_logps=chosen,
+        rejected_logps=rejected,
+        ref_chosen_logps=refs[0],
+        ref_rejected_logps=refs[1],
+        chosen_mean_logps=chosen / counts[0],
+        rejected_mean_logps=rejected / counts[1],
+        chosen_tokens=counts[0],
+        rejected_tokens=counts[1],
+        label=label,
+        margin=MARGIN_SCALE * margin if "margin" in objective.options else 0.0,
+    )
+    return given, weight
+
+
+def plain_metrics(
+    given: PairLogps, weight: torch.Tensor, pairs: list[Pair], objective: Objective
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weighted mean loss over the whole batch, and the batch's logged metrics."""
+    loss = (objective.losses(given)["loss"] * weight).sum() / weight.sum()
+    beta = float(objective.options["beta"])
+    metrics = {
+        "loss": loss,
+        "logps/chosen": given.chosen_logps.mean(),
+        "logps/rejected": given.rejected_logps.mean(),
+        "sft_loss": -given.chosen_mean_logps.mean(),
+        "rewards/chosen": beta * (given.chosen_logps - given.ref_chosen_logps).mean(),
+        "rewards/rejected": beta * (given.rejected_logps - given.ref_rejected_logps).mean(),
+        "pairs": len(pairs),
+        "tokens": sum(len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) - common_tokens(p) for p in pairs),
+    }
+    return loss, {name: torch.as_tensor(value).item() for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def evaluated(policy: torch.nn.Module, pairs: list[Pair], objective: Objective) -> dict[str, float]:
+    """The held-out metrics by plain passes."""
+    _, metrics = plain_metrics(*batch_pairs(policy, pairs, objective), pairs, objective)
+    return {name: metrics[name] for name in EVALUATED}
+
+
+def common_tokens(pair: Pair) -> int:
+    """Length of the shared response prefix, which is computed once; each response keeps its last token."""
+    pairs = zip(pair.chosen_ids[:-1], pair.rejected_ids[:-1], strict=False)
+    return len(list(takewhile(lambda both: both[0] == both[1], pairs)))
+
+
+def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes: object) -> dict[str, object]:
+    folder = folder / name
+    folder.mkdir()
+    (folder / "pairs.pickle").write_bytes(pickle.dumps(pairs))
+    return {
+        "name": name,
+        "model": str(model),
+        "model_name": "test",
+        "folder": str(folder),
+        "objective": OBJECTIVE,
+        "learning_rate": RATE,
+        "weight_decay": 0.01,
+        "global_batch_size": BATCH,
+        "row_tokens": 64,
+        "epochs": 2,
+        "logging_steps": 1,
+        "pairs": str(folder / "pairs.pickle"),
+        **changes,
+    }
+
+
+def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool = False) -> dict[str, list[dict]]:
+    (folder / "settings.json").write_text(json.dumps(runs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {
+        "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    common |= {} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    script = str(PROJECT / "tests" / "support" / "train_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(folder / "settings.json"), str(folder / "log.json")],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+    return json.loads((folder / "log.json").read_text())
+
+
+DYNAMIC = ({"sigmoid": 1.0}, {"beta": 0.1, "beta_alpha": 20.0, "beta_filter": 0.34})  # 2 of 6 pairs are dropped
+AOT = ({"aot": 1.0, "aot_unpaired": 0.5}, {"beta": 0.1})
+
+
+@pytest.fixture(scope="module")
+def weighted(pairs) -> list[Pair]:
+    rng = random.Random(9)
+    return [replace(p, label=rng.random(), margin=0.1 * rng.random(), weight=0.5 + rng.random()) for p in pairs]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("one")
+    scored = [replace(pair, margin=8.0 - 3.5) for pair in pairs]
+    wrong = [replace(pair, ref_chosen_logps=[value - 0.5 for value in pair.ref_chosen_logps or []]) for pair in pairs]
+    runs = [
+        settings(folder, model, "zero1-full", pairs, zero_stage=1, save_steps=4),
+        settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA, save_steps=4),
+        settings(folder, model, "narrow-lora", pairs, zero_stage=2, adapter=LORA, row_tokens=8),
+        settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
+        settings(folder, model, "dora", pairs, adapter=DORA),
+        settings(folder, model, "rslora", pairs, adapter=RSLORA),
+        settings(folder, model, "offload-optimizer", pairs, offload="optimizer"),
+        settings(folder, model, "offload-all", pairs, offload="all", zero_stage=3),
+        settings(folder, model, "aot", pairs, objective=AOT),
+        settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
+        settings(folder, model, "dynamic-narrow", weighted, objective=DYNAMIC, row_tokens=8, save_steps=4),
+        settings(folder, model, "dynamic-resumed", weighted, objective=DYNAMIC, row_tokens=8)
+        | {"start": str(folder / "dynamic-narrow" / "step-00000004")},
+        settings(folder, model, "weighted", weighted, objective=SCORED),
+        settings(folder, model, "unread-scores", scored),
+        settings(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
+        settings(folder, model, "selected", pairs, learning_rate=0.3, eval_steps=1, select="eval/loss", patience=2),
+    ]
+    return {**run_ranks(folder, 1, runs), "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("two")
+    impossible = {"margin": float("inf")}
+    nonfinite = [replace(pair, **impossible) if pair.id == "13" else pair for pair in pairs]
+    all_nonfinite = [replace(pair, **impossible) for pair in pairs]
+    runs = [
+        settings(
+            folder, model, f"zero{stage}-{mode}", pairs, zero_stage=stage, adapter=LORA if mode == "lora" else None
+        )
+        for stage in (1, 2, 3)
+        for mode in ("full", "lora")
+    ]
+    options = {"learning_rate": PEAK, "max_grad_norm": CLIP, "warmup_fraction": 0.5, "schedule": "linear"}
+    options["held_out"] = {"a": 3, "b": 5}
+    runs += [
+        settings(folder, model, "aot", pairs, objective=AOT),
+        settings(folder, model, "dynamic", weighted, objective=DYNAMIC),
+        settings(folder, model, "options", weighted, objective=SCORED, **options),
+        settings(folder, model, "alarmed", pairs, learning_rate=0.1, kl_limit=0.05, stop_on_alarm=True),
+        settings(folder, hybrid, "zero2-hybrid", make_pairs(hybrid), zero_stage=2),
+        settings(folder, hybrid, "zero3-hybrid", make_pairs(hybrid), zero_stage=3),
+        settings(folder, sinks, "zero3-sinks", make_pairs(sinks), zero_stage=3),
+        settings(folder, model, "nonfinite", nonfinite, objective=SCORED),
+        settings(folder, model, "all-nonfinite", all_nonfinite, objective=SCORED, max_skipped_steps=3),
+    ]
+    for run in runs:
+        run["save_steps"] = 4
+    logs = run_ranks(folder, 2, runs)
+    assert all(
+        (Path(str(run["folder"])) / "policy").is_dir()
+        for run in runs
+        if run["name"] not in ("all-nonfinite", "zero3-hybrid")
+    )
+    return {**logs, "folder": folder}
+
+
+MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
+    "zero1-to-2-full": ("zero1-full", 2, 1, {"zero_stage": 2}),
+    "zero2-lora": ("zero2-lora", 2, 1, {"zero_stage": 2, "adapter": LORA}),
+    "zero3-lora": ("zero3-lora", 2, 1, {"zero_stage": 3, "adapter": LORA}),
+    "zero3-to-2-full": ("zero3-full", 2, 1, {"zero_stage": 2}),
+    "more-ranks-lora": ("zero2-lora", 1, 2, {"zero_stage": 2, "adapter": LORA}),
+    "more-ranks-zero2-to-3-lora": ("zero2-lora", 1, 2, {"zero_stage": 3, "adapter": LORA}),
+}
+REFUSED = {"zero3-to-2-full": (3, 2), "more-ranks-zero2-to-3-lora": (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, model, pairs, one_rank, two_ranks) -> dict[str, list[dict]]:
+    """Runs with other ranks or another ZeRO stage that resume from step 4."""
+    logs: dict[str, list[dict]] = {}
+    for world in (1, 2):
+        folder = tmp_path_factory.mktemp("resumed")
+        runs = []
+        for name, (saved, ranks, onward, mode) in MOVES.items():
+            if onward == world:
+                runs.append(settings(folder, model, name, pairs, **mode))
+                source = (one_rank if ranks == 1 else two_ranks)["folder"] / saved / "step-00000004"
+                shutil.copytree(source, folder / name / "step-00000004")
+        logs |= run_ranks(folder, world, runs)
+    return logs
+
+
+def assert_same_metrics(log: list[dict], expected: list[dict[str, float]], without: str = "") -> None:
+    course = [line for line in log if "loss" in line]
+    assert len(course) == len(expected)
+    for line, metrics in zip(course, expected, strict=True):
+        for name, value in metrics.items():
+            if name == without:
+                assert name not in line
+                continue
+            close = {"rel": 1e-3} if name == "grad_norm" else {"abs": 2e-5}
+            assert line[name] == pytest.approx(value, **close), (line["step"], name)
+        rate = line["tokens_per_second"] / line["pairs_per_second"]
+        assert rate == pytest.approx(metrics["tokens"] / metrics["pairs"])
+
+
+def loss_and_norm(course: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: step[name] for name in ("loss", "grad_norm", "pairs", "tokens")} for step in course]
+
+
+@pytest.fixture(scope="module")
+def plain(model, hybrid, sinks, pairs, weighted) -> dict[str, list[dict[str, float]]]:
+    given, aot = Objective(*OBJECTIVE), Objective(*AOT)
+    rates = [PEAK * part for part in (0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25)]
+    return {
+        "full": plain_run(model, pairs[8:], given),
+        "lora": plain_run(model, pairs[8:], given, LORA),
+        "dora": plain_run(model, pairs[8:], given, DORA),
+        "rslora": plain_run(model, pairs[8:], given, RSLORA),
+        "hybrid": plain_run(hybrid, make_pairs(hybrid)[8:], given),
+        "sinks": plain_run(sinks, make_pairs(sinks)[8:], given),
+        "aot": plain_run(model, pairs[8:], aot),
+        "weighted": plain_run(model, weighted[8:], Objective(*SCORED)),
+        "options": plain_run(model, weighted[8:], Objective(*SCORED), rates=rates, clip=CLIP),
+    }
+
+
+@pytest.mark.parametrize("name", ["zero1-full", "zero2-lora", "narrow-lora", "checkpointed-lora"])
+def test_one_rank_matches_plain_torch(one_rank, plain, name):
+    assert_same_metrics(one_rank[name], plain[name.split("-")[1]])
+
+
+@pytest.mark.parametrize("name", [f"zero{stage}-{mode}" for stage in (1, 2, 3) for mode in ("full", "lora")])
+def test_two_ranks_match_plain_torch(two_ranks, plain, name):
+    assert_same_metrics(two_ranks[name], plain[name.split("-")[1]])
+
+
+@pytest.mark.parametrize("name", ["zero2-hybrid", "zero3-sinks"])
+def test_padded_batches_match_plain_torch(two_ranks, plain, name):
+    said = " ".join(line.get("said", "") for line in two_ranks[name])
+    assert "takes a slower path: each response is computed after its own prompt" in said
+    assert_same_metrics(two_ranks[name], loss_and_norm(plain[name.split("-")[1]]))
+
+
+def test_recurrent_layers_under_zero_3_are_rejected(two_ranks):
+    (line,) = two_ranks["zero3-hybrid"]
+    assert "the recurrent layers of Lfm2ForCausalLM read weights that ZeRO-3 keeps on other ranks" in line["refused"]
+
+
+@pytest.mark.parametrize("name", ["dora", "rslora"])
+def test_lora_variants_match_peft(one_rank, plain, name):
+    assert_same_metrics(one_rank[name], plain[name])
+
+
+@pytest.mark.parametrize("name", ["offload-optimizer", "offload-all"])
+def test_offloaded_states_match_plain_torch(one_rank, plain, name):
+    """DeepSpeed does not expose offloaded gradients, so their zeros are not counted."""
+    assert_same_metrics(one_rank[name], plain["full"], without="num_zeros_in_grad")
+
+
+def test_sorted_losses_sort_the_global_batch_for_any_rows_and_ranks(one_rank, two_ranks, plain):
+    for log in (one_rank["aot"], one_rank["aot-narrow"], two_ranks["aot"]):
+        assert_same_metrics(log, plain["aot"])
+
+
+def test_labels_margins_and_weights_are_those_of_the_global_batch(one_rank, two_ranks, plain):
+    assert_same_metrics(one_rank["weighted"], plain["weighted"])
+    assert_same_metrics(two_ranks["options"], plain["options"])
+
+
+def test_beta_dpo_uses_the_global_batch_for_any_rows_and_ranks(one_rank, two_ranks, model, weighted):
+    betas: list[float] = []
+    expected = loss_and_norm(plain_run(model, weighted[8:], Objective(*DYNAMIC), betas=betas))
+    assert max(betas) - min(betas) > 0.01
+    for log in (one_rank["dynamic-narrow"], two_ranks["dynamic"]):
+        assert_same_metrics(log, expected)
+        assert [line["beta"] for line in log if "beta" in line] == pytest.approx(betas, rel=1e-4)
+
+
+def test_beta_dpo_resumes_with_its_running_mean(one_rank):
+    whole, resumed = (
+        [(line["step"], line["loss"], line["beta"]) for line in one_rank[name] if "beta" in line]
+        for name in ("dynamic-narrow", "dynamic-resumed")
+    )
+    assert resumed == whole[4:]
+
+
+def test_unused_scores_change_nothing_and_are_reported(one_rank, plain):
+    assert_same_metrics(one_rank["unread-scores"], plain["full"])
+    assert "the pairs have scores, but the loss ignores them" in one_rank["unread-scores"][0]["said"]
+
+
+def test_clipping_warm_up_and_schedule_follow_the_settings(two_ranks, plain):
+    """8 steps, half of them warm-up, then linear; every norm is above the clipping limit."""
+    assert_same_metrics(two_ranks["options"], plain["options"])
+    assert min(step["grad_norm"] for step in plain["options"]) > CLIP
+
+
+def test_every_source_is_evaluated_and_the_mean_is_over_all_pairs(two_ranks, weighted):
+    """Expected values by plain passes of the published policy: losses weighted by pair, the rest by count."""
+    policy = load_model(two_ranks["folder"] / "options" / "policy", "float32")
+    sets = {"eval/a/": weighted[:3], "eval/b/": weighted[3:8], "eval/": weighted[:8]}
+    (line,) = [line for line in two_ranks["options"] if "eval/loss" in line]
+    for prefix, held_out in sets.items():
+        expected = evaluated(policy, held_out, Objective(*SCORED))
+        assert {name: line[f"{prefix}{name}"] for name in EVALUATED} == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MOVES if name not in REFUSED])
+def test_another_number_of_ranks_or_zero_stage_resumes_within_rounding(resumed, plain, name):
+    course = [line for line in resumed[name] if "loss" in line]
+    assert [line["step"] for line in course] == [5, 6, 7, 8]
+    assert_same_metrics(course, plain[name.rsplit("-", 1)[1]][4:])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_checkpoint_that_deepspeed_cannot_convert_is_rejected_on_all_ranks(resumed, name):
+    (line,) = resumed[name]
+    saved, wanted = REFUSED[name]
+    assert (
+        f"was saved under ZeRO-{saved}, and actor_train.zero_stage in infra/cluster.yaml is {wanted}" in line["refused"]
+    )
+
+
+def test_all_ranks_skip_a_nonfinite_step_and_the_run_continues(two_ranks, plain):
+    lines = [line for line in two_ranks["nonfinite"] if "loss" in line]
+    assert lines[-1]["skipped_steps"] == 2  # the pair is in one step of each epoch
+    assert len(lines) == 8 - 2  # a window without an update logs nothing
+    assert all(line["loss"] < 10 for line in lines)
+
+
+def test_too_many_skipped_steps_stop_the_run_and_name_the_pairs(two_ranks):
+    start, line = two_ranks["all-nonfinite"]
+    assert start["said"].startswith("the policy starts as the reference: tokens within ")
+    assert "3 updates in a row up to step 3 were skipped" in line["refused"]
+    assert "pairs: " in line["refused"]
+
+
+@pytest.mark.parametrize("name", ["dora", "rslora"])
+def test_a_saved_lora_variant_equals_the_trained_policy(one_rank, model, pairs, name):
+    """peft reads it as an adapter and merged: both reproduce the last logged metrics."""
+    (line,) = [line for line in one_rank[name] if "eval/loss" in line]
+    policy = PeftModel.from_pretrained(load_model(model, "float32"), one_rank["folder"] / name / "policy")
+    for read in (policy.eval(), policy.merge_and_unload()):
+        expected = evaluated(read, pairs[:8], Objective(*OBJECTIVE))
+        assert {key: line[f"eval/{key}"] for key in EVALUATED} == pytest.approx(expected, abs=2e-5)
+
+
+def test_an_alarm_is_logged_and_reported_and_stops_all_ranks(two_ranks):
+    log = two_ranks["alarmed"]
+    (alarm,) = [line for line in log if "alarms/kl" in line]
+    assert alarm["alarms/kl"] == 1.0
+    assert alarm["kl"] > 0.05
+    assert all(line["kl"] <= 0.05 for line in log if line.get("step", 99) < alarm["step"])
+    said = [line["said"] for line in log if "said" in line][1:]
+    assert said[0].startswith(f"alarm at step {alarm['step']}: kl ")
+    assert said[1:] == [f"stopped at step {alarm['step']}: alarm kl"]
+    assert max(line.get("step", 0) for line in log) == alarm["step"] < 8
+    assert any("eval/loss" in line for line in log)  # the published policy was evaluated
+
+
+def test_training_stops_without_improvement_and_publishes_the_best_weights(one_rank, pairs):
+    """The learning rate is so high that the first evaluations are the best."""
+    seen = {line["step"]: line["eval/loss"] for line in one_rank["selected"] if "eval/loss" in line}
+    best = min(seen, key=lambda step: seen[step])
+    assert max(seen) == best + 2 < 8
+    (said,) = [line["said"] for line in one_rank["selected"] if "stopped" in line.get("said", "")]
+    assert said == f"stopped at step {best + 2}: no better eval/loss in 2 evaluations"
+    policy = load_model(one_rank["folder"] / "selected" / "policy", "float32")
+    loss = evaluated(policy, pairs[:8], Objective(*OBJECTIVE))["loss"]
+    assert loss == pytest.approx(seen[best], abs=2e-5)
+    assert loss != pytest.approx(seen[best + 2], abs=1e-2)  # the last step's weights
+
+
+def test_a_reference_of_another_model_is_rejected_before_the_first_step(one_rank):
+    (line,) = one_rank["wrong-reference"]
+    assert "the stored reference log-probabilities differ by up to 0.5" in line["refused"]
+
+
+def test_zeros_of_a_large_gradient_are_counted_exactly():
+    """Twelve times 2^24 nonzero elements (one in memory), and three zeros."""
+    many, few = torch.ones(1, dtype=torch.bfloat16).expand(12 * 2**24), torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert count_nonzero([many, few]).item() == 12 * 2**24 + 1
+
+
+def test_the_deepspeed_configuration_follows_the_settings():
+    config = deepspeed_config(3, "all", "bfloat16", 1.0)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert config["bf16"]["enabled"]
+    assert "offload_optimizer" not in deepspeed_config(2, "none", "float32", 1.0)["zero_optimization"]
+
+
+@pytest.mark.parametrize(("eval_steps", "interval"), [(None, None), (7, 7), ("epoch", 5), (0.25, 4), (0.01, 1)])
+def test_eval_steps_sets_the_evaluation_interval(eval_steps, interval):
+    """80 pairs in batches of 16 are 5 steps per epoch; a quarter of 15 steps is 3.75."""
+    given = make_settings(model="", folder="", global_batch_size=16, eval_steps=eval_steps)
+    assert loop.eval_interval(given, pairs=80, steps=15) == interval

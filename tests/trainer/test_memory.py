@@ -1,0 +1,106 @@
+"""The memory estimate: parameters as in the model, parts as derived here, totals as measured."""
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
+from tests.support.settings import make_settings
+from training.models import adapters
+from training.objectives.packing import Pair
+from training.trainer import memory
+from training.trainer.settings import Settings
+
+CONFIG = LlamaConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
+    return folder
+
+
+def settings(folder, **changes) -> Settings:
+    return make_settings(model=str(folder), folder=str(folder), **changes)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_parameter_counts_match_the_model(folder, targets):
+    lora = {**LORA, "targets": targets}
+    model = adapters.add_adapter(AutoModelForCausalLM.from_config(CONFIG), **lora, seed=0)
+    sizes = memory.model_sizes(folder, lora)
+    trainable, total = model.get_nb_trainable_parameters()
+    assert (sizes.trainable, sizes.parameters) == (trainable, total - trainable)
+    assert memory.model_sizes(folder, None).trainable == sizes.parameters
+
+
+def test_optimizer_states_take_twelve_bytes_per_parameter_and_are_sharded(folder):
+    count = memory.model_sizes(folder, None).parameters
+    one = memory.estimate(settings(folder, dtype="bfloat16", zero_stage=1), world=1).parts
+    assert (one["weights"], one["gradients"], one["optimizer"]) == (2 * count, 2 * count, 12 * count)
+    four = memory.estimate(settings(folder, dtype="bfloat16", zero_stage=3), world=4).parts
+    assert (four["weights"], four["gradients"], four["optimizer"]) == (count / 2, count / 2, 3 * count)
+    away = memory.estimate(settings(folder, zero_stage=2, offload="optimizer"), world=1).parts
+    assert away["optimizer"] == 0
+
+
+def test_rows_are_packed_as_in_training(folder):
+    """64 pairs of 300 tokens make 3 rows of at most 22; a pair of 7000 tokens, at any step, is a row of its own."""
+    pairs = [Pair(str(n), range(100), range(100), range(1, 101), [], []) for n in range(64)]
+    estimate = memory.estimate(settings(folder, dtype="bfloat16"), 1, pairs)
+    per_token = 3 * (5 * 64 + 2 * 128 + 3 * 160) * 2  # layers x (hidden + attention + intermediate), bfloat16
+    assert estimate.parts["rows"] == 22 * 300 * per_token
+    assert estimate.parts["logits"] == 22 * 200 * 1000 * 2
+    assert estimate.parts["update"] == 0
+    late = [*pairs * (memory.LOOK_AHEAD + 10), Pair("long", range(1000), range(5000), range(1, 1001), [], [])]
+    longer = memory.estimate(settings(folder, dtype="bfloat16"), 1, late)
+    assert (longer.parts["rows"], longer.parts["logits"]) == (7000 * per_token, 6000 * 1000 * 2)
+
+
+def test_the_update_counts_if_it_takes_more_than_the_rows(folder):
+    count = memory.model_sizes(folder, None).parameters
+    pairs = [Pair("a", [1], [1], [1], [], [])]
+    parts = memory.estimate(settings(folder, dtype="bfloat16", zero_stage=1), 1, pairs).parts
+    assert parts["rows"] + parts["logits"] + parts["backward"] + parts["update"] == 4 * count
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "row_tokens", "steps", "variant", "measured"),
+    [
+        ("0.5b", "ultrafeedback", 16384, 6, "full", 26.6),
+        ("0.5b", "hh", 16384, 6, "full", 20.8),
+        ("1.5b", "ultrafeedback", 12288, 6, "full", 50.2),
+        ("1.5b", "hh", 12288, 6, "full", 47.9),
+        ("1.5b", "hh", 8192, 8, "full", 40.6),
+        ("1.5b", "ultrafeedback", 16384, 6, "lora", 38.8),
+        ("7b", "ultrafeedback", 8192, 3, "lora", 51.0),
+        ("1.5b", "ultrafeedback", 16384, 4, "lora-checkpointed", 8.62),
+        ("1.5b", "long", 36000, 2, "lora-checkpointed", 11.5),
+    ],
+)
+def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, row_tokens, steps, variant, measured):
+    """GiB at the peak in `tests.benchmarks.gpu` (docs/performance.md); without the 1 GiB allowance for overhead."""
+    qwen_config(shape).save_pretrained(tmp_path)
+    adapter = None if variant == "full" else {**LORA, "rank": 16, "alpha": 32.0}
+    batch = 2 if lengths == "long" else 64
+    changes = {"global_batch_size": batch, "activation_checkpointing": variant.endswith("checkpointed")}
+    given = settings(tmp_path, dtype="bfloat16", zero_stage=1, row_tokens=row_tokens, adapter=adapter, **changes)
+    estimate = memory.estimate(given, 1, make_pairs(lengths, batch * steps, SHAPES[shape][-1]))
+    assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
+
+
+def test_the_message_names_the_parts_and_the_setting_to_change(folder):
+    said = memory.out_of_memory(settings(folder), world=1)
+    assert "rows of 8192 tokens" in said
+    assert "lower actor_train in infra/cluster.yaml row_tokens (now 8192)" in said
+    assert "activation_checkpointing" in memory.advice(settings(folder, row_tokens=2048))
+    assert "zero_stage to 3" in memory.advice(settings(folder, row_tokens=2048, activation_checkpointing=True))

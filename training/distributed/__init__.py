@@ -1,0 +1,1 @@
+"""Process groups, and models that the ranks of a group share."""

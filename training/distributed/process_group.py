@@ -1,0 +1,57 @@
+"""Join a torch.distributed process group through DeepSpeed, on GPUs (NCCL) or CPUs (gloo)."""
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+
+def start_distributed(deterministic: bool) -> tuple[int, int]:
+    """Join the process group that the launcher (Ray Train, torchrun) described, or start a group of one rank."""
+    on_gpu = torch.cuda.is_available()
+    _set_deterministic(deterministic)
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The stages set this in the environment. Other launchers may have initialised CUDA already, so set it directly.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if "RANK" not in os.environ and not dist.is_initialized():
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    import deepspeed
+
+    if not on_gpu:  # otherwise DeepSpeed compiles a shared-memory kernel for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed requires float16 instructions of a CPU; torch computes float16 on any CPU, only slower.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def join_process_group(init_method: str, rank: int, world: int) -> None:
+    """Form a process group at `init_method` (file:// or tcp://), for workers without a launcher."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))  # Ray shows each worker only its own GPU
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=init_method, rank=rank, world_size=world)
+    start_distributed(deterministic=False)
+
+
+def max_over_ranks(count: int) -> int:
+    """The largest count of all ranks. A collective."""
+    largest = torch.tensor(count, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _set_deterministic(deterministic: bool) -> None:
+    """Allow only kernels with a fixed order of summation; an operation without one raises."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at the first matrix product
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

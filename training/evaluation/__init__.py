@@ -1,0 +1,1 @@
+"""Score pairs and sample answers with a trained policy."""

@@ -1,0 +1,82 @@
+"""The training metrics on held-out pairs, for the evaluations during training and for the evaluate stage."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.objectives import batches, global_batch
+from training.objectives.metrics import MetricWindow, row_loss
+from training.objectives.objective import Objective
+from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.pair_columns import columns_of
+
+HeldOut = Mapping[str, Sequence[Pair]]  # held-out pairs by their source
+
+
+def evaluate_sets(
+    policy: nn.Module,
+    objective: Objective,
+    held_out: HeldOut,
+    row_tokens: int,
+    device: torch.device,
+    reward_mean: Tensor | float,
+) -> dict[str, float]:
+    """`eval/METRIC` over all held-out pairs, and `eval/SOURCE/METRIC` if there are several sources. A collective."""
+    by_source = {
+        source: evaluate_pairs(policy, objective, pairs, row_tokens, device, reward_mean=reward_mean)
+        for source, pairs in held_out.items()
+    }
+    values = {f"eval/{name}": value for name, value in _mean_of_sets(by_source, held_out).items()}
+    if len(by_source) > 1:
+        for source, means in by_source.items():
+            values |= {f"eval/{source}/{name}": v for name, v in means.items() if name not in ("pairs", "tokens")}
+    return values
+
+
+def _mean_of_sets(by_source: Mapping[str, Mapping[str, float]], held_out: HeldOut) -> dict[str, float]:
+    """Means over the pairs of all sets, as if they were one: losses by the pairs' weights, the rest by their number."""
+    weights = {source: sum(columns_of(pairs).weight.tolist()) for source, pairs in held_out.items()}
+    counts = {source: len(pairs) for source, pairs in held_out.items()}
+    means: dict[str, float] = {}
+    for name in next(iter(by_source.values())):
+        shares = weights if name.startswith("loss") else counts
+        if name not in ("pairs", "tokens"):
+            total = sum(by_source[source][name] * share for source, share in shares.items())
+            means[name] = total / sum(shares.values())
+    return means
+
+
+@torch.no_grad()
+def evaluate_pairs(
+    policy: nn.Module,
+    objective: Objective,
+    pairs: Sequence[Pair],
+    row_tokens: int,
+    device: torch.device,
+    *,
+    reward_mean: Tensor | float = 0.0,
+    on_row: Callable[[PackedRow, dict[str, Tensor]], None] | None = None,
+) -> dict[str, float]:
+    """Means over all pairs, as one global batch; `on_row` gets the values of each row's pairs. A collective."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    groups = list(batches.rank_rows_of_all(columns_of(pairs).lengths, row_tokens, rank, world))
+    training = policy.training
+    policy.eval()
+
+    def rows() -> Iterator[PackedRow]:
+        for indices, is_filler in chain.from_iterable(groups):
+            yield build_row(pairs, indices, is_filler).to(device)
+
+    contexts, _ = global_batch.row_contexts(policy, objective, rows(), range(len(pairs)), device)
+    window = MetricWindow(device)
+    for number, row in enumerate(rows()):
+        _, values, _ = row_loss(policy, objective, row, reward_mean=reward_mean, **contexts.get(number, {}))
+        window.add(values, row.weight, len(row.input_ids), row.is_filler)
+        if on_row and not row.is_filler:
+            on_row(row, values)
+    window.end_step()
+    policy.train(training)
+    return window.means()

@@ -1,0 +1,1 @@
+"""Merge a policy into its base model and write it for other tools."""

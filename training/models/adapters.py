@@ -1,0 +1,213 @@
+"""LoRA adapters with peft: add, save, load and merge them, and compare the logits before and after."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+)
+from peft.tuners.lora import LoraLayer
+from peft.utils.save_and_load import load_peft_weights
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from training.models import weights
+
+SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
+GENERATION = "generation_config.json"
+
+
+class NotMergeableByTensor(ValueError):
+    """The adapter cannot be merged one tensor of the base model at a time."""
+
+
+def add_adapter(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str],
+    use_rslora: bool,
+    use_dora: bool,
+    seed: int,
+    dropout: float = 0.0,
+) -> PeftModel:
+    """Add a new adapter. B is zero, so the policy starts as the reference; the seed gives all ranks the same A.
+
+    Dropout acts on the input of A alone and therefore not at the start. Evaluation and merging do without it.
+    """
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft accepts a float
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=use_rslora,
+        use_dora=use_dora,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
+    # In the base model's precision: DeepSpeed keeps float32 master weights under every ZeRO stage.
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+def merged_tensors(base: Path, adapter: Path | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the model with the adapter merged, one at a time, under the names in the base model's files.
+
+    In `dtype`, or each in its own precision. peft merges the layers of a model on the meta device; each layer gets its
+    weight only while it is merged.
+    """
+    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    float32_modules = _float32_modules(model, dtype)
+    layers = _mergers(model, base, adapter) if adapter else {}
+    for name, tensor in weights.read(base):
+        if dtype and tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if float32_modules.intersection(name.split(".")) else dtype)
+        yield name, layers[name](tensor) if name in layers else tensor
+
+
+def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
+    """Names of modules that transformers keeps in float32 when it loads the others in 16 bits."""
+    names = set(model._keep_in_fp32_modules_strict or ())
+    return names | set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else names
+
+
+def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:
+    """For each weight that the adapter changes, by its name in the base model's files: a function that merges it."""
+    config = PeftConfig.from_pretrained(str(adapter))
+    if not _is_plain_lora(config):
+        raise NotMergeableByTensor(f"{adapter} is not plain LoRA on the weights of layers")
+    with torch.device("meta"):
+        inject_adapter_in_model(config, model)
+    state, files = load_peft_weights(str(adapter), device="cpu"), weights.locate(base)
+    layers: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            prefix = f"base_model.model.{name}."
+            own = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
+            layers[_tensor_name(f"{name}.weight", files)] = partial(_merged, layer, own, prefix)
+    if state:
+        raise ValueError(f"the model has no layer for the adapter's tensor {min(state)}")
+    return layers
+
+
+def _is_plain_lora(config: PeftConfig) -> bool:
+    extras = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
+    return (
+        isinstance(config, LoraConfig) and config.bias == "none" and not any(getattr(config, n, None) for n in extras)
+    )
+
+
+def _tensor_name(name: str, tensors: Mapping[str, object]) -> str:
+    """A module's weight in the files, which may have one prefix more or less."""
+    matches = [key for key in tensors if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
+    if len(matches) != 1:
+        raise NotMergeableByTensor(f"the base model's files have {len(matches)} tensors for {name}, not one")
+    return matches[0]
+
+
+def _merged(layer: Any, state: dict[str, Tensor], prefix: str, weight: Tensor) -> Tensor:
+    """Merge in float32 and round once. Before and after, the layer's parameters are on the meta device."""
+    parts = {"base_layer.weight": weight.float()}
+    for name, _ in layer.named_parameters():
+        if not name.startswith("base_layer."):
+            key = name.replace(".default", "")
+            value = state.get(key, state.get(key.removesuffix(".weight")))
+            if value is None:
+                raise ValueError(f"the adapter has no tensor {prefix}{key}")
+            parts[name] = value.float()
+    empty = {name: layer.get_parameter(name) for name in parts}
+    _assign(layer, {name: nn.Parameter(value, requires_grad=False) for name, value in parts.items()})
+    layer.merge(safe_merge=True)
+    merged: Tensor = layer.base_layer.weight.data.to(weight.dtype)
+    layer.merged_adapters.clear()
+    _assign(layer, empty)
+    return merged
+
+
+def _assign(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(owner), last, parameter)
+
+
+def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dtype | None, shard_size: str) -> None:
+    """Write the merged weights tensor by tensor; in memory for an adapter that needs the whole model."""
+    try:
+        weights.write(merged_tensors(base, adapter, dtype), target, shard_size)
+    except NotMergeableByTensor:
+        assert adapter
+        options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
+        whole = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
+        merged = load_adapter(whole, adapter).merge_and_unload(safe_merge=True)
+        merged.save_pretrained(target, max_shard_size=shard_size)
+
+
+def write_config(base: Path, dtype: str | None, target: Path) -> None:
+    """Write the base model's config and generation config with another precision."""
+    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).__name__]
+    config.dtype = dtype or config.dtype
+    config.save_pretrained(target)
+    if (base / GENERATION).exists():
+        shutil.copyfile(base / GENERATION, target / GENERATION)
+
+
+def merge_folders(model: Path, adapter: Path, target: Path) -> None:
+    """Write the merged model with its tokenizer, in the precision of the base model."""
+    target.mkdir(parents=True, exist_ok=True)
+    write_merged(model, adapter, target, None, SHARD_SIZE)
+    write_config(model, None, target)
+    AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
+
+
+@torch.no_grad()
+def prompt_logits(model: nn.Module, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Next-token logits at each position of each prompt, in float32, from one unpadded pass per prompt."""
+    device = next(model.parameters()).device
+    return [model(input_ids=torch.tensor([list(ids)], device=device)).logits[0].float().cpu() for ids in prompts]
+
+
+def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))
+
+
+def next_token_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> dict[str, float]:
+    """Mean KL of the next-token distributions, and the share of positions with the same most likely token."""
+    both = list(zip(ours, theirs, strict=True))
+    kl = [_kl(a, b) for a, b in both]
+    same = [(a.argmax(-1) == b.argmax(-1)).float() for a, b in both]
+    return {"kl": torch.cat(kl).mean().item(), "same_next_token": torch.cat(same).mean().item()}
+
+
+def _kl(ours: Tensor, theirs: Tensor) -> Tensor:
+    first, second = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    return (first.exp() * (first - second)).sum(-1)  # (tokens,)
+
+
+def save_adapter(model: PeftModel, state: dict[str, Tensor], folder: Path, base_name: str) -> None:
+    """Write peft's files with the same bytes on every machine: sorted keys and no local path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.peft_config["default"].to_dict()
+    config.update(base_model_name_or_path=base_name, inference_mode=True)
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
+    tensors = get_peft_model_state_dict(model, state_dict=state)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600, which other users cannot read

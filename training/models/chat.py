@@ -1,0 +1,52 @@
+"""Parts of a chat template, found by rendering a conversation of marker texts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from training.limits import bounded
+
+RENDER_SECONDS, RENDER_BYTES = 60.0, 1 << 30  # for one conversation, which normally takes a fraction of a second
+SYSTEM, USER = "0system0text0", "0user0text0"
+
+
+@dataclass(frozen=True)
+class ChatPieces:
+    """A prompt is start + user text + after; with a system text, before_system + it + after_system replace start."""
+
+    start: str
+    after: str
+    before_system: str | None
+    after_system: str | None
+    ends: list[str]
+
+
+def chat_pieces(tokenizer: Any) -> ChatPieces | None:
+    """None if there is no template, or if it changes the texts."""
+    if not tokenizer.chat_template:
+        return None
+    prompt = _render(tokenizer, [{"role": "user", "content": USER}])
+    if prompt.count(USER) != 1:
+        return None
+    start, after = prompt.split(USER)
+    before_system = after_system = None
+    try:
+        with_system = _render(tokenizer, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}])
+        if with_system.count(SYSTEM) == with_system.count(USER) == 1 and with_system.endswith(USER + after):
+            before_system, rest = with_system.split(SYSTEM)
+            after_system = rest.split(USER)[0]
+    except Exception:  # a template may reject a system message with any exception
+        pass
+    return ChatPieces(start, after, before_system, after_system, [tokenizer.eos_token])
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    return render(tokenizer, messages, add_generation_prompt=True)
+
+
+def render(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+    """ValueError if a template exceeds the limits: Jinja's sandbox limits neither loops nor memory."""
+    try:
+        with bounded(RENDER_SECONDS, RENDER_BYTES):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TimeoutError, MemoryError) as error:
+        raise ValueError(f"the model's chat template needs too much time or memory ({error})") from None

@@ -1,0 +1,90 @@
+"""Load a causal language model and its tokenizer, without dropout."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from training.models.dtypes import DTYPES
+from training.models.remote_code import reject_hub_kernels
+
+logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
+
+
+def load_model(
+    folder: Path, dtype: str, device: torch.device | None = None, quantization: str | None = None
+) -> PreTrainedModel:
+    """Reads safetensors only, runs no code from the folder, disables dropout. `nf4`: 4-bit weights (slow on a CPU)."""
+    reject_hub_kernels(folder)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
+    if quantization:
+        options |= {"quantization_config": _nf4_config(dtype), "device_map": {"": device or "cpu"}}
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+    disable_dropout(model)
+    return model.to(device) if device and not quantization else model  # type: ignore[arg-type]
+
+
+def _nf4_config(dtype: str) -> BitsAndBytesConfig:
+    if find_spec("bitsandbytes") is None:
+        raise ValueError("quantization: nf4 needs `pip install bitsandbytes`: install it, or set it to null")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[dtype],
+    )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities to 0: a policy in training mode must be the same function as its reference.
+
+    Architectures keep the probabilities in modules, in attributes for functional calls, and in configurations.
+    training/models/parity.py checks at start-up that none is left.
+    """
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        _zero_dropout(module)
+    for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
+        _zero_dropout(config)
+
+
+def dropout_attributes(owner: Any) -> list[str]:
+    """Names of attributes with a probability of dropout (dropout, pdrop, layerdrop) or jitter."""
+    numbers = [name for name, value in vars(owner).items() if type(value) in (int, float) and value]
+    return [name for name in numbers if re.search("drop|jitter", name)]
+
+
+def _zero_dropout(owner: Any) -> None:
+    for name in dropout_attributes(owner):
+        setattr(owner, name, 0.0)
+
+
+def compile_layers(causal: PreTrainedModel) -> None:
+    """Compile the decoder layers; all layers and all row lengths share one graph."""
+    for module in causal.modules():
+        if type(module).__name__ in (causal._no_split_modules or ()):
+            module.compile(dynamic=True)
+
+
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,172 @@
+"""Log-probabilities of response tokens: of packed rows in one pass, or of one response at a time."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.models.attention import attention_inputs, supports_flash
+from training.models.head import LogitTransform, Values, head_logps, target_values
+from training.objectives.batches import rank_rows_of_all
+from training.objectives.packing import Ints, PackedRow, Pair, build_row
+from training.objectives.pair_columns import columns_of
+
+# Largest mean difference per token between two ways to compute the same log-probabilities.
+LOGP_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
+Scores = tuple[list[float], list[float]]  # log-probabilities of a pair's chosen and rejected tokens
+
+
+@dataclass(frozen=True)
+class TokenLogps:
+    logps: Tensor  # (response tokens,) float32, with gradient
+    entropy: Tensor  # (response tokens,) of the predicted distribution, without gradient
+    collision: Tensor  # (response tokens,) log sum_v p_v^2 of the predicted distribution, without gradient
+    balance_loss: Tensor | None = None  # () of the row's tokens, in passes with gradients
+
+
+class Scorer(nn.Module):
+    """A causal language model that scores packed rows, including its head, so that ZeRO-3 gathers the head's weights.
+
+    `path` selects the computation. `training.models.parity` picks the first that gives the model's own values:
+    - `fused`: packed rows and the fused head;
+    - `packed`: packed rows and the model's own head;
+    - `padded`: each response after its own prompt, in right-padded batches, and the fused head. For models with layers
+      that ignore the boundaries in a row;
+    - `plain`: one response at a time and the model's own head.
+    """
+
+    def __init__(self, model: nn.Module, path: str = "fused") -> None:
+        super().__init__()
+        self.model, self.path = model, path
+        self.head_is_sharded = False  # by ZeRO-3
+        self.load_balance: Any = None  # a training.models.routers.LoadBalancingLoss, or None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.path in ("fused", "packed")
+
+    @property
+    def causal(self) -> Any:
+        """The transformers model, without the adapter around it."""
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def forward(self, row: PackedRow) -> tuple[Tensor, ...]:
+        if self.is_packed:
+            values = self._fused(row) if self.path == "fused" else self._packed(row)
+            logps, entropy, collision = (value[row.target_index] for value in values)
+        else:
+            logps, entropy, collision = self._by_sequence(row)
+        if self.load_balance is None or not torch.is_grad_enabled():
+            return logps, entropy, collision
+        return logps, entropy, collision, self.load_balance.loss()
+
+    def _fused(self, row: PackedRow) -> Values:
+        hidden = self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict_positions]
+        return self._head(hidden, row.target_ids)
+
+    def _packed(self, row: PackedRow) -> Values:
+        logits = self.model(**self._inputs(row), logits_to_keep=row.predict_positions).logits[0]
+        return target_values(logits, row.target_ids)
+
+    def _by_sequence(self, row: PackedRow) -> Values:
+        """Each response as a sequence of its own. Padding follows a sequence, so no causal layer sees it."""
+        sequences = [row.input_ids[keys] for keys in row.key_index.tensor_split(row.cu_seqlens_k[1:-1].tolist())]
+        response_lengths = row.response_index.bincount().tolist()
+        batch_tokens = 0 if self.path == "plain" else len(row.input_ids)
+        if self.head_is_sharded and self.path == "padded":
+            batch_tokens = row.max_length * len(sequences)  # one pass per row: under ZeRO-3 each is a collective
+        parts: dict[int, tuple[Tensor, ...]] = {}
+        for batch in length_batches(list(map(len, sequences)), batch_tokens):
+            values = self._batch_values([sequences[n] for n in batch], [response_lengths[n] for n in batch])
+            parts |= dict(zip(batch, values, strict=True))
+        columns = zip(*(parts[n] for n in sorted(parts)), strict=True)
+        logps, entropy, collision = (torch.cat(column) for column in columns)
+        return logps, entropy, collision
+
+    def _batch_values(self, sequences: list[Tensor], response_lengths: list[int]) -> list[tuple[Tensor, ...]]:
+        """Log-probability, entropy and collision of each sequence's response tokens."""
+        ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        lengths = list(map(len, sequences))
+        if self.load_balance:
+            self.load_balance.is_token = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+        if self.path == "padded":
+            both = list(zip(lengths, response_lengths, strict=True))
+            columns = torch.cat([torch.arange(length - response - 1, length - 1) for length, response in both])
+            rows = torch.arange(len(sequences)).repeat_interleave(torch.tensor(response_lengths))
+            hidden = self.causal.base_model(input_ids=ids, use_cache=False).last_hidden_state[rows, columns]
+            values = self._head(hidden, ids[rows, columns + 1])
+        else:
+            values = _plain(self.model, ids, response_lengths[0])  # one sequence at a time
+        return list(zip(*(value.split(response_lengths) for value in values), strict=True))
+
+    def _head(self, hidden: Tensor, targets: Tensor) -> Values:
+        head, transform = self.causal.get_output_embeddings(), LogitTransform.from_config(self.causal.config)
+        return head_logps(head, hidden, targets, transform, fused=not self.head_is_sharded)
+
+    def _inputs(self, row: PackedRow) -> dict[str, Any]:
+        config = self.causal.config.get_text_config()
+        flash = supports_flash(row.input_ids.device, self.causal.dtype, getattr(config, "attn_logit_softcapping", None))
+        inputs = {"input_ids": row.input_ids[None], "position_ids": row.position_ids[None], "use_cache": False}
+        return {**inputs, **attention_inputs(row, flash)}
+
+
+def row_logps(scorer: nn.Module, row: PackedRow) -> TokenLogps:
+    """`scorer` is a Scorer or the DeepSpeed engine around one."""
+    return TokenLogps(*scorer(row))
+
+
+def plain_logps(model: nn.Module, prompt: Ints, response: Ints, device: torch.device) -> Tensor:
+    """From one unpacked forward pass: the expected values of packed rows."""
+    ids = torch.tensor([[*prompt, *response]], device=device)
+    return _plain(model, ids, len(response))[0]
+
+
+def _plain(model: nn.Module, ids: Tensor, response_length: int) -> Values:
+    # The logits of a long prompt alone take more memory than training: 10 GiB for 36,000 tokens.
+    keeps = "logits_to_keep" in inspect.signature(Scorer(model).causal.forward).parameters
+    keep = {"logits_to_keep": response_length + 1} if keeps else {}
+    logits = model(input_ids=ids, use_cache=False, **keep).logits[0, -response_length - 1 : -1]
+    return target_values(logits, ids[0, -response_length:])
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Batches of sequences, longest first. A padded batch has at most `batch_tokens` tokens or one sequence."""
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def score_pairs(scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device) -> list[Scores]:
+    """Log-probabilities of each pair's chosen and rejected tokens, in the order of the pairs."""
+    scores = score_rank_share(scorer, pairs, row_tokens, device, rank=0, world=1)
+    return [scores[index] for index in range(len(pairs))]
+
+
+@torch.no_grad()
+def score_rank_share(
+    scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device, *, rank: int, world: int
+) -> dict[int, Scores]:
+    """Scores of this rank's share of the pairs, by pair index. All ranks make equally many passes (collectives)."""
+    scores: dict[int, Scores] = {}
+    for group in rank_rows_of_all(columns_of(pairs).lengths, row_tokens, rank, world):
+        rows = [build_row(pairs, indices, is_filler) for indices, is_filler in group]
+        computed = [row_logps(scorer, row.to(device)).logps for row in rows]
+        for row, logps in zip(rows, computed, strict=True):
+            if not row.is_filler:
+                _split_by_response(row, pairs, logps.tolist(), scores)
+    return scores
+
+
+def _split_by_response(row: PackedRow, pairs: Sequence[Pair], logps: list[float], scores: dict[int, Scores]) -> None:
+    for index in row.pair_indices:
+        chosen, rejected = len(pairs[index].chosen_ids), len(pairs[index].rejected_ids)
+        scores[index] = (logps[:chosen], logps[chosen : chosen + rejected])
+        logps = logps[chosen + rejected :]

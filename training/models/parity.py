@@ -1,0 +1,161 @@
+"""Select the fastest scoring path whose log-probabilities match the model's plain forward passes."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from training.models.attention import PACKED_ATTENTION
+from training.models.logps import LOGP_TOLERANCE, Scorer, plain_logps, row_logps
+from training.objectives.packing import CHOSEN, REJECTED, Pair, build_row
+from training.objectives.pair_columns import longest, shortest
+
+PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
+_FALLBACKS = {
+    "fused": "",
+    "packed": "the model's own vocabulary head is used, which keeps each row's logits",
+    "padded": "each response is computed after its own prompt in padded batches",
+    "plain": "each response is computed alone, with the model's own vocabulary head",
+}
+
+
+def _to_stderr(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
+
+
+def make_scorer(
+    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
+) -> Scorer:
+    """A scorer of the model, or the scorer itself, on its fastest correct path; a fallback is passed to `notify`."""
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    if note := select_scoring_path(scorer, pairs, device):
+        notify(note)
+    return scorer
+
+
+@contextmanager
+def scoring(
+    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
+) -> Iterator[Scorer]:
+    """A scorer for the duration of the block, which restores the model's attention, so that it can generate."""
+    causal = (model if isinstance(model, Scorer) else Scorer(model)).causal
+    own, training = causal.config._attn_implementation, model.training
+    try:
+        yield make_scorer(model.eval(), pairs, device, notify)
+    finally:
+        causal.set_attn_implementation(own)
+        model.train(training)
+
+
+def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> str | None:
+    """Set the fastest path that reproduces the model's plain log-probabilities; a note if that is a slower one.
+
+    On a packed path, a response must depend neither on its neighbours in the row nor on its position there. Recurrent
+    and linear-attention layers carry state across the boundaries of a row, so they must never train on packed rows.
+    The passes are collectives under ZeRO-3.
+    """
+    model, causal = scorer.model, scorer.causal
+    sample = [shortest(pairs), longest(pairs)]  # the longest may exceed an attention window
+    own, training = causal.config._attn_implementation, model.training
+    model.eval()
+    expected = _plain_logps(model, sample, device)
+    reasons = []
+    for scorer.path in ("fused", "packed", "padded"):
+        causal.set_attn_implementation(own if scorer.path == "padded" else PACKED_ATTENTION)
+        failure = _failure(scorer, sample, expected, pairs[len(pairs) // 2], device)
+        if failure is None:
+            break
+        reasons.append(failure)
+    else:
+        scorer.path = "plain"
+        causal.set_attn_implementation(own)
+    model.train(training)
+    fallback = _FALLBACKS[scorer.path]
+    if not fallback:
+        return None
+    return f"{type(causal).__name__} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
+
+
+def _failure(
+    scorer: Scorer, sample: Sequence[Pair], expected: Tensor, middle: Pair, device: torch.device
+) -> str | None:
+    """Why the scorer's path differs from plain passes; None if it does not."""
+    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[1])], LOGP_TOLERANCE[scorer.causal.dtype]
+    try:
+        if scorer.is_packed and depends_on_neighbours(scorer, probes, device):
+            return "a response depends on its neighbours in the row"
+        if scorer.is_packed and not position_difference(scorer, probes, device) <= rounding:  # NaN must fail
+            return "a response depends on its position in the row"
+        with torch.no_grad():
+            values = row_logps(scorer, build_row(sample, range(len(sample))).to(device)).logps
+        # Only the mean: where rounding makes a router choose another expert, single tokens change a lot.
+        if not (values - expected).abs().mean().item() <= rounding:
+            return f"log-probabilities differ by up to {(values - expected).abs().max().item():.2g} from plain passes"
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    return None
+
+
+def shorten(pair: Pair) -> Pair:
+    """A pair with only the tokens around the position where the two responses diverge."""
+    part = slice(start := max(0, pair.shared_prefix - PROBE // 2), start + PROBE)
+    names = ("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
+    parts = {name: getattr(pair, name)[part] for name in names}
+    return replace(pair, prompt_ids=pair.prompt_ids[-PROBE:], ref_chosen_logps=None, ref_rejected_logps=None, **parts)
+
+
+def depends_on_neighbours(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> bool:
+    """Whether a response of the middle one of three pairs depends on tokens that it must not see.
+
+    If it does not, the gradient of its log-probabilities with respect to the embeddings of those tokens is exactly 0,
+    in any precision and on any device. A comparison of values could not tell a leak from rounding.
+    """
+    row = build_row(pairs, range(len(pairs))).to(device)
+    for response, hidden_part in ((2, REJECTED), (3, CHOSEN)):
+        embedded: list[Tensor] = []
+
+        def keep(_: nn.Module, __: object, output: Tensor, embedded: list[Tensor] = embedded) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1]
+
+        hook = scorer.causal.get_input_embeddings().register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                logps = row_logps(scorer, row).logps
+                (gradient,) = torch.autograd.grad(logps[row.response_index == response].sum(), embedded[0])
+        finally:
+            hook.remove()
+        if (gradient[0, (row.token_pair != 1) | (row.token_part == hidden_part)] != 0).any():
+            return True
+    return False
+
+
+@torch.no_grad()
+def position_difference(scorer: Scorer, pairs: Sequence[Pair], device: torch.device) -> float:
+    """Mean change of a pair's log-probabilities at another position of the row, with its responses swapped."""
+    first, middle, last = pairs
+    swapped = replace(
+        middle,
+        chosen_ids=middle.rejected_ids,
+        rejected_ids=middle.chosen_ids,
+        chosen_mask=middle.rejected_mask,
+        rejected_mask=middle.chosen_mask,
+    )
+    rows = [build_row(order, range(3)).to(device) for order in ([first, middle, last], [swapped, last, first])]
+    before, after = (row_logps(scorer, row).logps for row in rows)
+    (chosen, rejected), (rejected_moved, chosen_moved) = (
+        [values[row.response_index == number] for number in numbers]
+        for row, values, numbers in zip(rows, (before, after), ((2, 3), (0, 1)), strict=True)
+    )
+    return (torch.cat([chosen, rejected]) - torch.cat([chosen_moved, rejected_moved])).abs().mean().item()
+
+
+@torch.no_grad()
+def _plain_logps(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    responses = [(pair.prompt_ids, response) for pair in pairs for response in (pair.chosen_ids, pair.rejected_ids)]
+    return torch.cat([plain_logps(model, prompt, response, device) for prompt, response in responses])

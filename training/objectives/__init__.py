@@ -1,0 +1,1 @@
+"""Preference losses and their options, packed rows, and metrics: pure functions of tensors."""

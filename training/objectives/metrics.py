@@ -1,0 +1,152 @@
+"""Metrics of training and evaluation. Each mean is over pairs, of all rows and all ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.models.logps import TokenLogps, row_logps
+from training.objectives.losses import PairLogps
+from training.objectives.objective import Objective
+from training.objectives.packing import PackedRow
+
+
+def row_loss(
+    policy: nn.Module, objective: Objective, row: PackedRow, **batch_values: Any
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+    """Loss and metrics of each pair in a row, and the row's load-balancing loss if there is one.
+
+    `batch_values` are keyword arguments of `pair_logps`.
+    """
+    tokens = row_logps(policy, row)
+    pairs = pair_logps(row, tokens, objective, **batch_values)
+    parts = objective.losses(pairs)
+    return parts["loss"], row_metrics(row, tokens, pairs, parts, objective), tokens.balance_loss
+
+
+def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch_values: Any) -> PairLogps:
+    """The losses' view of a row. `batch_values` are the fields of PairLogps that depend on other pairs."""
+    loss_mask, ref_logps = row.loss_mask.to(tokens.logps.dtype), row.ref_logps.to(tokens.logps.dtype)
+    chosen_tokens, rejected_tokens = row.sums(loss_mask)
+    weights = loss_mask if objective.ld_alpha == 1.0 else _ld_weights(row, loss_mask, objective.ld_alpha)
+    chosen_logps, rejected_logps = row.sums(tokens.logps * weights)
+    ref_chosen_logps, ref_rejected_logps = row.sums(ref_logps * weights)
+    chosen_sum, rejected_sum = row.sums(tokens.logps * loss_mask)
+    scale = objective.margin_scale
+    return PairLogps(
+        chosen_logps=chosen_logps,
+        rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps,
+        chosen_mean_logps=chosen_sum / chosen_tokens,
+        rejected_mean_logps=rejected_sum / rejected_tokens,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+        label=row.label.to(loss_mask.dtype) if row.has_soft_labels else 1.0,
+        margin=0.0 if scale is None else scale * row.margin.to(loss_mask.dtype),
+        wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
+        **batch_values,
+    )
+
+
+def _ld_weights(row: PackedRow, loss_mask: Tensor, ld_alpha: float) -> Tensor:
+    """LD-DPO, arXiv 2409.06411 eq. 10: tokens beyond the length of the shorter response have the weight ld_alpha."""
+    shorter = torch.minimum(*row.sums(loss_mask))[row.response_index // 2]
+    return torch.where(row.counted_before.to(loss_mask.dtype) < shorter, loss_mask, loss_mask * ld_alpha)
+
+
+@torch.no_grad()
+def _wpo_weight(row: PackedRow, tokens: TokenLogps, loss_mask: Tensor) -> Tensor:
+    """WPO, arXiv 2406.11827 eq. 5: the probability of the pair under the policy, relative to the policy's certainty."""
+    (chosen, rejected), (chosen_tokens, rejected_tokens) = (
+        row.sums((tokens.logps - tokens.collision) * loss_mask),
+        row.sums(loss_mask),
+    )
+    return torch.exp(chosen / chosen_tokens + rejected / rejected_tokens)
+
+
+@torch.no_grad()
+def row_metrics(
+    row: PackedRow, tokens: TokenLogps, pairs: PairLogps, losses: Mapping[str, Tensor], objective: Objective
+) -> dict[str, Tensor]:
+    """Metrics of each pair, (pairs,) each."""
+    chosen_reward, rejected_reward = objective.rewards(pairs)
+    both_tokens = pairs.chosen_tokens + pairs.rejected_tokens
+    values = {
+        **{name: value.detach() for name, value in losses.items()},
+        "rewards/chosen": chosen_reward,
+        "rewards/rejected": rejected_reward,
+        "rewards/accuracies": (chosen_reward > rejected_reward).float(),  # a tie is not a win
+        "rewards/margins": chosen_reward - rejected_reward,
+        "logps/chosen": pairs.chosen_mean_logps * pairs.chosen_tokens,
+        "logps/rejected": pairs.rejected_mean_logps * pairs.rejected_tokens,
+        "sft_loss": -pairs.chosen_mean_logps,
+        "entropy": torch.stack(row.sums(tokens.entropy * row.loss_mask)).sum(0) / both_tokens,
+    }
+    if objective.needs_reference:
+        # Half the squared log-ratio estimates KL(policy, reference). It stays finite on tokens of the data, which may
+        # be unlikely under the policy.
+        drift = (tokens.logps - row.ref_logps) ** 2 / 2 * row.loss_mask
+        values["kl"] = torch.stack(row.sums(drift)).sum(0) / both_tokens
+    if pairs.batch_beta is not None:
+        values["beta"] = pairs.batch_beta.expand(len(chosen_reward))
+    return values
+
+
+class MetricWindow:
+    """Sums over the pairs since the last log, equal on all ranks.
+
+    Ranks are summed at each step, not at each log, so that a run resumed within a window logs the same values.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.names: list[str] = []
+        self._step: Tensor | None = None
+        self._total: Tensor | None = None
+
+    def add(self, values: Mapping[str, Tensor], weight: Tensor, tokens: int, is_filler: bool) -> None:
+        """Add the values of a row's pairs, losses times the pair's weight. A filler row adds zeros."""
+        self.names = [*values, "weight", "pairs", "tokens"]
+        sums = [(value * weight if name.startswith("loss") else value).double().sum() for name, value in values.items()]
+        sizes = torch.tensor([float(len(weight)), float(tokens)], dtype=torch.float64)
+        sizes = sizes.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else sizes
+        row = torch.cat([torch.stack([*sums, weight.double().sum()]), sizes]) * float(not is_filler)
+        self._step = row if self._step is None else self._step + row
+
+    def end_step(self) -> dict[str, Tensor]:
+        """Sums of this step over all ranks, by name. Does not wait for the device."""
+        assert self._step is not None
+        if dist.is_initialized():
+            dist.all_reduce(self._step)
+        step, self._step = self._step, None
+        self._total = step if self._total is None else self._total + step
+        return dict(zip(self.names, step, strict=True))
+
+    def drop_step(self) -> None:
+        """Discard the values since the last end_step, because the update was skipped."""
+        self._step = None
+
+    def means(self) -> dict[str, float]:
+        """Means over pairs, and the numbers of pairs and tokens. Starts a new window. Empty if nothing was added."""
+        sums = self.sums()
+        if not sums:
+            return {}
+        self._total = None
+        weight, pairs, tokens = sums.pop("weight"), sums.pop("pairs"), sums.pop("tokens")
+        means = {name: value / (weight if name.startswith("loss") else pairs) for name, value in sums.items()}
+        return {**means, "pairs": pairs, "tokens": tokens}
+
+    def sums(self) -> dict[str, float]:
+        """Sums since the last log, by name."""
+        return {} if self._total is None else dict(zip(self.names, self._total.tolist(), strict=True))
+
+    def state(self) -> dict[str, list]:
+        return {"names": self.names, "sums": [] if self._total is None else self._total.tolist()}
+
+    def load(self, state: Mapping[str, list]) -> None:
+        self.names = list(state["names"])
+        total = torch.tensor(state["sums"], dtype=torch.float64, device=self.device)
+        self._total = total if len(total) else None

@@ -1,0 +1,112 @@
+"""Options of each loss. A missing option and an option without effect are errors.
+
+This module imports no torch, so that a configuration is validated fast. tests/objectives/test_objective.py compares
+the table with the signatures in losses.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Option = float | bool | str
+_OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
+_OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
+_OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
+OPTIONS = (*_OF_LOSSES, "dpop_lambda", "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+_F = ("f_divergence", "f_alpha")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    required: tuple[str, ...] = ("beta",)
+    optional: tuple[str, ...] = ()
+
+
+LOSS_OPTIONS = {
+    "sigmoid": LossOptions(optional=("label_smoothing", "gamma", "length_normalization", *_F)),
+    "sigmoid_norm": LossOptions(optional=("label_smoothing", "gamma", *_F)),
+    "hinge": LossOptions(optional=_F),
+    "ipo": LossOptions(optional=_F),
+    "ipo_sum": LossOptions(optional=_F),
+    "robust": LossOptions(required=("beta", "label_smoothing"), optional=_F),
+    "exo_pair": LossOptions(required=("beta", "label_smoothing"), optional=_F),
+    "nca_pair": LossOptions(),
+    "bco_pair": LossOptions(),
+    "sppo_hard": LossOptions(),
+    "aot": LossOptions(optional=("label_smoothing",)),
+    "aot_unpaired": LossOptions(optional=("label_smoothing",)),
+    "apo_zero": LossOptions(),
+    "apo_down": LossOptions(),
+    "discopop": LossOptions(optional=("tau", *_F)),
+    "dpop": LossOptions(optional=("dpop_lambda",)),
+    "simpo": LossOptions(optional=("gamma", "reference")),
+    "cpo": LossOptions(optional=("cpo_alpha",)),
+    "orpo": LossOptions(),
+    "sft": LossOptions(required=()),
+}
+REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
+SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
+READS_LABEL = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})
+READS_MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
+ADAPTS_BETA = frozenset({"dpop", *(name for name, own in LOSS_OPTIONS.items() if "f_divergence" in own.optional)})
+
+
+def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option]) -> bool:
+    return not REFERENCE_FREE.issuperset(weights) or bool(options.get("reference"))
+
+
+def options_of(loss: str, options: Mapping[str, Option]) -> dict[str, Option]:
+    """The options that are arguments of the loss."""
+    own = (*LOSS_OPTIONS[loss].required, *LOSS_OPTIONS[loss].optional)
+    return {option: value for option, value in options.items() if option in own}
+
+
+def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
+    """ValueError for an unknown loss, an invalid weight or value, a missing option, an option without effect."""
+    if not weights:
+        raise ValueError(f"loss is empty: name at least one of {', '.join(LOSS_OPTIONS)}")
+    for loss, weight in weights.items():
+        if loss not in LOSS_OPTIONS:
+            raise ValueError(f"there is no loss '{loss}': the losses are {', '.join(LOSS_OPTIONS)}")
+        if not weight > 0:
+            raise ValueError(f"the weight of loss '{loss}' must be above 0, but it is {weight}: remove the loss")
+        for option in LOSS_OPTIONS[loss].required:
+            if option not in options:
+                raise ValueError(f"loss '{loss}' needs `{option}`: set it")
+    for option in options:
+        readers = [loss for loss in LOSS_OPTIONS if _has_effect(option, loss, options)]
+        if not set(readers).intersection(weights):
+            raise ValueError(
+                f"`{option}` has no effect on loss {', '.join(weights)}: set it to null, or choose one of "
+                f"{', '.join(readers)}"
+            )
+    _check_values(weights, options)
+
+
+def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
+    smoothing, divergence = options.get("label_smoothing"), options.get("f_divergence")
+    if "exo_pair" in weights and not smoothing:
+        raise ValueError("loss 'exo_pair' takes the logarithm of `label_smoothing`: set it above 0")
+    if "robust" in weights and not float(smoothing or 0.0) < 0.5:
+        raise ValueError(f"loss 'robust' needs `label_smoothing` below 0.5, but it is {smoothing}")
+    if divergence is not None and divergence not in DIVERGENCES:
+        raise ValueError(f"there is no `f_divergence` '{divergence}': choose one of {', '.join(DIVERGENCES)}")
+    if ("f_alpha" in options) != (divergence == "alpha"):
+        raise ValueError("`f_alpha` belongs to `f_divergence: alpha`: set both or neither")
+    for option in ("beta_momentum", "beta_filter"):
+        if option in options and "beta_alpha" not in options:
+            raise ValueError(f"`{option}` belongs to `beta_alpha`: set `beta_alpha` too, or `{option}` to null")
+    if ("margin_scale" in options) != ("margin" in options):
+        raise ValueError("`margin_scale` belongs to `margin: scores`: set both or neither")
+
+
+def _has_effect(option: str, loss: str, options: Mapping[str, Option]) -> bool:
+    if option == "wpo":
+        return True
+    if option in ("margin", "margin_scale"):
+        return loss in READS_MARGIN
+    if option in _OF_BETA:
+        return loss in ADAPTS_BETA
+    if option == "ld_alpha":  # weights the tokens of sums, which these losses do not use
+        return loss not in ("orpo", "sft") and (loss != "simpo" or bool(options.get("reference")))
+    return bool(options_of(loss, {option: True}))

@@ -1,0 +1,63 @@
+"""Facts about every pair of a set, as arrays: batches, checks and estimates need no Pair objects for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from training.objectives.packing import Pair
+
+
+@dataclass(frozen=True)
+class PairColumns:
+    """One value per pair. Token counts are those of the pair's parts."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    shared_prefix: np.ndarray
+    label: np.ndarray
+    margin: np.ndarray
+    weight: np.ndarray
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """Pair.target_count"""
+        return self.chosen + self.rejected - self.shared_prefix
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Pair.__len__"""
+        return self.prompt + self.targets
+
+    @property
+    def attended_tokens(self) -> np.ndarray:
+        """Pair.attended_tokens"""
+        first, prefix = self.prompt + self.chosen, self.prompt + self.shared_prefix
+        rest = self.rejected - self.shared_prefix
+        return first * (first + 1) // 2 + prefix * rest + rest * (rest + 1) // 2
+
+    def select(self, numbers: np.ndarray) -> "PairColumns":
+        return PairColumns(*(getattr(self, name)[numbers] for name in self.__dataclass_fields__))
+
+
+def columns_of(pairs: Sequence[Pair]) -> PairColumns:
+    """The columns that a set of pairs stores, or those of a list of pairs."""
+    stored: Any = getattr(pairs, "columns", None)
+    if stored is not None:
+        return stored
+    counts = [(len(p.prompt_ids), len(p.chosen_ids), len(p.rejected_ids), p.shared_prefix) for p in pairs]
+    values = [(pair.label, pair.margin, pair.weight) for pair in pairs]
+    return PairColumns(
+        *np.array(counts, dtype=np.int64).reshape(-1, 4).T, *np.array(values, dtype=np.float64).reshape(-1, 3).T
+    )
+
+
+def shortest(pairs: Sequence[Pair]) -> Pair:
+    return pairs[int(columns_of(pairs).lengths.argmin())]
+
+
+def longest(pairs: Sequence[Pair]) -> Pair:
+    return pairs[int(columns_of(pairs).lengths.argmax())]

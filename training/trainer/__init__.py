@@ -1,0 +1,1 @@
+"""The training run: loop, DeepSpeed engine, checkpoints, memory estimate, guards, parity check."""

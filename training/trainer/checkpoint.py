@@ -1,0 +1,242 @@
+"""Atomic checkpoints: written to a temporary folder, hashed, synced and renamed, and verified before use.
+
+DeepSpeed unpickles a checkpoint, which can run any code. So a key authenticates the manifest of hashes (HMAC-SHA256):
+a process that can write the folder but does not have the key cannot make a checkpoint that we load.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+TAG = "state"
+MANIFEST, MAC = "manifest.json", "manifest.mac"
+START = "start"  # subfolder with the checkpoint of another training that this one continues
+
+
+def claim(folder: Path, attempt: str) -> None:
+    """Make this attempt the only one that may publish into the folder, so that a worker of a killed run cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "attempt", attempt)
+
+
+def taken_over(folder: Path, attempt: str) -> bool:
+    try:
+        return (folder / "attempt").read_text() not in ("", attempt)
+    except OSError:  # unavailable storage does not mean a newer run
+        return False
+
+
+def save(
+    engine: Any,
+    folder: Path,
+    attempt: str,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    best: Collection[int],
+    key: bytes,
+    tensors: Mapping[str, dict[str, Tensor]] | None = None,
+) -> None:
+    """Write a checkpoint with `state`, which is plain JSON; keep the newest `keep` and those of the steps in `best`.
+
+    A collective: every rank writes its part, and rank 0 publishes the checkpoint. `tensors`, by file, are complete on
+    rank 0.
+    """
+    temporary = folder / f".step-{step:08d}.{attempt}"
+    engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        client = {"step": step, "world": dist.get_world_size(), "zero": engine.zero_optimization_stage(), **state}
+        (temporary / "state.json").write_text(json.dumps(client))
+        for name, content in (tensors or {}).items():
+            save_file(content, temporary / name)
+        _publish(temporary, folder, attempt, step, keep, best, key)
+    dist.barrier()
+
+
+def adopt(source: Path, folder: Path) -> None:
+    """Make another training's checkpoint the start of the training in `folder`.
+
+    Uses hard links where the disk has them: no file is stored twice, and the other training may delete its own.
+    """
+    temporary, target = folder / f".{START}", folder / START
+    for leftover in (temporary, target):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.copytree(source, temporary / f"step-{read_state(source)['step']:08d}", copy_function=_link)
+    os.rename(temporary, target)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint; empty if there is none."""
+    try:
+        return json.loads((path / "state.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, and the folder that DeepSpeed loads: itself, or its universal form for other ranks."""
+
+    path: Path
+    state: dict[str, Any]
+    load_path: Path
+    universal: bool  # whether load_path is the universal form
+    own: bool  # False: made by the training that this one continues
+
+
+def find(folder: Path, zero_stage: int, key: bytes) -> Checkpoint | None:
+    """The newest verified checkpoint, the same on all ranks; converted if other ranks or another ZeRO stage made it.
+
+    ValueError on all ranks if DeepSpeed has no conversion, or if a training to continue has no intact checkpoint. A
+    collective.
+    """
+    shared: list[Any] = [None]
+    if dist.get_rank() == 0:
+        own = next(whole_checkpoints(folder, key), None)
+        newest = own or next(whole_checkpoints(folder / START, key), None)
+        if newest:
+            state = read_state(newest)
+            universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
+            convert = universal and _convertible(state["zero"], zero_stage)
+            load_path = _convert_to_universal(newest) if convert else newest
+            shared = [Checkpoint(newest, state, load_path, universal, own is not None)]
+        elif (folder / START).exists():  # starting at step 0 would be another training
+            shared = [ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")]
+    dist.broadcast_object_list(shared)
+    (checkpoint,) = shared
+    if isinstance(checkpoint, Exception):
+        raise checkpoint
+    if checkpoint and not _convertible(saved := checkpoint.state["zero"], zero_stage):
+        raise ValueError(
+            f"the checkpoint {checkpoint.load_path} was saved under ZeRO-{saved}, and actor_train.zero_stage in "
+            f"infra/cluster.yaml is {zero_stage}: DeepSpeed cannot convert a checkpoint between ZeRO-3 and ZeRO-1 or "
+            f"ZeRO-2. Set zero_stage to {saved}, or train.resume_from_checkpoint to never to start again"
+        )
+    return checkpoint
+
+
+def _convertible(saved: int, wanted: int) -> bool:
+    return (saved == 3) == (wanted == 3)
+
+
+def load(engine: Any, checkpoint: Checkpoint) -> None:
+    path, _ = engine.load_checkpoint(str(checkpoint.load_path), tag=TAG, load_module_strict=False)
+    assert path is not None, f"DeepSpeed found nothing to load in {checkpoint.load_path}"
+    if checkpoint.universal:
+        dist.barrier()  # all ranks have read it
+        if dist.get_rank() == 0:
+            shutil.rmtree(checkpoint.load_path)
+
+
+def _convert_to_universal(path: Path) -> Path:
+    """DeepSpeed's form of a checkpoint that any number of ranks can load."""
+    target = path.with_name(f".universal-{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(path / TAG), "--output_folder", str(target / TAG)]
+    done = subprocess.run([*command, *folders], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"DeepSpeed could not convert {path} for another number of workers: {done.stderr[-2000:]}")
+    return target
+
+
+def whole_checkpoints(folder: Path, key: bytes) -> Any:
+    """Verified checkpoints, newest first; skips damaged ones with a warning."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        damage = find_damage(path, key)
+        if damage is None:
+            yield path
+        else:
+            print(f"warning: checkpoint {path} is not used ({damage}); using the one before it", file=sys.stderr)
+
+
+def find_damage(path: Path, key: bytes) -> str | None:
+    """Why a checkpoint must not be loaded; None if it was made with the key and has not changed."""
+    try:
+        content = (path / MANIFEST).read_bytes()
+        files = json.loads(content)["files"]
+    except (OSError, ValueError, KeyError):
+        return "its manifest is missing or unreadable"
+    try:
+        mac = (path / MAC).read_text().strip()
+    except (OSError, ValueError):
+        return f"it has no {MAC}: it was not made with the signing key"
+    if not hmac.compare_digest(mac.encode(), mac_of(content, key).encode()):
+        return f"its {MAC} was not made with the signing key"
+    for name, digest in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if sha256(path / name) != digest:
+            return f"{name} has changed"
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    if unknown := sorted(present - files.keys() - {MANIFEST, MAC}):  # DeepSpeed unpickles every file in the folder
+        return f"{unknown[0]} does not belong to this checkpoint"
+    return None
+
+
+def mac_of(manifest: bytes, key: bytes) -> str:
+    return hmac.new(key, manifest, hashlib.sha256).hexdigest()
+
+
+def _publish(
+    temporary: Path, folder: Path, attempt: str, step: int, keep: int, best: Collection[int], key: bytes
+) -> None:
+    if (folder / "attempt").read_text() != attempt:
+        raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
+    for path in files:
+        _sync(path)
+    manifest = {"step": step, "files": {str(path.relative_to(temporary)): sha256(path) for path in files}}
+    content = json.dumps(manifest, indent=1)
+    write_atomically(temporary / MANIFEST, content)
+    write_atomically(temporary / MAC, mac_of(content.encode(), key) + "\n")
+    target = folder / f"step-{step:08d}"
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+    _sync(folder)
+    best_names = {f"step-{number:08d}" for number in best}
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        if old.name not in best_names:
+            shutil.rmtree(old)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without hard links
+        shutil.copyfile(source, target)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""Estimate the memory that a training run needs on each device, before anything is loaded.
+
+Weights, gradients, optimizer states and the largest row are counted exactly. The activations of a row are counted by
+layer, with measured factors (docs/performance.md).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from training.models.dtypes import DTYPES
+from training.models.head import CHUNK_BYTES, KEEP_BYTES
+from training.objectives.batches import pair_costs, step_pairs, total_steps
+from training.objectives.packing import Pair, pack
+from training.objectives.pair_columns import columns_of
+from training.trainer.engine import BUCKET
+from training.trainer.settings import Settings
+
+GIB = 2**30
+OutOfMemory = torch.OutOfMemoryError
+# Activations that a layer keeps per token, as multiples of its hidden, attention and intermediate sizes.
+HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
+# More values per token during the backward pass through one layer: gradients and recomputed activations.
+BACKWARD_HIDDEN, BACKWARD_INTERMEDIATE = 3.0, 3.5
+OVERHEAD = 1.0 * GIB  # CUDA context and allocator
+LOOK_AHEAD = 32  # steps whose rows are packed to find the largest
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one device, by purpose."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > 0.05 * GIB)
+        return f"{self.total / GIB:.1f} GiB ({parts})"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    parameters: int
+    trainable: int
+    quantized: int  # number of the parameters that have 4 bits
+    layers: int
+    hidden: int
+    attention: int  # query, key and value of one token
+    intermediate: int
+    vocabulary: int
+
+
+def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Estimate:
+    """Peak on each of `world` devices, for the rows of these pairs, or for full rows without pairs."""
+    sizes = model_sizes(Path(settings.model), settings.adapter, settings.quantization)
+    full = (settings.row_tokens, int(0.75 * settings.row_tokens))
+    tokens, targets = _largest_row(pairs, settings, sizes.hidden, world) if pairs else full
+    value_bytes = DTYPES[settings.dtype].itemsize
+    shard = 1 / world
+    whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
+    states = sizes.trainable * shard if settings.offload == "none" else 0.0
+    rows = tokens * _forward_values(sizes, settings.activation_checkpointing) * value_bytes
+    logits = _logit_bytes(sizes, targets, value_bytes)
+    # The logits are freed before the backward pass reaches the layers: only the larger of the two counts.
+    backward = max(0.0, tokens * _backward_values(sizes, settings.activation_checkpointing) * value_bytes - logits)
+    return Estimate(
+        {
+            "weights": _weight_bytes(sizes, value_bytes) * whole,
+            "gradients": sizes.trainable * value_bytes * (shard if settings.zero_stage > 1 else 1),
+            "reference copy": sizes.trainable * value_bytes * whole if settings.reference_update else 0.0,
+            "buckets": 0.0 if settings.zero_stage == 3 else 2.0 * min(BUCKET, sizes.trainable) * value_bytes,
+            "optimizer": states * 12.0,  # master weights and two moments
+            "rows": rows,
+            "logits": logits,
+            "backward": backward,
+            # The update needs float32 gradients after rows, logits and backward values are freed.
+            "update": max(0.0, states * 4.0 - rows - logits - backward),
+            "overhead": OVERHEAD,
+        }
+    )
+
+
+def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: int) -> tuple[int, int]:
+    """Tokens and predicted tokens of the largest row of the first steps, or of the longest pair if that is larger."""
+    columns, costs = columns_of(pairs), pair_costs(pairs, hidden)
+    sizes = np.stack([columns.lengths, columns.targets])  # (2, pairs)
+    longest = sizes[0].max()
+    largest = (int(longest), int(sizes[1][sizes[0] == longest].max()))
+    steps = total_steps(len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps)
+    for step in range(min(LOOK_AHEAD, steps)):
+        numbers = step_pairs(step, len(pairs), settings.global_batch_size, settings.seed)
+        rows = pack(costs[numbers].tolist(), sizes[0][numbers].tolist(), settings.row_tokens, multiple=world)
+        for row in rows:
+            tokens, targets = sizes[:, [numbers[item] for item in row]].sum(axis=1).tolist()
+            largest = max(largest, (tokens, targets))
+    return largest
+
+
+def _forward_values(sizes: Sizes, activation_checkpointing: bool) -> float:
+    """Values per token that the forward pass keeps; with activation checkpointing, only the layers' inputs."""
+    return sizes.layers * (sizes.hidden if activation_checkpointing else _layer_values(sizes))
+
+
+def _backward_values(sizes: Sizes, activation_checkpointing: bool) -> float:
+    """Values per token that the backward pass through a layer adds; with checkpointing, also its recomputed ones."""
+    working = BACKWARD_HIDDEN * sizes.hidden + BACKWARD_INTERMEDIATE * sizes.intermediate
+    return working + (_layer_values(sizes) if activation_checkpointing else 0.0)
+
+
+def _layer_values(sizes: Sizes) -> float:
+    return HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
+
+
+def _logit_bytes(sizes: Sizes, targets: int, value_bytes: int) -> float:
+    whole = targets * sizes.vocabulary * value_bytes
+    return whole if whole <= KEEP_BYTES else 2.0 * CHUNK_BYTES
+
+
+def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str | None = None) -> Sizes:
+    """Sizes of the model in a folder, from its configuration, without loading weights."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    text, head = config.get_text_config(), model.get_output_embeddings()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    parameters = sum(p.numel() for p in model.parameters())
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Sizes(
+        parameters=parameters,
+        trainable=_adapter_size(linears, adapter) if adapter else parameters,
+        quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        attention=size * (text.num_attention_heads + 2 * key_heads),
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
+    )
+
+
+def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> float:
+    """Bytes of the model in a folder when it is loaded to sample or to score."""
+    return _weight_bytes(model_sizes(folder, None, quantization), DTYPES[dtype].itemsize)
+
+
+def _weight_bytes(sizes: Sizes, value_bytes: int) -> float:
+    return (sizes.parameters - sizes.quantized) * value_bytes + sizes.quantized * 0.55
+
+
+def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int:
+    targets = adapter["targets"]
+    if targets == "all-linear":
+        adapted = list(linears.values())
+    elif isinstance(targets, str):
+        adapted = [m for name, m in linears.items() if re.fullmatch(targets, name)]
+    else:
+        adapted = [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
+    return sum(adapter["rank"] * (m.in_features + m.out_features) for m in adapted)
+
+
+def check_fits(settings: Settings, pairs: Sequence[Pair], world: int, device: torch.device) -> None:
+    """ValueError if the run does not fit on this GPU."""
+    if device.type != "cuda":
+        return
+    needed, available = estimate(settings, world, pairs), torch.cuda.get_device_properties(device).total_memory
+    if needed.total > available:
+        raise ValueError(
+            f"this run needs about {needed} on each GPU, which has {available / GIB:.0f} GiB: {advice(settings)}"
+        )
+
+
+def out_of_memory(settings: Settings, world: int) -> str:
+    return (
+        f"a worker ran out of memory with rows of {settings.row_tokens} tokens; the run needs about "
+        f"{estimate(settings, world)} on each device: {advice(settings)}"
+    )
+
+
+def advice(settings: Settings) -> str:
+    """The cheapest change that saves memory."""
+    group = "actor_train in infra/cluster.yaml"
+    if settings.row_tokens > 4096:
+        return f"lower {group} row_tokens (now {settings.row_tokens})"
+    if not settings.activation_checkpointing:
+        return f"set {group} activation_checkpointing: true"
+    if settings.zero_stage < 3:
+        return f"raise {group} zero_stage to 3, or num_workers"
+    return f"set {group} offload: all, or use train.adapter"

@@ -1,0 +1,105 @@
+"""Load the policy, put it into its DeepSpeed engine, and write it as an adapter or as a whole model."""
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from training.distributed.sharded_model import sharded_loading
+from training.models import adapters, weights
+from training.models.loading import compile_layers, load_model
+from training.models.logps import Scorer
+from training.models.parity import select_scoring_path
+from training.models.routers import LoadBalancingLoss
+from training.objectives.packing import Pair
+from training.trainer import engine
+from training.trainer.settings import Settings
+from training.trainer.start_checks import check_determinism
+
+USE_ZERO_2 = "set actor_train.zero_stage to 2 in infra/cluster.yaml"
+
+
+def start_policy(
+    settings: Settings, pairs: Sequence[Pair], device: torch.device, universal: bool, notify: Callable[[str], None]
+) -> Any:
+    """The untrained policy in its engine; `universal` if it will load a checkpoint of another number of ranks."""
+    config = engine.deepspeed_config(
+        settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, universal
+    )
+    with sharded_loading(config):
+        scorer = Scorer(build_policy(settings, device))
+    scorer.head_is_sharded = settings.zero_stage == 3
+    if settings.zero_stage == 3 and any(isinstance(module, nn.Conv1d) for module in scorer.modules()):
+        raise ValueError(
+            f"the recurrent layers of {type(scorer.causal).__name__} read weights that ZeRO-3 keeps on other ranks: "
+            f"{USE_ZERO_2}"
+        )
+    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
+    note = select_scoring_path(scorer, pairs, device)
+    engine.forget_gradients(policy)
+    if note:
+        notify(note)
+    if scorer.path == "plain" and settings.zero_stage == 3:
+        raise ValueError(
+            f"{note}. Under ZeRO-3 each pass is a collective, and ranks would make different numbers of passes: "
+            f"{USE_ZERO_2}"
+        )
+    check_determinism(scorer, pairs, device)
+    # The hooks that record router logits are untested inside compiled layers.
+    compiles = settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.is_packed
+    if compiles and not settings.router_aux_loss_coef:
+        compile_layers(scorer.causal)
+    scorer.load_balance = LoadBalancingLoss(scorer.causal) if settings.router_aux_loss_coef else None
+    return policy
+
+
+def build_policy(settings: Settings, device: torch.device) -> nn.Module:
+    placement = None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
+    model: Any = load_model(Path(settings.model), settings.dtype, placement, settings.quantization)
+    if settings.adapter:
+        model = adapters.add_adapter(model, **settings.adapter, seed=settings.seed)
+        model.enable_input_require_grads()  # the same for all layers, so that they share one compiled graph
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def save_policy(model: nn.Module, settings: Settings, name: str) -> None:
+    """Write the adapter, or the whole model, to a folder of that name by an atomic rename. A collective.
+
+    A rank holds no more of a whole model than its shard and one file of the new folder.
+    """
+    temporary, target = Path(settings.folder) / f".{name}", Path(settings.folder) / name
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad or not settings.adapter]
+    tensors = engine.gathered(parameters)
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+        if settings.adapter:
+            adapters.save_adapter(model, dict(tensors), temporary, settings.model_name)  # type: ignore[arg-type]
+        else:
+            _save_model(model, tensors, temporary)
+        os.rename(temporary, target)
+    deque(tensors, maxlen=0)  # the other ranks take part in every gather
+    dist.barrier()
+
+
+def _save_model(model: Any, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Like `save_pretrained`, but tensor by tensor, unless weights have other names in files than in modules."""
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    if revert_weight_conversion(model, empty).keys() != shapes.keys():
+        model.save_pretrained(folder, state_dict=dict(tensors))
+        return
+    folder.mkdir()
+    weights.write(tensors, folder, adapters.SHARD_SIZE)
+    model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)

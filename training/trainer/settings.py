@@ -1,0 +1,52 @@
+"""The settings of a training run, as plain values: the process that starts workers need not import torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from training.objectives.objective import Objective
+
+
+class ReferenceMismatch(ValueError):
+    """The stored reference log-probabilities are not those of the model to be trained."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Without defaults: a missing value is an error, not a different run."""
+
+    model: str  # folder of the base model
+    model_name: str  # base model that the adapter's config names
+    folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
+    attempt: str  # id of the only attempt that may publish into the folder
+    objective: Objective
+    reference_update: dict[str, Any] | None  # TR-DPO: `every` steps, with weight `alpha`
+    router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts
+    learning_rate: float
+    global_batch_size: int
+    row_tokens: int
+    adapter: dict[str, Any] | None
+    quantization: str | None
+    dtype: str
+    schedule: str
+    warmup_fraction: float
+    weight_decay: float
+    max_grad_norm: float
+    epochs: int
+    max_steps: int | None
+    logging_steps: int
+    eval_steps: int | float | str | None  # below 1: a fraction of all steps; "epoch": at the end of each epoch
+    save_steps: int
+    keep_checkpoints: int
+    keep_best: int  # number of further checkpoints, the best by `select`
+    origin: dict[str, Any]  # the inputs that determine this training, as plain JSON; each checkpoint contains it
+    seed: int
+    deterministic: bool  # on a GPU: bit-identical weights in every run and after any interruption
+    zero_stage: int
+    offload: str
+    activation_checkpointing: bool
+    compile: bool  # applies on a GPU
+    select: str | None  # metric whose best checkpoint becomes the policy; None: the last
+    patience: int | None  # evaluations without improvement before training stops
+    max_skipped_steps: int  # in a row
+    kl_limit: float | None
+    stop_on_alarm: bool
