@@ -29,6 +29,7 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     """Train as one rank; Ray Train calls this again after a failure. `key` authenticates checkpoints."""
     from ray.train import get_context
 
+    from training.distributed.process_group import has_process_group
     from training.trainer import loop, memory  # torch and DeepSpeed, which the driver never needs
 
     settings, root, context = config["settings"], Path(config["root"]), get_context()
@@ -66,6 +67,8 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     except FloatingPointError as error:
         _write_fatal(folder, f"{error}. Lower train.learning_rate, and look at the curves in MLflow (`dpo up`).")
     except ValueError as error:
+        if not has_process_group():  # Ray ended it while we computed, because another worker died
+            raise
         _write_fatal(folder, f"{error}.")
     except Exception as error:
         if message := disk.explain(error, folder):

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import yaml
+from pydantic import BaseModel, Field
 
 from tasks.config.paths import ROOT, WATCH
 from tasks.system.files import fingerprint, sha256, write_text
@@ -22,6 +23,28 @@ from tasks.tracking.journal import flatten
 Entry = dict[str, Any]  # a stage's part of dvc.lock
 SOURCE_CHANGED = "the content behind an address of source changed"
 CLOCK_TOLERANCE = 1.0  # seconds by which a process's start and a file's time may differ
+
+
+class LockedFile(BaseModel):
+    path: str
+    hash: str = ""
+    md5: str = ""
+    size: int = 0
+    nfiles: int = 0
+
+
+class LockedStage(BaseModel):
+    cmd: str | list[str]
+    params: dict[str, dict[str, Any]] = {}
+    deps: list[LockedFile] = []
+    outs: list[LockedFile] = []
+
+
+class LockFile(BaseModel):
+    """A whole dvc.lock: DVC refuses anything else, where half a file can still be YAML."""
+
+    version: Literal["2.0"] = Field(alias="schema")
+    stages: dict[str, LockedStage] = {}
 
 
 @dataclass(frozen=True)
@@ -122,11 +145,10 @@ def is_lock_damaged(workspace: Path) -> bool:
     if not path.exists():
         return False
     try:
-        entries = yaml.safe_load(path.read_text())["stages"].values()
-        parts = [part for entry in entries for kind in ("deps", "outs") for part in entry.get(kind, [])]
-        return not all("cmd" in entry for entry in entries) or not all("path" in part for part in parts)
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError):
+        LockFile.model_validate(yaml.safe_load(path.read_text()), strict=True)
+    except (yaml.YAMLError, ValueError):
         return True
+    return False
 
 
 def set_lock_aside(workspace: Path) -> Path:

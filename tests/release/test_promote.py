@@ -506,7 +506,7 @@ def test_results_with_other_settings_are_not_paired(workspace, capsys, monkeypat
     monkeypatch.setattr("tasks.evaluation.compare.reevaluate", lambda *given: again)
     print_comparison("1")
     output = capsys.readouterr().out
-    assert "evaluating 1 again: it was evaluated with max_new_tokens 16 instead of 8" in output
+    assert "evaluating version 1 again: it was evaluated with max_new_tokens 16 instead of 8" in output
     assert "n = 200" in output
     manifest = read_json(MODEL / "manifest.json")
     write_json(MODEL / "manifest.json", {**manifest, "base": {"model": "other", "sha256": "0" * 64}})

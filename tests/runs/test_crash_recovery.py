@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from dvc.schema import LOCKFILE_SCHEMA
+from voluptuous import MultipleInvalid, Schema
 
 from tasks.runs import commits, dvc_lock
 from tasks.system import files
@@ -129,13 +131,27 @@ def test_the_next_writer_removes_a_half_written_file(tmp_path: Path, end: str) -
     writer.wait()
 
 
-def test_a_truncated_dvc_lock_is_recognised_as_damaged(tmp_path: Path) -> None:
-    stage = (
-        "  source:\n    cmd: python\n    deps:\n    - path: a\n      md5: b\n    outs:\n    - path: c\n      md5: d\n"
-    )
-    text = f"schema: '2.0'\nstages:\n{stage}"
-    for size in (0, 5, 15, 22, 30, 37):
-        (tmp_path / "dvc.lock").write_text(text[:size])
-        assert dvc_lock.is_lock_damaged(tmp_path), text[:size]
-    (tmp_path / "dvc.lock").write_text(text)
+def test_a_dvc_lock_cut_anywhere_is_damaged_or_accepted_by_dvc(tmp_path: Path) -> None:
+    path = tmp_path / "dvc.lock"
+    params = {"params.yaml": {"train": {"epochs": 1}, "seed": 7}}
+    files = [
+        {"path": name, "hash": "md5", "md5": digits * 8, "size": 12} for name, digits in (("a", "1234"), ("b", "ab12"))
+    ]
+    folder = {"path": "c", "hash": "md5", "md5": "0123abcd.dir", "size": 3, "nfiles": 2}
+    stages = {
+        name: {"cmd": "python -m a", "deps": files, "params": params, "outs": [folder]} for name in ("one", "two")
+    }
+    dvc_lock.write_lock(tmp_path, stages)
     assert not dvc_lock.is_lock_damaged(tmp_path)
+    whole = path.read_text()
+    for size in range(len(whole)):
+        path.write_text(whole[:size])
+        assert dvc_lock.is_lock_damaged(tmp_path) or not is_refused_by_dvc(whole[:size]), whole[:size]
+
+
+def is_refused_by_dvc(lock: str) -> bool:
+    try:
+        Schema(LOCKFILE_SCHEMA)(yaml.safe_load(lock))
+    except (yaml.YAMLError, MultipleInvalid):
+        return True
+    return False

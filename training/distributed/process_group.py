@@ -36,6 +36,10 @@ def join_process_group(init_method: str, rank: int, world: int) -> None:
     start_distributed(deterministic=False)
 
 
+def has_process_group() -> bool:
+    return dist.is_initialized()
+
+
 def max_over_ranks(count: int) -> int:
     """The largest count of all ranks. A collective."""
     largest = torch.tensor(count, device="cuda" if torch.cuda.is_available() else "cpu")
