@@ -28,7 +28,7 @@ CLOCK_TOLERANCE = 1.0  # seconds by which a process's start and a file's time ma
 class LockedFile(BaseModel):
     path: str
     hash: str = ""
-    md5: str = ""
+    md5: str = Field("", min_length=3)
     size: int = 0
     nfiles: int = 0
 
