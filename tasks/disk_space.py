@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, PAIRS, RAW, home
-from tasks.models import base_folder, local_path
+from tasks.models import local_path
 from tasks.system import disk
 from tasks.system.files import recall
 from tasks.tracking.registry import LARGEST_UPLOAD
@@ -30,12 +30,12 @@ def check(stage: str, params: Params, cluster: Cluster) -> None:
     disk.require(stage, estimates.get(stage, lambda: [(Path("data"), 0.0)])())
 
 
-def training_needs(params: Params, cluster: Cluster, folder: Path) -> FolderSizes:
+def training_needs(params: Params, cluster: Cluster, model: Path, folder: Path) -> FolderSizes:
     """Of a training in `folder`, less what earlier attempts left there: their files are replaced one by one."""
     from training.trainer.memory import model_sizes  # loads torch, and other stages check their disk space too
 
     adapter = params.train.adapter.model_dump() if params.train.adapter else None
-    sizes = model_sizes(base_folder(params.source.model), adapter, params.train.quantization)
+    sizes = model_sizes(model, adapter, params.train.quantization)
     parts = run_needs(params, cluster, sizes)
     policy = parts["policy"] / 3
     return [(folder, max(0.0, parts["checkpoints"] + policy - disk.size_of(folder))), (Path("data"), policy)]

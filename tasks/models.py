@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tasks.config.paths import BASE, home
+from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
 from tasks.system.files import known_sha256, read_json
 
@@ -11,14 +11,27 @@ HUB = "hub:"
 
 
 def base_folder(address: str) -> Path:
-    """The folder of the base model at `source.model`, after its files were checked against the manifest."""
+    """The folder of the base model, which is the reference model: the one at `source.model`, or what `sft` made of it.
+
+    Its files were checked against the manifest.
+    """
+    tuned = sft_manifest()
+    return _checked(SFT, tuned) if tuned else source_folder(address)
+
+
+def source_folder(address: str) -> Path:
+    """The folder of the model at `source.model`, checked like the base model."""
     manifest = read_json(BASE / "manifest.json")
-    folder = _base_path(address, manifest)
+    return _checked(_source_path(address, manifest), manifest)
+
+
+def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
     for name, size in manifest["sizes"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
+            stage = "sft stage wrote" if folder == SFT else "source stage read"
             raise UserError(
-                f"{path} is not the file that the source stage read: its content hash differs. Restore it, or run `dvc "
+                f"{path} is not the file that the {stage}: its content hash differs. Restore it, or run `dvc "
                 "repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
                 "check-cache --fix`, which removes damaged objects, and try again."
             )
@@ -26,6 +39,16 @@ def base_folder(address: str) -> Path:
 
 
 def base_hash() -> str:
+    return sft_manifest().get("sha256") or source_hash()
+
+
+def sft_manifest() -> dict[str, Any]:
+    """What the stage `sft` made; empty if it is off."""
+    path = SFT / "manifest.json"
+    return read_json(path) if path.exists() else {}  # a run of an earlier release has none
+
+
+def source_hash() -> str:
     return read_json(BASE / "manifest.json")["sha256"]
 
 
@@ -53,7 +76,7 @@ def hub_snapshot(name: str, revision: str | None, local_files_only: bool = False
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
 
 
-def _base_path(address: str, manifest: dict[str, Any]) -> Path:
+def _source_path(address: str, manifest: dict[str, Any]) -> Path:
     if address == "demo" or manifest.get("adapter"):  # made by `source`
         return BASE
     if address.startswith(HUB):

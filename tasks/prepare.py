@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from tasks.dataset.card import data_card, row_stats
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
 from tasks.dataset.dedup import Columns, Mask
+from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.rows.layouts import RowLayout, better_shape, decode, describe, find_layout
@@ -31,7 +32,7 @@ from tasks.dataset.selection import first_samples, gather_columns, larger_sample
 from tasks.dataset.shards import write_splits
 from tasks.dataset.tokenization import ChatTemplate, choose_template
 from tasks.errors import UserError
-from tasks.models import base_folder
+from tasks.models import source_folder
 from tasks.system.files import hash_files, publish, read_json, sha256, write_json
 from tasks.system.process_pool import available_cpus, map_in_order
 from tasks.system.progress import Bar
@@ -61,12 +62,17 @@ class Processed(NamedTuple):
 def prepare(run: Run) -> None:
     params, raw = load_params(), read_json(RAW / "manifest.json")
     template = load_template(params)
+    demonstrations = [entry for entry in raw["sources"] if entry["key"] == "source.sft"]
+    raw["sources"] = [entry for entry in raw["sources"] if entry not in demonstrations]
     for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
         shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
         done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl")
         _write_pairs(shards, pairs, done.results, done.columns, done.kept)
+        if demonstrations:
+            _write_demonstrations(demonstrations, template, params.prepare, pairs)
+        write_json(pairs / HASHES, {"files": hash_files(pairs)})
         report = data_card.make_report(
             done.stats, done.columns, done.kept, done.sources, template, raw["source"], pairs
         )
@@ -102,7 +108,7 @@ def load_template(params: Params) -> ChatTemplate:
 
     # Processes share the work, not threads: the tokenizer's threads would not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(base_folder(params.source.model))
+    tokenizer = load_tokenizer(source_folder(params.source.model))
     options = params.prepare
     return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
 
@@ -218,7 +224,16 @@ def _write_pairs(shards: Path, pairs: Path, results: list[ChunkResult], columns:
     paths = [shards / f"{result.number:06d}.arrow" for result in results]
     write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held_out"], ends))
     shutil.rmtree(shards)
-    write_json(pairs / HASHES, {"files": hash_files(pairs)})
+
+
+def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
+    """The data of `source.sft`, in files of its own."""
+    chunks = chain.from_iterable(read_chunks(file.path, file.name) for file in _raw_files(entries))
+    counts, rejected = prepare_demonstrations(chunks, template, params, folder)
+    check_demonstrations(counts, rejected, params)
+    print(f"prepare: {counts['train']} answers for sft, {counts['eval']} held out")
+    for name, number in rejected.items():
+        print(f"prepare: sft: rejected {number}: {name}, {REJECT_REASONS[name]}")
 
 
 def _log(run: Run, report: dict[str, Any]) -> None:

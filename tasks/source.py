@@ -20,6 +20,7 @@ from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
 
+SFT_KEY = "source.sft"
 BASE_STEPS = 125  # of the demo's supervised base model
 
 
@@ -88,9 +89,10 @@ def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
         folder = raw / entry["name"]
         fetch(entry["key"], entry["address"], params.seed, folder)
         sources.append({**entry, "files": _inspect(folder, entry)})
-    rows = sum(file["rows"] for entry in sources for file in entry["files"])
+    pairs = [entry for entry in sources if entry["key"] != SFT_KEY]
+    rows = sum(file["rows"] for entry in pairs for file in entry["files"])
     hashes = {f"{entry['name']}/{file['file']}": file["sha256"] for entry in sources for file in entry["files"]}
-    address = " + ".join(entry["address"] for entry in sources)
+    address = " + ".join(entry["address"] for entry in pairs)
     manifest = {"source": address, "sha256": fingerprint(hashes), "rows": rows, "sources": sources}
     write_json(raw / "manifest.json", manifest)
     return manifest

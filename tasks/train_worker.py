@@ -1,6 +1,6 @@
 """A worker of the group `actor_train`: reads pairs and reference, runs the training loop, reports through files.
 
-The files lie in the training's folder, which all ranks and the driver (tasks/train.py) share.
+The files lie in the training's folder, which all ranks and the driver (tasks/train_driver.py) share.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.cluster import preemption, system_metrics
-from tasks.dataset.pairs import PairTable, open_table, pairs_file, reference_file
 from tasks.system import disk
 from tasks.system.files import write_text
 from training.trainer import checkpoint
@@ -33,7 +32,7 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     from training.trainer import loop, memory  # torch and DeepSpeed, which the driver never needs
 
     settings, root, context = config["settings"], Path(config["root"]), get_context()
-    folder = Path(settings.folder)
+    folder, data, needs_reference = Path(settings.folder), config["data"], settings.objective.needs_reference
     _in_thread(_exit_without_driver, *config["driver"], settings)
     if config["system_metrics"] and context.get_local_rank() == 0:
         _in_thread(system_metrics.sample, folder, context.get_node_rank(), config["system_metrics"])
@@ -50,8 +49,8 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
         with preemption.preemptible() as preempted:
             loop.train(
                 settings,
-                _read(settings, "train", root),
-                _read(settings, "eval", root).by_source(),
+                data.read("train", root, needs_reference),
+                data.read("eval", root, needs_reference).by_source(),
                 log=lambda step, values: write("metrics", step=step, values=values),
                 notify=lambda message: write("note", text=message),
                 stop_requested=preempted.is_set,
@@ -100,14 +99,6 @@ def _is_restart(settings: Settings) -> bool:
     restart = mark.exists() and mark.read_text() == settings.attempt
     mark.write_text(settings.attempt)
     return restart
-
-
-def _read(settings: Settings, split: str, root: Path) -> PairTable:
-    """The pairs of a split, whose files the driver has checked."""
-    pairs = PairTable(open_table(pairs_file(split, root)))
-    if not settings.objective.needs_reference:
-        return pairs
-    return pairs.with_reference(open_table(reference_file(split, root)))
 
 
 def _write_fatal(folder: Path, message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("source", "prepare", "reference", "train", "evaluate", "export")
+STAGES = ("source", "prepare", "sft", "reference", "train", "evaluate", "export")
 
 # Who may import whom, besides the standard library.
 LAYERS = {
@@ -26,13 +26,14 @@ HOMES = {
         *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
         *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store")),
     },
-    "ray": {"tasks/cluster", "tasks/train.py", "tasks/train_worker.py"},
+    "ray": {"tasks/cluster", "tasks/train_driver.py", "tasks/train_worker.py"},
     "deepspeed": {"training/trainer/engine.py", "training/distributed"},
     "peft": {"training/models/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
     "datasets": {"tasks/dataset/fetch.py"},
     "pyarrow": {
+        "tasks/dataset/training_data.py",
         "tasks/dataset/pairs.py",
         "tasks/dataset/readers.py",
         "tasks/dataset/rows/contract.py",

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
@@ -53,6 +53,7 @@ Data = Annotated[
 class Source(Section):
     data: Data
     eval: str | None
+    sft: str | None = None
     model: str
     adapter: str | None
     seed: int
@@ -94,7 +95,7 @@ class Prepare(Layout):
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "fail"]
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     max_pairs: Count | None
-    seed: int
+    seed: int = 0
     max_characters: Count
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None
     max_bad_fraction: Fraction
@@ -149,7 +150,68 @@ class ReferenceUpdate(Section):
     alpha: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class Train(Section):
+class Optimization(Section):
+    """How a model is trained, whatever the loss."""
+
+    adapter: Adapter | None
+    dtype: Dtype
+    quantization: Quantization | None
+    learning_rate: Positive
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_fraction: Fraction
+    weight_decay: Annotated[float, Field(ge=0.0)]
+    max_grad_norm: Positive
+    global_batch_size: Count
+    epochs: Count
+    max_steps: Count | None
+    logging_steps: Count
+    eval_steps: EvalSteps | None
+    select: str | None
+    patience: Count | None
+    max_skipped_steps: Count
+    resume_from_checkpoint: Annotated[str, Field(min_length=1)]
+    seed: int
+    deterministic: bool
+
+    @model_validator(mode="after")
+    def _check_selection_and_quantization(self) -> Self:
+        if self.patience and not (self.select and self.eval_steps):
+            raise ValueError(
+                "`patience` counts evaluations of `select`: set `select` and `eval_steps` too, or set patience to null"
+            )
+        if self.select and not self.select.startswith("eval/"):
+            raise ValueError(f"`select` must name a metric of held-out pairs, eval/..., not '{self.select}'")
+        if self.quantization and not self.adapter:
+            raise ValueError("`quantization` freezes the base model: set `adapter`, or set quantization to null")
+        return self
+
+
+class Sft(Optimization):
+    """Supervised fine-tuning before DPO. A key that is not set has this value."""
+
+    adapter: Adapter | None = Adapter(
+        rank=16, alpha=32, targets="all-linear", use_rslora=False, use_dora=False, dropout=0.0
+    )
+    dtype: Dtype = "float32"
+    quantization: Quantization | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: Fraction = 0.03
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Positive = 1.0
+    global_batch_size: Count = 16
+    epochs: Count = 1
+    max_steps: Count | None = None
+    logging_steps: Count = 5
+    eval_steps: EvalSteps | None = 0.25
+    select: str | None = None
+    patience: Count | None = None
+    max_skipped_steps: Count = 5
+    resume_from_checkpoint: Annotated[str, Field(min_length=1)] = "auto"
+    seed: int = 0
+    deterministic: bool = False
+
+
+class Train(Optimization):
     loss: dict[str, float]
     beta: Positive | None
     label_smoothing: Annotated[float, Field(ge=0.0, le=0.5)] | None
@@ -170,27 +232,8 @@ class Train(Section):
     wpo: bool | None
     reference_update: ReferenceUpdate | None
     router_aux_loss_coef: Positive | None
-    adapter: Adapter | None
-    dtype: Dtype
-    quantization: Quantization | None
-    learning_rate: Positive
-    schedule: Literal["cosine", "linear", "constant"]
-    warmup_fraction: Fraction
-    weight_decay: Annotated[float, Field(ge=0.0)]
-    max_grad_norm: Positive
-    global_batch_size: Count
-    epochs: Count
-    max_steps: Count | None
-    logging_steps: Count
-    eval_steps: EvalSteps | None
-    select: str | None
-    patience: Count | None
-    max_skipped_steps: Count
     kl_limit: Positive | None
     stop_on_alarm: bool
-    resume_from_checkpoint: Annotated[str, Field(min_length=1)]
-    seed: int
-    deterministic: bool
 
     def loss_options(self) -> dict[str, options.Option]:
         """The options that are set, by name."""
@@ -204,18 +247,6 @@ class Train(Section):
     @model_validator(mode="after")
     def _check_loss_options(self) -> "Train":
         options.check(self.loss, self.loss_options())
-        return self
-
-    @model_validator(mode="after")
-    def _check_selection_and_quantization(self) -> "Train":
-        if self.patience and not (self.select and self.eval_steps):
-            raise ValueError(
-                "`patience` counts evaluations of `select`: set `select` and `eval_steps` too, or set patience to null"
-            )
-        if self.select and not self.select.startswith("eval/"):
-            raise ValueError(f"`select` must name a metric of held-out pairs, eval/..., not '{self.select}'")
-        if self.quantization and not self.adapter:
-            raise ValueError("`quantization` freezes the base model: set `adapter`, or set quantization to null")
         for name in ("kl_limit", "reference_update"):
             if getattr(self, name) and not self.needs_reference:
                 raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference model")
@@ -302,6 +333,7 @@ class Promote(Section):
 class Params(Section):
     source: Source
     prepare: Prepare
+    sft: Sft | None = None
     reference: Reference
     train: Train
     evaluate: Evaluate
@@ -356,6 +388,14 @@ class Params(Section):
                 "data. Set evaluate.judge to auto, reward or endpoint"
             )
         metrics.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_sft_data(self) -> "Params":
+        if self.source.sft and not self.sft:
+            raise ValueError(
+                "`source.sft` is the data of the stage sft, which is off: set `sft` too, or source.sft to null"
+            )
         return self
 
 

@@ -75,7 +75,7 @@ def source_name(address: str) -> str:
 
 
 def data_sources(params: "Source") -> list[dict[str, Any]]:
-    """The sources of rows: one address or a mixture, and the held-out data if it has its own address."""
+    """The sources of rows: one address or a mixture, then held-out data and the data of `sft` if there are such."""
 
     def entry(key: str, name: str, address: str, weight: float = 1.0, share: float = 1.0) -> dict[str, Any]:
         return {"key": key, "name": name, "address": address, "weight": weight, "share": share}
@@ -84,7 +84,9 @@ def data_sources(params: "Source") -> list[dict[str, Any]]:
         sources = [entry("source.data", source_name(params.data), params.data)]
     else:
         sources = [entry("source.data", part.name, part.data, part.weight, part.share) for part in params.data]
-    return [*sources, entry("source.eval", "eval", params.eval)] if params.eval else sources
+    if params.eval:
+        sources.append(entry("source.eval", "eval", params.eval))
+    return [*sources, entry("source.sft", "sft", params.sft)] if params.sft else sources
 
 
 def content_id(key: str, address: str) -> str:

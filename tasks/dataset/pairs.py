@@ -22,6 +22,7 @@ from training.objectives.packing import Pair
 from training.objectives.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")
+SFT_FILES = {split: f"sft-{split}" for split in SPLITS}  # demonstrations of source.sft, beside the pairs
 HASHES = "hashes.json"  # of the files in data/pairs
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")  # columns, and fields of a Pair
 NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # with the value of a pair that has none

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,21 @@ def read_shard(path: Path) -> pa.Table:
 
 
 def write_splits(
-    folder: Path, shards: Sequence[Path], kept: Sequence[NDArray[Any]], held_out: Sequence[NDArray[Any]]
+    folder: Path,
+    shards: Sequence[Path],
+    kept: Sequence[NDArray[Any]],
+    held_out: Sequence[NDArray[Any]],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """train.arrow and eval.arrow from the shards, with the masks of kept and held-out rows of each shard."""
+    """train.arrow and eval.arrow (or `names`) from the shards, with the masks of their kept and held-out rows."""
     for split in SPLITS:
         masks = [keep & (held == (split == "eval")) for keep, held in zip(kept, held_out, strict=True)]
         tables = (
             read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
         )
-        with pa.ipc.new_stream(folder / f"{split}.arrow", PAIR_SCHEMA) as writer:  # not compressed: it is memory-mapped
+        with pa.ipc.new_stream(
+            folder / f"{names.get(split, split)}.arrow", PAIR_SCHEMA
+        ) as writer:  # not compressed: it is memory-mapped
             for batch in _batches(tables):
                 writer.write_table(batch.combine_chunks())
 

@@ -61,7 +61,9 @@ def choose(
     choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full)]
     for variant in _variants(machine, full):
         chosen = [
-            one for one in (*choices, *variant) if not any(f"{key}.".startswith(f"{one.key}.") for key, *_ in given)
+            one
+            for one in (*choices, *variant)
+            if not any(f"{key}.".startswith(f"{one.key}.") or f"{one.key}.".startswith(f"{key}.") for key, *_ in given)
         ]
         plan = _plan([*chosen, *given], data, model, machine)
         if plan.fits:
@@ -70,7 +72,7 @@ def choose(
 
 
 def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Machine) -> Plan:
-    from tasks.train import make_settings
+    from tasks.train_driver import make_settings
     from training.trainer import memory
 
     nested = dotted({choice.key: choice.value for choice in choices})
@@ -105,6 +107,8 @@ def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, ful
     )
     yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
     yield from _training(training, model, full)
+    if not model.has_template:
+        yield from _sft(model, full)
     answer = int(np.percentile(data.chosen, 95))
     tokens = min(512, max(64, 32 * math.ceil(answer / 32)))
     yield Choice("params.evaluate.max_new_tokens", tokens, f"95% of the chosen answers have at most {answer} tokens")
@@ -134,6 +138,15 @@ def _training(pairs: int, model: ModelFacts, full: bool) -> Iterator[Choice]:
         rate, why = (2.0e-4 if small else 5.0e-5), "LoRA: 5.0e-6 to 2.0e-4, small models take more"
     yield Choice("params.train.learning_rate", rate, why)
     yield Choice("params.train.logging_steps", max(1, steps // 50), "about 50 points of each curve")
+
+
+def _sft(model: ModelFacts, full: bool) -> Iterator[Choice]:
+    small = model.sizes.parameters < SMALL_MODEL
+    rate = (5.0e-5 if small else 1.0e-5) if full else (5.0e-4 if small else 2.0e-4)
+    why = "a model without a chat template has not learnt to answer: first SFT on the chosen answers (docs/sft.md)"
+    yield Choice("params.sft.learning_rate", rate, why)
+    if full:
+        yield Choice("params.sft.adapter", None, "full fine-tuning (--full)")
 
 
 def _variants(machine: Machine, full: bool) -> Iterator[Sequence[Choice]]:

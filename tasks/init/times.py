@@ -20,6 +20,8 @@ def run_seconds(plan: Plan, data: DataFacts, model: ModelFacts, machine: Machine
     backward = forward * (1 if params.train.adapter else 2)  # frozen weights have no gradients
     recomputed = forward if cluster.actor_train.activation_checkpointing else 0.0
     passes = pairs * (1 - fraction) * params.train.epochs * (forward + backward + recomputed)
+    if params.sft:  # of a pair, prompt and chosen answer
+        passes += 0.6 * pairs * (1 - fraction) * params.sft.epochs * (forward + backward + recomputed)
     passes += pairs * forward + pairs * fraction * EVALUATIONS * forward  # the reference, and held-out pairs
     answers = 2 * params.evaluate.prompts * params.evaluate.max_new_tokens * forward  # of both models
     scoring = data.tokens_within(limit) * passes / (EFFICIENCY[device] * speed)

@@ -38,8 +38,8 @@ def gpu_hours(cluster: Cluster, logs: Path) -> dict[str, float]:
 
 def gpus(cluster: Cluster, stage: str) -> float:
     """That the workers of a stage hold."""
-    group = {"reference": cluster.reference, "train": cluster.actor_train}.get(stage, cluster.evaluate)
-    if stage not in ("reference", "train", "evaluate", "export", "promote"):
+    group = _groups(cluster).get(stage, cluster.evaluate)
+    if stage not in ("sft", "reference", "train", "evaluate", "export", "promote"):
         return 0.0
     alone = stage == "export" and cluster.evaluate.zero_stage != 3  # otherwise the group shares the model
     return group.gpus_per_worker * (1 if alone else group.num_workers)
@@ -85,8 +85,13 @@ def figures(cluster: Cluster, logs: Path) -> dict[str, float]:
 
 
 def _workers(cluster: Cluster, stage: str) -> int:
-    groups = {"reference": cluster.reference, "train": cluster.actor_train, "evaluate": cluster.evaluate}
+    groups = _groups(cluster)
     return groups[stage].num_workers if stage in groups else 1
+
+
+def _groups(cluster: Cluster) -> dict[str, Any]:
+    train = cluster.actor_train
+    return {"sft": train, "reference": cluster.reference, "train": train, "evaluate": cluster.evaluate}
 
 
 def _pair_tokens(root: Path) -> float | None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
 LATER_SECONDS = 3.0  # the same once a stage of this run has waited in vain
 SLOW = "forward.slow"
-PAIR_STAGES = ("reference", "train", "evaluate")  # stages that read the pairs
+PAIR_STAGES = ("sft", "reference", "train", "evaluate")  # stages that read the pairs
 STATE = "by-hand.json"  # in the folder of all runs: the last run that `dvc repro` started by hand
 
 

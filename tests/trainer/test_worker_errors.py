@@ -22,7 +22,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ranks = SimpleNamespace(get_local_rank=lambda: 0, get_world_rank=lambda: 0, get_node_rank=lambda: 0)
     monkeypatch.setattr(ray.train, "get_context", lambda: ranks)
     monkeypatch.setattr(train_worker, "_in_thread", lambda *given: None)
-    monkeypatch.setattr(train_worker, "_read", lambda *given: SimpleNamespace(by_source=dict))
     start_distributed(deterministic=False)
     yield tmp_path
     if dist.is_initialized():
@@ -31,8 +30,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]) -> None:
     monkeypatch.setattr(loop, "train", lambda *given, **options: work())
-    settings = SimpleNamespace(folder=str(folder), attempt="one")
-    config = {"settings": settings, "root": str(folder), "driver": ("", 0), "system_metrics": 0, "world": 1}
+    settings = SimpleNamespace(folder=str(folder), attempt="one", objective=SimpleNamespace(needs_reference=False))
+    data = SimpleNamespace(read=lambda *given: SimpleNamespace(by_source=dict))
+    config = {
+        "settings": settings,
+        "data": data,
+        "root": str(folder),
+        "driver": ("", 0),
+        "system_metrics": 0,
+        "world": 1,
+    }
     train_worker.train_on_worker(config, b"key")
 
 

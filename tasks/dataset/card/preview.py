@@ -7,7 +7,7 @@ from typing import Any
 from tasks.config.params import load_params
 from tasks.dataset.pairs import pairs_file, read_rows
 from tasks.errors import UserError
-from tasks.models import base_folder
+from tasks.models import source_folder
 
 STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
 
@@ -32,7 +32,7 @@ def show(count: int) -> None:
 
     if not pairs_file("train").exists():
         raise UserError("There are no prepared pairs here. Run `dvc repro prepare`.")
-    tokenizer = load_tokenizer(base_folder(load_params().source.model))
+    tokenizer = load_tokenizer(source_folder(load_params().source.model))
     console = Console(soft_wrap=True)
     for pair in read_rows(pairs_file("train"), count):
         console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")

@@ -1,0 +1,119 @@
+"""Demonstrations: rows with a prompt and one answer, the data of the stage `sft`.
+
+They are stored as pairs whose two answers are equal. A prefix that both answers share is computed once, so the second
+one costs a single token, and everything that reads pairs reads demonstrations too.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.config.params import Prepare
+from tasks.dataset.pairs import SFT_FILES
+from tasks.dataset.readers import Chunk, rows_in
+from tasks.dataset.rows import messages, preference
+from tasks.dataset.rows.preference import Preference
+from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+from tasks.dataset.shards import write_shard, write_splits
+from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
+from tasks.errors import UserError
+
+ANSWERS = ("chosen", "response", "completion", "output", "answer")
+PROMPTS = ("instruction", "prompt", "question", "input")
+EVAL_FRACTION = 0.05  # if prepare.eval_fraction is null
+
+
+def prepare_demonstrations(
+    chunks: Iterable[Chunk], template: ChatTemplate, params: Prepare, folder: Path
+) -> tuple[dict[str, int], Counter[str]]:
+    """Write the files of both splits; their numbers of rows, and the numbers of rejected rows by reason."""
+    rejected: Counter[str] = Counter()
+    shards, held_out = [], []
+    fraction = params.eval_fraction or EVAL_FRACTION
+    for number, chunk in enumerate(chunks):
+        rows = list(_tokenized(chunk, template, params, rejected))
+        shards.append(folder / f"sft-{number:06d}.shard")
+        write_shard(shards[-1], rows)
+        hashes = [preference.prompt_hash(row["prompt"]) for row in rows]
+        held_out.append(np.array([preference.is_held_out(one, fraction) for one in hashes], dtype=bool))
+    if sum(map(len, held_out)) > 1 and not any(map(np.any, held_out)):
+        next(mask for mask in held_out if len(mask))[0] = True  # something must be held out
+    write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_FILES)
+    for shard in shards:
+        shard.unlink()
+    held = int(sum(mask.sum() for mask in held_out))
+    return {"train": sum(map(len, held_out)) - held, "eval": held}, rejected
+
+
+def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params: Prepare) -> None:
+    """UserError if too few rows can be used."""
+    bad = sum(rejected.values()) - rejected["over_length"]
+    total = sum(counts.values()) + sum(rejected.values())
+    reasons = ", ".join(f"{number} {name}" for name, number in rejected.most_common(3))
+    if bad > params.max_bad_fraction * total:
+        raise UserError(
+            f"source.sft: {bad} of {total} rows cannot be used ({reasons}). A row needs `messages` that end with the "
+            f"assistant, or a prompt ({', '.join(PROMPTS)}) and an answer ({', '.join(ANSWERS)}). Correct the data, or "
+            "raise prepare.max_bad_fraction."
+        )
+    if not all(counts.values()):
+        raise UserError(
+            f"source.sft: of {total} rows, {counts['train']} are left to train on and {counts['eval']} to hold out"
+            f"{f' ({reasons})' if reasons else ''}. Add rows, or raise prepare.max_tokens."
+        )
+
+
+def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
+    """The conversation of a row; RejectedRow if it has none. The answer is its last turn, or all after the question."""
+    if "messages" in row or "conversations" in row:
+        turns = messages.to_messages(row.get("messages", row.get("conversations")), "messages", "user")
+        first = next((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+        at = first if loss_on == "all" else len(turns) - 1
+        prompt, answer = turns[:at], turns[at:]
+    else:
+        answer_column = next((name for name in ANSWERS if name in row), None)
+        if answer_column is None or not row.keys() & {*PROMPTS}:
+            raise RejectedRow("missing_field", "a prompt and an answer, or messages")
+        prompt = messages.prompt_messages(row, *PROMPTS)
+        answer = messages.answer_turns(row[answer_column], prompt, answer_column)
+    if system := row.get("system"):
+        prompt = [{"role": "system", "content": messages.require_text(system, "system")}, *prompt]
+    messages.check_turns(prompt, answer)
+    if not all(turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant"):
+        raise RejectedRow("empty_answer")
+    return Preference(prompt, answer, answer)
+
+
+def _tokenized(
+    chunk: Chunk, template: ChatTemplate, params: Prepare, rejected: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of data/pairs, without those that cannot be used."""
+    demonstrations: list[Preference] = []
+    for _, row in rows_in(chunk):
+        try:
+            if isinstance(row, RejectedRow):
+                raise row
+            demonstrations.append(read_demonstration(row, params.loss_on))
+        except RejectedRow as reason:
+            rejected[reason.name] += 1
+    for demonstration, tokens in zip(demonstrations, tokenize(template, demonstrations), strict=True):
+        if isinstance(tokens, TokenizedPair) and tokens.length > params.max_tokens:
+            tokens = RejectedRow("over_length")
+        if isinstance(tokens, RejectedRow):
+            rejected[tokens.name] += 1
+            continue
+        answer = {"ids": tokens.chosen_ids, "mask": tokens.chosen_mask}
+        yield {
+            "id": preference.pair_id(demonstration),
+            "prompt": messages.to_text(demonstration.prompt),
+            "prompt_ids": tokens.prompt_ids,
+            "prompt_mask": [],
+            **{f"{side}_{name}": values for side in ("chosen", "rejected") for name, values in answer.items()},
+            "label": 1.0,
+            "margin": 0.0,
+            "weight": 1.0,
+            "source": "sft",
+        }

@@ -1,0 +1,68 @@
+"""What a training reads from data/pairs: preference pairs with their reference values, or demonstrations."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as compute
+
+from tasks.config.paths import PAIRS, REFERENCE
+from tasks.dataset.pairs import SFT_FILES, PairTable, open_table, pairs_file, reference_file
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    preferences: bool = True  # False: demonstrations, one answer per prompt
+    own_file: bool = False  # of `source.sft`; otherwise the demonstrations are the chosen answers
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (PAIRS, REFERENCE) if self.preferences else (PAIRS,)
+
+    def file(self, split: str, root: Path = Path()) -> Path:
+        return pairs_file(SFT_FILES[split] if self.own_file else split, root)
+
+    def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
+        """The rows of a split, whose files the driver has checked; with their reference values if asked."""
+        table = open_table(self.file(split, root))
+        if self.own_file:
+            return PairTable(table)
+        if not self.preferences:
+            return chosen_answers(table)
+        return (
+            PairTable(table).with_reference(open_table(reference_file(split, root))) if reference else PairTable(table)
+        )
+
+    def count(self, split: str) -> int:
+        return open_table(self.file(split)).num_rows if self.preferences or self.own_file else len(self.read(split))
+
+
+PREFERENCES = TrainingData()
+
+
+def chosen_answers(table: pa.Table) -> PairTable:
+    """The chosen answers of pairs as demonstrations, each once: a prompt may have several worse answers."""
+    count = len(table)
+    columns = {
+        "rejected_ids": table["chosen_ids"],
+        "rejected_mask": table["chosen_mask"],
+        "label": pa.chunked_array([np.ones(count, np.float32)]),
+        "margin": pa.chunked_array([np.zeros(count, np.float32)]),
+        "shared_prefix": compute.subtract(compute.list_value_length(table["chosen_ids"]), 1),
+    }
+    for name, values in columns.items():
+        table = table.set_column(table.column_names.index(name), name, values)
+    answers = PairTable(table)
+    return answers.select(_first_of_each(answers))
+
+
+def _first_of_each(answers: PairTable) -> np.ndarray:
+    seen: set[tuple[str, bytes]] = set()
+    rows = []
+    for number, prompt in enumerate(answers.table["prompt"].to_pylist()):
+        key = prompt, answers.lists["chosen_ids"][number].tobytes()
+        if key not in seen:
+            seen.add(key)
+            rows.append(number)
+    return np.array(rows, dtype=np.int64)

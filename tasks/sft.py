@@ -1,0 +1,87 @@
+"""Stage `sft`: supervised fine-tuning of the base model, if params.yaml has a section `sft`.
+
+It learns the chosen answers, or the data of `source.sft`, on the worker group `actor_train`. The result in data/sft
+takes the place of the base model: the reference model of DPO, and the start of the policy. Without the section
+data/sft holds an empty manifest.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tasks import stage
+from tasks.config.params import Params, Train, load_cluster, load_params
+from tasks.config.paths import SFT
+from tasks.dataset.pairs import check
+from tasks.dataset.training_data import TrainingData
+from tasks.models import file_hashes, source_folder, source_hash
+from tasks.system.files import fingerprint, publish, sha256, write_json
+from tasks.tracking.journal import Run
+from tasks.train_driver import Training, metrics_by_step, trained
+from tasks.train_worker import JOURNAL
+
+MANIFEST = "manifest.json"
+
+
+def sft(run: Run) -> None:
+    params, data = load_params(), TrainingData(preferences=False, own_file=load_params().source.sft is not None)
+    for split in ("train", "eval"):
+        check(data.file(split), "prepare")
+    inputs = {
+        "base": source_hash(),
+        "pairs": fingerprint([sha256(data.file(split)) for split in ("train", "eval")]),
+        "reference": None,
+    }
+    model = source_folder(params.source.model)
+    training = Training("sft", with_sft_as_train(params), load_cluster(), model, data, inputs)
+    with trained(training, run) as folder, publish(SFT) as out:
+        metrics = _final_metrics(folder, data)
+        _write_model(model, folder / "policy", out)
+        write_json(out / MANIFEST, {**_files(out), "answers": data.count("train"), "metrics": metrics})
+    run.summary({f"sft/{name}": value for name, value in metrics.items()})
+    print(f"sft: the base model has learnt {data.count('train')} answers, held-out loss {metrics['eval/loss']:.3f}")
+
+
+def with_sft_as_train(params: Params) -> Params:
+    """The parameters with the section `sft` in place of `train`, and the loss of SFT."""
+    assert params.sft
+    unused = dict.fromkeys(Train.model_fields.keys() - type(params.sft).model_fields.keys())
+    values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "stop_on_alarm": False}
+    return params.model_copy(update={"train": Train.model_validate(values)})
+
+
+def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
+    rows = metrics_by_step(folder / JOURNAL, data).values()
+    return {name: value for row in rows for name, value in row.items() if name in ("loss", "eval/loss")}
+
+
+def _write_model(base: Path, policy: Path, out: Path) -> None:
+    """The tuned model with its tokenizer."""
+    from training.models.adapters import merge_folders  # heavy: torch, peft
+    from training.models.loading import load_tokenizer
+
+    if (policy / "adapter_config.json").exists():
+        merge_folders(base, policy, out)
+    else:
+        shutil.copytree(policy, out, dirs_exist_ok=True)
+        load_tokenizer(base).save_pretrained(out)
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    """What data/base/manifest.json says about a model, too."""
+    files = file_hashes(folder)
+    sizes = {name: (folder / name).stat().st_size for name in files}
+    return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
+
+
+def skip() -> None:
+    with publish(SFT) as out:
+        write_json(out / MANIFEST, {})
+    print("sft: off")
+
+
+if __name__ == "__main__":
+    if load_params().sft:
+        stage.main(sft)
+    else:
+        stage.run_command(skip)
