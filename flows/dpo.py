@@ -137,6 +137,10 @@ def run_stages(
     for name in workspace.stages():
         # One question to DVC covers all stages until one of them runs; after that DVC decides for each.
         unchanged = name not in stale and all(state["state"] == "cached" for state in states)
+        if workspace.is_off(name):  # DVC wants its output all the same, and nobody else wants to hear of it
+            if not unchanged:
+                workspace.dvc("repro", "--single-item", name)
+            continue
         announced = announced or artifacts.announce(workspace)  # MLflow gives the run its id seconds after the start
         previous = [stage(name, workspace, unchanged, wait_for=previous)]
         states.append(previous[0].result())

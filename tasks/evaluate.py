@@ -94,8 +94,9 @@ def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weigh
     assert params.harness is not None
     folder = str(workers.shared_path(local_path(params.harness.folder))) if params.harness.folder else None
     options = (params.harness.limit, folder, params.seed)
-    tasks = [(model, [task], *options) for model in (base, policy) for task in params.harness.tasks]
-    scores, count = workers.map("harness", tasks), len(params.harness.tasks)
+    names = params.harness.task_names()
+    tasks = [(model, [name], *options) for model in (base, policy) for name in names]
+    scores, count = workers.map("harness", tasks), len(names)
     halves = {"base": scores[:count], "policy": scores[count:]}
     return {name: {key: score for part in half for key, score in part.items()} for name, half in halves.items()}
 

@@ -8,6 +8,10 @@ from tasks.errors import UserError
 from tasks.system.files import known_sha256, read_json
 
 HUB = "hub:"
+DIFFERS = {
+    "source": "is not the file that the source stage read",
+    "sft": "is not the file that the sft stage wrote",
+}
 
 
 def base_folder(address: str) -> Path:
@@ -29,9 +33,8 @@ def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
     for name, size in manifest["sizes"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
-            stage = "sft stage wrote" if folder == SFT else "source stage read"
             raise UserError(
-                f"{path} is not the file that the {stage}: its content hash differs. Restore it, or run `dvc "
+                f"{path} {DIFFERS['sft' if folder == SFT else 'source']}: its content hash differs. Restore it, or run `dvc "
                 "repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
                 "check-cache --fix`, which removes damaged objects, and try again."
             )

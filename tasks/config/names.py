@@ -17,5 +17,11 @@ REJECT_REASONS = (
     *("template_refused", "template_rewrites", "nothing_left", "contradiction", "prompt_in_eval", "id_not_unique"),
     *("duplicate", "near_duplicate", "over_length", "tie", "small_margin", "not_sampled"),
 )
+# evaluate.harness.tasks: names for several tasks of lm-evaluation-harness.
+HARNESS_PRESETS = {
+    "capability": ("arc_challenge", "hellaswag", "winogrande", "mmlu", "gsm8k"),
+    "instructions": ("ifeval",),
+    "safety": ("truthfulqa_mc2", "toxigen", "hendrycks_ethics", "crows_pairs_english"),
+}
 # promote.drift: the keys of DRIFT_METRICS in tasks/dataset/drift.py.
 DRIFT_METRICS = ("fewer_pairs", "tokens", "sources", "left_out", "chosen_longer", "probe")

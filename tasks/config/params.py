@@ -12,7 +12,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from tasks.config import metrics, strict
 from tasks.config.cluster import Cluster, load_cluster
-from tasks.config.names import COLUMNS, DRIFT_METRICS, REJECT_REASONS, ROW_FORMATS, VOTES
+from tasks.config.names import COLUMNS, DRIFT_METRICS, HARNESS_PRESETS, REJECT_REASONS, ROW_FORMATS, VOTES
 from tasks.config.strict import Count, Fraction, Positive, Section, dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.redact import is_secret
@@ -269,6 +269,10 @@ class Harness(Section):
     tasks: Annotated[list[str], Field(min_length=1)]
     limit: Count | None
     folder: str | None
+
+    def task_names(self) -> list[str]:
+        """The harness's names, with the tasks of each preset in its place."""
+        return [name for task in self.tasks for name in HARNESS_PRESETS.get(task, (task,))]
 
 
 class Evaluate(Section):

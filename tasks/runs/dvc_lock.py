@@ -84,6 +84,11 @@ def stages(root: Path) -> dict[str, Entry]:
     return {name: stage for name, stage in all_stages(root).items() if not stage.get("always_changed")}
 
 
+def is_off(stage: str, params: Mapping[str, Any]) -> bool:
+    """Whether the content of params.yaml leaves out an optional stage."""
+    return stage == "sft" and params.get("sft") is None
+
+
 def stage_code(stage: str, prefix: str) -> dict[str, str]:
     """sha256 of the code files of a stage, as dvc.yaml lists them, whose path begins with `prefix`."""
     return {name: sha256(ROOT / name) for name in all_stages(ROOT)[stage]["deps"] if name.startswith(prefix)}

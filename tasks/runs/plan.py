@@ -26,7 +26,8 @@ def plan_stages(files: ConfigFiles) -> list[StagePlan]:
     """What would become of each stage, in order."""
     locks, run_cache = list(reuse.earlier_locks()), list(dvc.run_cache())
     current_lock = dvc_lock.read_lock(ROOT) or next((lock for lock in locks if lock), {})
-    upstream = reuse.watch_output(files.get("params.yaml") or read_yaml(ROOT / "params.yaml"))
+    params = files.get("params.yaml") or read_yaml(ROOT / "params.yaml")
+    upstream = reuse.watch_output(params)
     plans: list[StagePlan] = []
     for name, stage in dvc_lock.stages(ROOT).items():
         inputs = dvc_lock.current_inputs(ROOT, stage, upstream, files)
@@ -36,7 +37,8 @@ def plan_stages(files: ConfigFiles) -> list[StagePlan]:
         if plan.state != UNCHANGED and name in current_lock and not plan.reasons:
             reasons = inputs.differences(dvc_lock.recorded_inputs(current_lock[name]))
             plan = StagePlan(name, plan.state, reasons)
-        plans.append(plan)
+        if not dvc_lock.is_off(name, params):
+            plans.append(plan)
         upstream |= dvc_lock.outs(entry) if entry else dict.fromkeys(dvc_lock.out_paths(stage))
     return plans
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from tasks.config.paths import ROOT
+from tasks.config.strict import read_yaml
 from tasks.errors import UserError
 from tasks.runs import commits, crash_recovery, dvc, dvc_lock, records, reuse, run_config
 from tasks.runs.commits import git
@@ -48,6 +49,10 @@ class Workspace:
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
         return list(dvc_lock.stages(self.root))
+
+    def is_off(self, stage: str) -> bool:
+        """Whether params.yaml leaves out the optional stage."""
+        return dvc_lock.is_off(stage, read_yaml(self.root / "params.yaml"))
 
     def stale_stages(self) -> set[str]:
         return dvc.stale_stages(self.dvc("status", "--json")) & set(self.stages())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.config.names import HARNESS_PRESETS
 from tasks.config.params import Evaluate, dotted, load_cluster, overlay, read_yaml
 from tasks.errors import UserError
 from tasks.evaluate import _harness
@@ -35,6 +36,16 @@ def measured(harness: dict, model: Path) -> dict[str, dict[str, float]]:
     weights = Weights(str(model), str(model), "float32")
     with evaluator_pool(load_cluster(ROOT), "evaluate") as workers:
         return _harness(params(harness), workers, weights, weights)
+
+
+def test_presets_stand_for_tasks_that_the_harness_has():
+    from lm_eval.tasks import TaskManager
+
+    known, expanded = TaskManager().all_tasks, params({"tasks": [*HARNESS_PRESETS, "piqa"], "limit": 1, "folder": None})
+    every = {"piqa", *(task for preset in HARNESS_PRESETS.values() for task in preset)}
+    assert set(expanded.harness.task_names()) == every
+    assert not set(expanded.harness.task_names()) - set(known)
+    assert not HARNESS_PRESETS.keys() & set(known)  # a preset hides no task
 
 
 def test_a_missing_lm_eval_is_a_user_error(monkeypatch: pytest.MonkeyPatch):

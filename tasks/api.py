@@ -1,0 +1,138 @@
+"""The stages as Python functions, for notebooks and scripts: `prepare`, `train`, `evaluate` and `export` on a folder.
+
+The folder holds what a checkout holds for the command `dpo`: params.yaml, infra/cluster.yaml, data/, and the runs in
+MLflow's format below .mlflow. Each stage runs in a process of its own and prints its progress here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.config.paths import CARD, METRICS, MODEL, ROOT
+from tasks.errors import UserError
+from tasks.system import processes
+from tasks.system.files import fingerprint, read_json, write_text
+from tasks.tracking import results
+
+PARAMS, CLUSTER = Path("params.yaml"), Path("infra/cluster.yaml")
+
+
+def prepare(
+    folder: str | Path,
+    data: str,
+    model: str,
+    *,
+    recipe: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    cluster: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Fetch data and model, and make tokenized pairs of the rows. Returns the data card's figures.
+
+    `data` and `model` are what `source.data` and `source.model` take. `params` and `cluster` change values by their
+    dotted names, {"train.beta": 0.2}, after those of the recipe (flows/recipes).
+    """
+    root = Path(folder).resolve()
+    source = {"source.data": _absolute(data), "source.model": _absolute(model)}
+    recipes = {part: read_recipe(recipe, part) if recipe else {} for part in ("params", "cluster")}
+    _write(root / PARAMS, Params, ROOT / PARAMS, recipes["params"], dotted({**(params or {}), **source}))
+    _write(root / CLUSTER, Cluster, ROOT / CLUSTER, recipes["cluster"], dotted(dict(cluster or {})))
+    _run(root, "source", "prepare")
+    return read_json(root / CARD / "report.json")
+
+
+def train(folder: str | Path, params: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """Compute the reference's log-probabilities and train the policy; before them SFT, if `sft` is set.
+
+    Returns the last value of each metric; `curves` returns all of them. Values in `params` stay for later calls. What
+    an earlier call has computed for the same inputs is used again: reference values, and checkpoints of a training.
+    """
+    root = _prepared(folder)
+    if params:
+        _write(root / PARAMS, Params, root / PARAMS, dotted(dict(params)))
+    _run(root, "sft", "reference", "train")
+    return read_json(root / METRICS / "train.json")
+
+
+def evaluate(folder: str | Path) -> dict[str, Any]:
+    """Evaluate the policy on held-out pairs, and sample answers of policy and base model. Returns the metrics."""
+    root = _prepared(folder)
+    _run(root, "evaluate")
+    return read_json(root / METRICS / "evaluate.json")
+
+
+def export(folder: str | Path) -> Path:
+    """Merge the adapter and write a standalone model; the path of its folder, for `from_pretrained`."""
+    root = _prepared(folder)
+    _run(root, "export")
+    return root / MODEL
+
+
+def curves(folder: str | Path) -> dict[int, dict[str, float]]:
+    """The metrics of each logged training step, by step."""
+    return results.curves(Path(folder))
+
+
+def samples(folder: str | Path) -> list[dict[str, Any]]:
+    """The sampled answers of base model and policy, a dict per prompt."""
+    return [json.loads(line) for line in (Path(folder) / METRICS / "samples.jsonl").read_text().split("\n") if line]
+
+
+def _write(path: Path, model: type[BaseModel], base: Path, *layers: dict[str, Any]) -> None:
+    """Write a configuration file: `base`, and each layer over it."""
+    content = read_yaml(base)
+    for layer in layers:
+        content = overlay(content, layer, model)
+    validate(model, content, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _absolute(address: str) -> str:
+    """A path relative to this process, as the stages find it: they run in the folder."""
+    path = Path(address).expanduser()
+    return str(path.resolve()) if address != "demo" and path.exists() else address
+
+
+def _prepared(folder: str | Path) -> Path:
+    root = Path(folder).resolve()
+    if not (root / CARD / "report.json").exists():
+        raise UserError(f"{folder} has no prepared data. Call prepare(folder, data, model) first.")
+    return root
+
+
+def _run(root: Path, *stages: str) -> None:
+    """Run stages one after the other; UserError with the stage's own message if one fails."""
+    params = load_params(root / PARAMS)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "DPO_HOME": str(root),
+        "DPO_RUN": f"{root.name}-{fingerprint(params.model_dump())[:8]}",  # of the run in MLflow
+    }
+    for stage in stages:
+        output = StageOutput()
+        if code := processes.run([sys.executable, "-m", f"tasks.{stage}"], root, env, output):
+            failed = f"The stage {stage} failed with exit code {code}; its output is above."
+            raise UserError("\n".join(output.error) if code == 2 and output.error else failed)
+
+
+class StageOutput:
+    """Prints what a stage says, and keeps its error message."""
+
+    def __init__(self) -> None:
+        self.error: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        if self.error or line.startswith("error: "):
+            self.error.append(line.removeprefix("error: "))
+        else:
+            print(line, flush=True)
