@@ -40,9 +40,15 @@ def prepare(
     dotted names, {"train.beta": 0.2}, after those of the recipe (flows/recipes).
     """
     root = Path(folder).resolve()
-    source = {"source.data": _absolute(data), "source.model": _absolute(model)}
+    changes = {**(params or {}), "source.data": data, "source.model": model}
     recipes = {part: read_recipe(recipe, part) if recipe else {} for part in ("params", "cluster")}
-    _write(root / PARAMS, Params, ROOT / PARAMS, recipes["params"], dotted({**(params or {}), **source}))
+    _write(
+        root / PARAMS,
+        Params,
+        ROOT / PARAMS,
+        recipes["params"],
+        dotted({key: _absolute(key, value) for key, value in changes.items()}),
+    )
     _write(root / CLUSTER, Cluster, ROOT / CLUSTER, recipes["cluster"], dotted(dict(cluster or {})))
     _run(root, "source", "prepare")
     return read_json(root / CARD / "report.json")
@@ -95,10 +101,12 @@ def _write(path: Path, model: type[BaseModel], base: Path, *layers: dict[str, An
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def _absolute(address: str) -> str:
-    """A path relative to this process, as the stages find it: they run in the folder."""
-    path = Path(address).expanduser()
-    return str(path.resolve()) if address != "demo" and path.exists() else address
+def _absolute(key: str, value: Any) -> Any:
+    """An address of `source` that is a path, made absolute: the stages run in another folder than the caller."""
+    if not key.startswith("source.") or not isinstance(value, str) or value == "demo":
+        return value
+    path = Path(value).expanduser()
+    return str(path.resolve()) if path.exists() else value
 
 
 def _prepared(folder: str | Path) -> Path:

@@ -34,8 +34,8 @@ def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
             raise UserError(
-                f"{path} {DIFFERS['sft' if folder == SFT else 'source']}: its content hash differs. Restore it, or run `dvc "
-                "repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
+                f"{path} {DIFFERS['sft' if folder == SFT else 'source']}: its content hash differs. Restore it, or run "
+                "`dvc repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
                 "check-cache --fix`, which removes damaged objects, and try again."
             )
     return folder

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tasks import api
 from tasks.config.params import Params, dotted, load_params, overlay, read_yaml, validate
 from tasks.dataset import demo
 from tasks.dataset.demonstrations import read_demonstration
@@ -17,7 +18,7 @@ from tasks.dataset.training_data import TrainingData, chosen_answers
 from tasks.errors import UserError
 from tasks.sft import with_sft_as_train
 from tasks.train_driver import name_keys
-from tests.support.workspaces import PROJECT, make_workspace, refusal, run, write_data
+from tests.support.workspaces import GROUPS, NO_JUDGE, PROJECT, SMALL, make_workspace, refusal, run, write_data
 from training.objectives.pair_columns import columns_of
 
 SETTINGS = {"learning_rate": 3.0e-3, "epochs": 2, "global_batch_size": 8, "logging_steps": 2}
@@ -112,27 +113,44 @@ def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tuned_model_becomes_the_base_of_the_other_stages(tmp_path: Path, tiny_base: Path) -> None:
-    """Full fine-tuning on data of its own, with rows that are left out; then the reference is the tuned model."""
-    workspace = make_workspace(
-        tmp_path / "w", tiny_base, sft={**SETTINGS, "adapter": None}, **{"source.sft": "answers.jsonl"}
-    )
+def test_a_model_learns_to_answer_and_then_to_prefer(tmp_path: Path, tiny_base: Path, capsys) -> None:
+    """Through the functions for notebooks: full fine-tuning on data of its own, then DPO with the result as base."""
+    workspace = tmp_path / "w"
     rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in demo.rows(1)[:80]]
-    write_data(workspace / "answers.jsonl", [*rows, {"prompt": "Where?", "response": ""}])
-    said = run(workspace, "source", "prepare")
-    assert "prepare: sft: rejected 1: empty_answer" in said
+    write_data(tmp_path / "pairs.jsonl", demo.rows(0)[:120])
+    write_data(tmp_path / "answers.jsonl", [*rows, {"prompt": "Where?", "response": ""}])
+    changes = {"source.sft": str(tmp_path / "answers.jsonl"), "sft": {**SETTINGS, "adapter": None}}
+    api.prepare(
+        workspace,
+        str(tmp_path / "pairs.jsonl"),
+        str(tiny_base),
+        recipe="demo",
+        params={**SMALL, **NO_JUDGE, **changes, "train.max_steps": 2},
+        cluster=GROUPS,
+    )
+    assert "prepare: sft: rejected 1: empty_answer" in capsys.readouterr().out
     counts = {split: open_table(pairs_file(f"sft-{split}", workspace)).num_rows for split in ("train", "eval")}
     assert sum(counts.values()) == 80
     assert counts["eval"] > 0
-    said = run(workspace, "sft", "reference")
+
+    metrics = api.train(workspace)
+    said = capsys.readouterr().out
+    assert f"sft: the base model has learnt {counts['train']} answers" in said
+    assert "train: the policy starts as the reference" in said
+    assert api.curves(workspace)[2]["loss"] == pytest.approx(metrics["loss"])
     manifest = json.loads((workspace / "data/sft/manifest.json").read_text())
     assert manifest["answers"] == counts["train"]
-    assert f"sft: the base model has learnt {counts['train']} answers" in said
     losses = {name: mean_nll(folder, workspace) for name, folder in folders(tiny_base, workspace).items()}
     assert manifest["metrics"]["eval/loss"] == pytest.approx(losses["tuned"], abs=1e-4)
     assert losses["tuned"] < losses["base"]
-    stored = open_table(workspace / "data/reference/eval.arrow")["chosen_logps"].to_pylist()
-    assert np.mean([np.mean(row) for row in stored]) > -losses["base"]
+
+
+def test_the_functions_name_a_mistake_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no prepared data. Call prepare\(folder, data, model\) first"):
+        api.train(tmp_path / "w")
+    with pytest.raises(UserError, match=r"Unknown key `train.bta`. Did you mean `train.beta`"):
+        api.prepare(tmp_path / "w", "demo", "demo", recipe="demo", params={"train.bta": 0.2})
+    assert not (tmp_path / "w").exists()
 
 
 def folders(base: Path, workspace: Path) -> dict[str, Path]:
