@@ -78,3 +78,8 @@ def test_dvc_exports_again_when_the_template_changes():
     deps = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]["export"]["deps"]
     assert f"tasks/release/{TEMPLATE}" in deps
     assert (Path(PROJECT) / "tasks" / "release" / TEMPLATE).exists()
+
+
+def test_the_card_says_what_was_done_before_dpo():
+    assert "demo aligned with preference data" in card()
+    assert "demo, fine-tuned on 80 answers and aligned with preference data" in card(sft={"answers": 80})
