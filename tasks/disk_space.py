@@ -14,7 +14,7 @@ from tasks.tracking.registry import LARGEST_UPLOAD
 if TYPE_CHECKING:
     from training.trainer.memory import Sizes
 
-OPTIMIZER = 12  # bytes per trainable parameter: a master weight and two moments
+MASTER, MOMENTS = 4, {"adamw": 8, "adamw_bf16": 4}  # bytes per trainable parameter
 GGUF = {"f16": 2.0, "q8_0": 1.07}  # bytes per parameter
 FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
 
@@ -51,7 +51,7 @@ def run_needs(params: Params, cluster: Cluster, sizes: "Sizes") -> dict[str, flo
     # A new checkpoint is complete before an old one is deleted.
     kept = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
     return {
-        "checkpoints": float(sizes.trainable * (width + OPTIMIZER) * kept),
+        "checkpoints": float(sizes.trainable * (width + MASTER + MOMENTS[params.train.optimizer]) * kept),
         "policy": 3.0 * saved,  # in the training folder, as an out, in the cache
         "export": 2.0 * (merged + gguf),
         "registry": float(merged) if merged <= LARGEST_UPLOAD else 0.0,

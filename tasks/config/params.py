@@ -156,6 +156,7 @@ class Optimization(Section):
     adapter: Adapter | None
     dtype: Dtype
     quantization: Quantization | None
+    optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
     learning_rate: Positive
     schedule: Literal["cosine", "linear", "constant"]
     warmup_fraction: Fraction

@@ -21,7 +21,8 @@ from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import LENGTHS, SHAPES
 
-VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in ("", "-checkpointed", "-deterministic"))
+OPTIONS = ("", "-checkpointed", "-deterministic", "-bf16moments", "-checkpointed-bf16moments")
+VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in OPTIONS)
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 
 
@@ -54,11 +55,12 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
     for variant, side in product(args.variants, sides):
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
-            mode, _, option = variant.partition("-")
+            mode, *options = variant.split("-")
             kind = {
                 "lora": mode == "lora",
-                "checkpointing": option == "checkpointed",
-                "deterministic": option == "deterministic",
+                "checkpointing": "checkpointed" in options,
+                "deterministic": "deterministic" in options,
+                "optimizer": "adamw_bf16" if "bf16moments" in options else "adamw",
             }
             yield name, job_of(args, side, size, model, pairs, dtype=dtype, profile_memory=args.profile_memory, **kind)
 

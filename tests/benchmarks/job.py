@@ -34,6 +34,7 @@ class Job:
     lora: bool = False
     checkpointing: bool = False
     deterministic: bool = False
+    optimizer: str = "adamw"  # ours
     loss: tuple[str, ...] = ("sigmoid",)
     beta: float = 0.1
     learning_rate: float = 1e-6

@@ -112,6 +112,7 @@ def _settings(job: Job, folder: str) -> Settings:
         save_steps=10**9,
         seed=job.seed,
         deterministic=job.deterministic,
+        optimizer=job.optimizer,
         zero_stage=job.zero_stage,
         activation_checkpointing=job.checkpointing,
     )

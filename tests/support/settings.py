@@ -19,6 +19,7 @@ PLAIN: dict[str, Any] = {
     "schedule": "cosine",
     "warmup_fraction": 0.1,
     "weight_decay": 0.0,
+    "optimizer": "adamw",
     "max_grad_norm": 1.0,
     "global_batch_size": 64,
     "epochs": 1,

@@ -44,6 +44,7 @@ DORA, RSLORA = {**LORA, "use_dora": True}, {**LORA, "use_rslora": True}
 RATE, BATCH = 1e-3, 6
 CLIP, PEAK = 0.2, 1e-2  # of the run named options
 EVALUATED = ("loss", "logps/chosen", "logps/rejected", "sft_loss", "rewards/chosen", "rewards/rejected")
+BF16_MOMENTS = {"optimizer": "adamw_bf16", "zero_stage": 2}
 CPU = torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -295,6 +296,7 @@ def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
         settings(folder, model, "rslora", pairs, adapter=RSLORA),
         settings(folder, model, "offload-optimizer", pairs, offload="optimizer"),
         settings(folder, model, "offload-all", pairs, offload="all", zero_stage=3),
+        settings(folder, model, "bf16-moments", pairs, **BF16_MOMENTS, save_steps=4),
         settings(folder, model, "aot", pairs, objective=AOT),
         settings(folder, model, "aot-narrow", pairs, objective=AOT, row_tokens=8),
         settings(folder, model, "dynamic-narrow", weighted, objective=DYNAMIC, row_tokens=8, save_steps=4),
@@ -324,6 +326,7 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
     options = {"learning_rate": PEAK, "max_grad_norm": CLIP, "warmup_fraction": 0.5, "schedule": "linear"}
     options["held_out"] = {"a": 3, "b": 5}
     runs += [
+        settings(folder, model, "bf16-moments", pairs, **BF16_MOMENTS | {"zero_stage": 3}),
         settings(folder, model, "aot", pairs, objective=AOT),
         settings(folder, model, "dynamic", weighted, objective=DYNAMIC),
         settings(folder, model, "options", weighted, objective=SCORED, **options),
@@ -345,6 +348,7 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
     return {**logs, "folder": folder}
 
 
+BF16_MOVE = "more-ranks-bf16-moments"
 MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
     "zero1-to-2-full": ("zero1-full", 2, 1, {"zero_stage": 2}),
     "zero2-lora": ("zero2-lora", 2, 1, {"zero_stage": 2, "adapter": LORA}),
@@ -352,6 +356,7 @@ MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
     "zero3-to-2-full": ("zero3-full", 2, 1, {"zero_stage": 2}),
     "more-ranks-lora": ("zero2-lora", 1, 2, {"zero_stage": 2, "adapter": LORA}),
     "more-ranks-zero2-to-3-lora": ("zero2-lora", 1, 2, {"zero_stage": 3, "adapter": LORA}),
+    BF16_MOVE: ("bf16-moments", 1, 2, BF16_MOMENTS),
 }
 REFUSED = {"zero3-to-2-full": (3, 2), "more-ranks-zero2-to-3-lora": (2, 3)}
 
@@ -440,6 +445,13 @@ def test_offloaded_states_match_plain_torch(one_rank, plain, name):
     assert_same_metrics(one_rank[name], plain["full"], without="num_zeros_in_grad")
 
 
+def test_moments_in_bfloat16_train_like_those_in_float32(one_rank, two_ranks, resumed, plain):
+    for log, start in ((one_rank["bf16-moments"], 0), (two_ranks["bf16-moments"], 0), (resumed[BF16_MOVE], 4)):
+        course, expected = [line["loss"] for line in log if "loss" in line], [line["loss"] for line in plain["full"]]
+        assert course == pytest.approx(expected[start:], abs=1e-3)
+        assert course[-1] != pytest.approx(expected[-1], abs=1e-9)  # another optimizer ran
+
+
 def test_sorted_losses_sort_the_global_batch_for_any_rows_and_ranks(one_rank, two_ranks, plain):
     for log in (one_rank["aot"], one_rank["aot-narrow"], two_ranks["aot"]):
         assert_same_metrics(log, plain["aot"])
@@ -488,7 +500,7 @@ def test_every_source_is_evaluated_and_the_mean_is_over_all_pairs(two_ranks, wei
         assert {name: line[f"{prefix}{name}"] for name in EVALUATED} == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MOVES if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in MOVES if name not in (*REFUSED, BF16_MOVE)])
 def test_another_number_of_ranks_or_zero_stage_resumes_within_rounding(resumed, plain, name):
     course = [line for line in resumed[name] if "loss" in line]
     assert [line["step"] for line in course] == [5, 6, 7, 8]

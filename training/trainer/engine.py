@@ -9,6 +9,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from training.trainer.optimizer import make_optimizer
+
 BUCKET = 10**8  # gradients reduced together, at most; DeepSpeed allocates two buckets besides the gradients
 # Dynamic loss scaling of float16: start at 2**16, halve at each overflow, double after 1000 steps without one.
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
@@ -42,17 +44,18 @@ def deepspeed_config(
     }
 
 
-def initialize(model: nn.Module, config: dict[str, Any], learning_rate: float, weight_decay: float) -> Any:
-    """The engine around the model, with AdamW on its trainable parameters."""
+def initialize(
+    model: nn.Module, config: dict[str, Any], learning_rate: float, weight_decay: float, optimizer: str = "adamw"
+) -> Any:
+    """The engine around the model, with an optimizer of its trainable parameters."""
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config["zero_optimization"]["stage"] < 3:  # an adapter needs no buckets larger than itself
         size = min(BUCKET, sum(parameter.numel() for parameter in trainable))
         config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
-    fused = next(model.parameters()).is_cuda
-    optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config)
     if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _use_fused_grad_norm(engine.optimizer)
     # DeepSpeed would update the scale before it divides the gradients by it: a step that doubles the scale would

@@ -21,6 +21,7 @@ from training.objectives.batches import pair_costs, step_pairs, total_steps
 from training.objectives.packing import Pair, pack
 from training.objectives.pair_columns import columns_of
 from training.trainer.engine import BUCKET
+from training.trainer.optimizer import MOMENT_BYTES
 from training.trainer.settings import Settings
 
 GIB = 2**30
@@ -79,7 +80,7 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "gradients": sizes.trainable * value_bytes * (shard if settings.zero_stage > 1 else 1),
             "reference copy": sizes.trainable * value_bytes * whole if settings.reference_update else 0.0,
             "buckets": 0.0 if settings.zero_stage == 3 else 2.0 * min(BUCKET, sizes.trainable) * value_bytes,
-            "optimizer": states * 12.0,  # master weights and two moments
+            "optimizer": states * (4.0 + MOMENT_BYTES[settings.optimizer]),  # master weights and two moments
             "rows": rows,
             "logits": logits,
             "backward": backward,

@@ -41,7 +41,7 @@ def start_policy(
             f"the recurrent layers of {type(scorer.causal).__name__} read weights that ZeRO-3 keeps on other ranks: "
             f"{USE_ZERO_2}"
         )
-    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay)
+    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay, settings.optimizer)
     note = select_scoring_path(scorer, pairs, device)
     engine.forget_gradients(policy)
     if note:

@@ -29,6 +29,7 @@ class Settings:
     dtype: str
     schedule: str
     warmup_fraction: float
+    optimizer: str  # adamw | adamw_bf16
     weight_decay: float
     max_grad_norm: float
     epochs: int
