@@ -84,11 +84,16 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "rows": rows,
             "logits": logits,
             "backward": backward,
-            # The update needs float32 gradients after rows, logits and backward values are freed.
-            "update": max(0.0, states * 4.0 - rows - logits - backward),
+            # The update needs flat and float32 copies of the gradients, after rows, logits and backward are freed.
+            "update": max(0.0, states * _update_bytes(value_bytes) - rows - logits - backward),
             "overhead": OVERHEAD,
         }
     )
+
+
+def _update_bytes(value_bytes: int) -> float:
+    """Per parameter: DeepSpeed makes the gradients flat, and then float32 if they are not."""
+    return 4.0 if value_bytes == 4 else value_bytes + 4.0
 
 
 def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: int) -> tuple[int, int]:
