@@ -1,6 +1,8 @@
 """The pages say what the code says: quoted messages exist, commands and files that they name are there."""
 
 import ast
+import inspect
+import json
 import re
 from pathlib import Path
 
@@ -127,3 +129,19 @@ def test_modules_that_are_run_exist():
     assert len(named) > 10
     missing = {name for name in named if not (PROJECT / (name.replace(".", "/") + ".py")).exists()}
     assert not missing
+
+
+def test_the_notebook_ran_and_calls_the_functions_as_they_are():
+    from tasks import api
+
+    notebook = json.loads((PROJECT / "docs" / "notebook.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert "error" not in {output["output_type"] for cell in cells for output in cell["outputs"]}
+    called = set()
+    for node in ast.walk(ast.parse("\n".join("".join(cell["source"]) for cell in cells))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and hasattr(api, node.func.id):
+            keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+            inspect.signature(getattr(api, node.func.id)).bind(*node.args, **keywords)
+            called.add(node.func.id)
+    assert called >= {"prepare", "train", "evaluate", "export", "curves", "samples"}
