@@ -6,6 +6,8 @@ data/sft holds an empty manifest.
 """
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from tasks.config.params import Params, Train, load_cluster, load_params
 from tasks.config.paths import SFT
 from tasks.dataset.pairs import check
 from tasks.dataset.training_data import TrainingData
+from tasks.errors import UserError
 from tasks.models import file_hashes, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
-from tasks.train_driver import Training, metrics_by_step, trained
+from tasks.train_driver import Training, metrics_by_step, name_keys, trained
 from tasks.train_worker import JOURNAL
 
 MANIFEST = "manifest.json"
@@ -34,7 +37,7 @@ def sft(run: Run) -> None:
     }
     model = source_folder(params.source.model)
     training = Training("sft", with_sft_as_train(params), load_cluster(), model, data, inputs)
-    with trained(training, run) as folder, publish(SFT) as out:
+    with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
         metrics = _final_metrics(folder, data)
         _write_model(model, folder / "policy", out)
         write_json(out / MANIFEST, {**_files(out), "answers": data.count("train"), "metrics": metrics})
@@ -48,6 +51,15 @@ def with_sft_as_train(params: Params) -> Params:
     unused = dict.fromkeys(Train.model_fields.keys() - type(params.sft).model_fields.keys())
     values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "stop_on_alarm": False}
     return params.model_copy(update={"train": Train.model_validate(values)})
+
+
+@contextmanager
+def _naming_keys_of_sft() -> Iterator[None]:
+    """Errors of a training name keys of `train`; here its values are those of `sft`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(name_keys(str(error), "sft")) from error
 
 
 def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:

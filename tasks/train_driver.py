@@ -186,14 +186,14 @@ def _fit(training: Training, settings: Settings, folder: Path, bar: Bar, key: by
                 with report_node_changes(cluster.ray, lambda change: bar.say(f"{stage}: {change}")):
                     trainer.fit()
             except Exception as error:
-                _raise_fatal(training, folder, error)
+                _raise_fatal(folder, error)
                 raise
             refresh_directory(folder)
             if not (folder / PREEMPTED).exists():
                 break
     shutil.rmtree(folder / "ray", ignore_errors=True)
     (folder / RESERVE).unlink(missing_ok=True)
-    _raise_fatal(training, folder)
+    _raise_fatal(folder)
 
 
 def _make_trainer(
@@ -241,10 +241,10 @@ def _make_trainer(
     )
 
 
-def _raise_fatal(training: Training, folder: Path, cause: Exception | None = None) -> None:
+def _raise_fatal(folder: Path, cause: Exception | None = None) -> None:
     """UserError if a worker met an error that a restart cannot fix."""
     if (folder / FATAL).exists():
-        raise UserError(name_keys((folder / FATAL).read_text().strip(), training.stage)) from cause
+        raise UserError((folder / FATAL).read_text().strip()) from cause
 
 
 def name_keys(message: str, stage: str) -> str:

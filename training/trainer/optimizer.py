@@ -41,9 +41,9 @@ class AdamWBf16(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradients: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -56,7 +56,7 @@ class AdamWBf16(torch.optim.Optimizer):
         generator = torch.Generator(parameter.device).manual_seed(step)
         first, second = group["betas"]
         rate, root = group["lr"] / (1 - first**step), (1 - second**step) ** 0.5
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        tensors = (parameter, gradients, state["exp_avg"], state["exp_avg_sq"])
         for weight, gradient, mean, square in zip(*(t.view(-1).split(CHUNK) for t in tensors), strict=True):
             gradient = gradient.float()
             new_mean = mean.float().lerp_(gradient, 1 - first)
