@@ -19,6 +19,7 @@ MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep
 HELD_OUT = 200  # pairs, for an interval of about 0.07 to either side of an accuracy
 STEPS = 60  # at least, before the batch grows
+SHARD_PAIRS = 16  # on a CPU; a shard takes seconds to a minute
 SMALL_MODEL = 10**9  # parameters
 
 
@@ -176,6 +177,9 @@ def _groups(workers: int, machine: Machine, zero_stage: int, group: dict[str, An
         )
         yield Choice(f"cluster.{name}.cpus_per_worker", cpus, "the cores, shared by the workers")
         yield Choice(f"cluster.{name}.row_tokens", 8192 if machine.gpus else 1024, "tokens that are computed at once")
+    if not machine.gpus:
+        why = "progress is shown, and kept if the run is stopped, after each such shard"
+        yield Choice("cluster.reference.shard_pairs", SHARD_PAIRS, why)
     why = "shards the model over the workers" if zero_stage == 3 else "every worker holds the whole model"
     for name in ("reference", "actor_train", "evaluate") if zero_stage == 3 else ("actor_train",):
         yield Choice(f"cluster.{name}.zero_stage", zero_stage, why)
