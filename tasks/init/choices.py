@@ -59,7 +59,7 @@ def choose(
         Choice(key if key.startswith("cluster.") else f"params.{key}", value, "given with --set")
         for key, value in overrides.items()
     ]
-    choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full)]
+    choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full, overrides)]
     for variant in _variants(machine, full):
         chosen = [
             one for one in (*choices, *variant) if not any(f"{key}.".startswith(f"{one.key}.") for key, *_ in given)
@@ -93,9 +93,14 @@ def _source(addresses: tuple[str, str], data: DataFacts, model: ModelFacts) -> I
     yield Choice("params.source.model", addresses[1], f"{model.millions} parameters in {model.dtype}, {template}")
 
 
-def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool) -> Iterator[Choice]:
-    limit = next((value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1])
+def _values(
+    name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool, given: dict[str, Any]
+) -> Iterator[Choice]:
+    limit = given.get("prepare.max_tokens") or next(
+        (value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1]
+    )
     pairs = max(1, round(data.pairs * data.share_within(limit)))
+    pairs = min(pairs, given.get("prepare.max_pairs") or pairs)
     fraction = round(min(0.2, max(0.05, HELD_OUT / pairs)), 2)
     held_out, training = round(pairs * fraction), round(pairs * (1 - fraction))
     longest = int(data.lengths.max())
@@ -105,7 +110,7 @@ def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, ful
         f"keeps {data.share_within(limit):.1%} of the pairs; the longest has {longest} tokens",
     )
     yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
-    yield from _training(training, model, full)
+    yield from _training(training, model, full, given)
     answer = int(np.percentile(data.chosen, 95))
     tokens = min(512, max(64, 32 * math.ceil(answer / 32)))
     yield Choice("params.evaluate.max_new_tokens", tokens, f"95% of the chosen answers have at most {answer} tokens")
@@ -119,8 +124,8 @@ def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, ful
     yield Choice("params.promote.max_regression", {"rewards/accuracies": "auto"}, why)
 
 
-def _training(pairs: int, model: ModelFacts, full: bool) -> Iterator[Choice]:
-    epochs = 3 if pairs < 1000 else 2 if pairs < 5000 else 1
+def _training(pairs: int, model: ModelFacts, full: bool, given: dict[str, Any]) -> Iterator[Choice]:
+    epochs = given.get("train.epochs") or (3 if pairs < 1000 else 2 if pairs < 5000 else 1)
     batch = next((size for size in (64, 32, 16) if pairs * epochs / size >= STEPS), 8)
     steps, small = math.ceil(pairs / batch) * epochs, model.sizes.parameters < SMALL_MODEL
     yield Choice("params.train.epochs", epochs, f"about {pairs} training pairs; fewer pairs take more epochs")

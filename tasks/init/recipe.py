@@ -1,7 +1,7 @@
 """`dpo init DATA MODEL`: examine both and this machine, write flows/recipes/NAME.yaml, and say what to do next."""
 
 import re
-from dataclasses import replace
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     check_addresses(params.source, params.prepare.template)
     template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
     facts, machine = examine_data(params, template), examine_machine()
-    taken = replace(facts, pairs=min(facts.pairs, params.prepare.max_pairs or facts.pairs))
-    plan = choose((data, model), name, taken, model_facts, machine, full, overrides)
-    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}", name))
-    _show(facts, model_facts, machine, template)
+    plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
+    given = "".join(f" --set {shlex.quote(f'{key}={_flow(value)}')}" for key, value in overrides.items())
+    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}{given}", name))
+    _show(facts, model_facts, machine, template, plan.params.prepare.max_tokens)
     _show_next(plan, facts, model_facts, machine, name)
 
 
@@ -88,13 +88,18 @@ def render(choices: list[Choice], command: str, name: str) -> str:
         *path, last = key.split(".")
         new = next((depth for depth in range(len(path)) if path[: depth + 1] != above[: depth + 1]), len(path))
         lines += [f"{'  ' * depth}{path[depth]}:" for depth in range(new, len(path))]
-        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
-        lines.append(f"{'  ' * len(path)}{last}: {text.removesuffix('...' + chr(10)).strip()}".ljust(44) + f"  # {why}")
+        lines.append(f"{'  ' * len(path)}{last}: {_flow(value)}".ljust(44) + f"  # {why}")
         above = path
     return "\n".join(lines) + "\n"
 
 
-def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate) -> None:
+def _flow(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate, max_tokens: int) -> None:
     sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
     print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
     for reason, count in data.rejected.most_common(4):
@@ -102,7 +107,7 @@ def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTe
             print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
     if data.languages:
         print("         " + ", ".join(f"{name} {share:.0%}" for name, share in data.languages.items()))
-    kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in limits(model))
+    kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in sorted({*limits(model), max_tokens}))
     print(f"         pairs that each max_tokens keeps: {kept}")
     context = f", up to {model.context} tokens" if model.context else ""
     print(f"Model    {model.millions} parameters, stored in {model.dtype}{context}; {template.name}")

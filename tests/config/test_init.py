@@ -99,6 +99,16 @@ def test_values_follow_the_data(tiny_base: Path) -> None:
     assert chosen(tiny_base, CPU, facts(300, 9000)).params.prepare.max_tokens == 4096  # the model's context
 
 
+def test_values_follow_what_is_given(recipes: Path, tiny_base: Path, capsys) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:150])
+    init(recipes / "pairs.jsonl", tiny_base, prepare__max_tokens=300, prepare__max_pairs=100, train__epochs=1)
+    text = (recipes / "mine.yaml").read_text()
+    assert "--set prepare.max_tokens=300 --set prepare.max_pairs=100 --set train.epochs=1`" in text.splitlines()[0]
+    assert "# about 20 held-out pairs" in text
+    assert "# about 10 steps" in text  # 80 training pairs, one epoch, batches of 8
+    assert "300: 100.0%, 512: 100.0%" in capsys.readouterr().out
+
+
 def test_placement_follows_the_machine(tiny_base: Path) -> None:
     on_cpu, on_gpu = (chosen(tiny_base, machine, facts(300, 800)) for machine in (CPU, GPU))
     assert (on_cpu.params.train.dtype, on_cpu.cluster.actor_train.cpus_per_worker) == ("float32", 2)

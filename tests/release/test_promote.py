@@ -488,6 +488,9 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
     assert "+0.2500" in capsys.readouterr().out
     with pytest.raises(UserError, match="There is no model 'nobody': dpo-demo has no version, alias or run nobody"):
         print_comparison("nobody")
+    (METRICS / "samples.jsonl").write_text("")  # evaluate.prompts 0
+    with pytest.raises(UserError, match=r"A comparison with base needs sampled answers: `evaluate\.prompts` above 0"):
+        print_comparison("base")
     shutil.rmtree(MODEL)
     with pytest.raises(UserError, match="Name two models, as in `dpo compare RUN champion`"):
         print_comparison("1")
