@@ -183,7 +183,7 @@ def test_a_better_model_becomes_champion_and_a_rollback_restores_the_previous_on
         assert champion is not None
         assert champion.tags["manifest_sha256"] == first
         assert (model_registry.fetch(champion, "model") / "model.safetensors").read_text() == "one"
-    with pytest.raises(UserError, match="Version 1 is the first champion"):
+    with pytest.raises(UserError, match=r"Version 1 is the first champion of .* no earlier one to restore"):
         rollback()
 
 
