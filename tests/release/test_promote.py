@@ -480,6 +480,8 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
         kind = compare(load_params().evaluate, ours, read_results(find_model(model).results))["samples/policy/kind"]
         assert (kind["ours"], kind["theirs"], kind["difference"]) == (1.0, 0.75, 0.25)
         assert kind["low"] < 0.25 < kind["high"]
+    with pytest.raises(UserError, match=f"{NAME} has no champion: no version passed the gate.* as in {NAME}/1"):
+        find_model(f"{NAME}/champion")
     for folder in (METRICS, MODEL):
         shutil.copytree(folder, workspace / ".scratch/worktrees/other" / folder)
     print_comparison("other")
