@@ -57,7 +57,10 @@ def _total(seconds: Sequence[float | None], price: str) -> str:
     if not seconds:
         return "Nothing to run."
     if not known:
-        return "In total: unknown, because no run has used this data and model yet."
+        return (
+            "In total: unknown, because no run has used this data and model yet. "
+            "`dpo init` prints an estimate for a new recipe."
+        )
     total = _duration(sum(known))
     total = total if len(known) == len(seconds) else f"at least {total}, some unknown"
     return f"In total: {total}{price}, estimated from runs on the same data and model."

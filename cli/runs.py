@@ -7,7 +7,7 @@ import typer
 
 
 def runs() -> None:
-    """List all runs with their state, start time, executed stages and MLflow page."""
+    """List all runs with their state, start time, model, executed stages and MLflow page."""
     from services import run_list
 
     run_list.show()

@@ -19,6 +19,11 @@ def mlflow_link(ids: dict[str, Any], part: str = "") -> str | None:
     return f"{_page(ids)}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}{part}?{TRAINING}"
 
 
+def needs_server(ids: dict[str, Any]) -> bool:
+    """Whether the run's page needs the server of `dpo up`, which does not run."""
+    return bool(ids) and not _given_page(ids) and background.running("mlflow") is None
+
+
 def mlflow_home(ids: dict[str, Any]) -> str:
     """The list of experiments, for a run that has no id yet."""
     return f"{_page(ids)}/#/experiments?{TRAINING}"
@@ -36,11 +41,16 @@ def curves_link(address: str, experiment: str = "1") -> str:
 
 def _page(ids: dict[str, Any]) -> str:
     """Where a browser reaches MLflow. DPO_MLFLOW_UI_URL overrides it: containers use names unknown outside."""
-    override, address = os.environ.get("DPO_MLFLOW_UI_URL"), str(ids.get("tracking_uri", ""))
-    if override or address.startswith("http"):
-        return (override or address).rstrip("/")
+    if page := _given_page(ids):
+        return page
     server = background.last_started("mlflow")
     return server.address if server else MLFLOW_PAGE
+
+
+def _given_page(ids: dict[str, Any]) -> str:
+    """A server that we do not start; empty where the store is a file."""
+    override, address = os.environ.get("DPO_MLFLOW_UI_URL"), str(ids.get("tracking_uri", ""))
+    return (override or (address if address.startswith("http") else "")).rstrip("/")
 
 
 def compare_link(runs: list[dict[str, Any]]) -> str | None:

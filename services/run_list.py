@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from services.mlflow_urls import mlflow_link
+from services.mlflow_urls import mlflow_link, needs_server
 from tasks.runs.records import (
     CRASHED,
     FAILED,
@@ -25,7 +25,9 @@ def show() -> None:
     if not records:
         print("No runs yet. Start one with `make demo`, `dpo run`, or `prefect deployment run dpo/full`.")
         return
-    print(text_table(map(_row, records), ("run", "state", "since", "stages", "artifacts", "MLflow")))
+    print(text_table(map(_row, records), ("run", "state", "since", "model", "stages", "artifacts", "MLflow")))
+    if any(needs_server(recall(record.folder / "run.json")) for record in records):
+        print("\nThe pages of MLflow open after `dpo up`.")
     if unfinished := [record.name for record in records if record.current_state in (FAILED, STOPPED, CRASHED)]:
         print(f"\n`dpo resume {unfinished[0]}` continues a run that did not finish; `dpo gc` deletes old ones.")
 
@@ -39,4 +41,5 @@ def _row(record: RunRecord) -> tuple[str, ...]:
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
     lock = record.results() / "dvc.lock"
     size = human(artifacts_size(lock.read_text())) if lock.exists() else ""
-    return record.name, record.current_state, since, what, size, (mlflow_link(run) if run else None) or ""
+    model = recall(record.folder / "params.json").get("promote", {}).get("model_name", "")
+    return record.name, record.current_state, since, model, what, size, (mlflow_link(run) if run else None) or ""

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config.params import load_params
-from tasks.config.paths import MODEL, home
+from tasks.config.paths import BASE, MODEL, home
 from tasks.errors import UserError
-from tasks.models import base_folder
+from tasks.models import HUB, base_folder, hub_address, hub_snapshot, local_path
 from tasks.release.model_names import registered_version, weights_of
 from tasks.release.verify import require_intact_version
+from tasks.runs.open_run import open_run
+from tasks.system.files import read_json
 from tasks.system.progress import Bar
 
 if TYPE_CHECKING:
@@ -27,13 +29,31 @@ def model_folder(name: str | None) -> Path:
     if (Path(name) / "config.json").exists():
         return Path(name)
     if name == "base":
+        if not (BASE / "manifest.json").exists():
+            raise UserError(
+                "No run has fetched a base model into this checkout. Name that of a registered model: MODEL/base."
+            )
         return base_folder(load_params().source.model)
+    if name.endswith("/base"):
+        return _base_of(name.removesuffix("/base"))
     worktree = home() / ".scratch" / "worktrees" / name / MODEL
     if any(worktree.glob("*.safetensors")):
         return worktree
     with registered_version(name) as (_, models, version):
         require_intact_version(models, version)
         return weights_of(models, version)
+
+
+def _base_of(name: str) -> Path:
+    """Where the base model of a registered model is."""
+    with registered_version(name) as (_, models, version):
+        manifest = read_json(models.fetch(version, "model", "manifest.json"))
+    address, made_by_source = manifest["base"]["model"], manifest["params"]["source"]["adapter"] is not None
+    if address == "demo" or made_by_source:
+        return open_run(version.tags["run"]) / BASE
+    if address.startswith(HUB):
+        return hub_snapshot(hub_address(address)[0], manifest["base"]["revision"], local_files_only=True)
+    return local_path(address)
 
 
 def chat(names: list[str], system: str | None, max_new_tokens: int, temperature: float, top_p: float) -> None:

@@ -114,12 +114,7 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     path = [str(part) for part in problem["loc"]]
     name, value = ".".join(path), problem.get("input")
     if problem["type"] == "extra_forbidden":
-        for part in path[:-1]:
-            model = section(model, part) or model
-        near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
-        suggestion = ".".join([*path[:-1], *near])
-        keys = f"Did you mean `{suggestion}`?" if near else f"Known keys: {', '.join(model.model_fields)}."
-        return f"Unknown key `{name}`. {keys}"
+        return f"Unknown key `{name}`. {_suggestion(model, path)}"
     if problem["type"] == "missing":
         return f"`{name}` is missing. Add it."
     if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
@@ -128,6 +123,30 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     return (f"`{name}`: {message}" if name else message) + (
         "" if problem["type"] == "value_error" else f", but it is {value!r}."
     )
+
+
+def _suggestion(model: type[BaseModel], path: list[str]) -> str:
+    """The same key of another section, a similar one of this section, or all keys of this section."""
+    meant = list(_homes(model, path[-1]))
+    for part in path[:-1]:
+        model = section(model, part) or model
+    if not meant:
+        near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
+        meant = [".".join([*path[:-1], *near])] if near else []
+    return (
+        f"Did you mean {' or '.join(f'`{name}`' for name in meant)}?"
+        if meant
+        else f"Known keys: {', '.join(model.model_fields)}."
+    )
+
+
+def _homes(model: type[BaseModel], key: str, above: str = "") -> Iterator[str]:
+    """Dotted names of the keys that are called `key`, in any section."""
+    for name in model.model_fields:
+        if name == key:
+            yield f"{above}{name}"
+        elif subsection := section(model, name):
+            yield from _homes(subsection, key, f"{above}{name}.")
 
 
 def _is_number(text: str) -> bool:

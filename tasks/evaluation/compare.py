@@ -149,6 +149,9 @@ def print_comparison(name: str, first: str | None = None) -> None:
     theirs = read_results(ours.results, "base") if name == "base" else _results_for(ours, find_model(name))
     params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
     comparison = compare(params, read_results(ours.results), theirs)
+    if not comparison:
+        needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if name == "base" else ""
+        raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
     width = max(map(len, comparison))
     print(f"{'':{width}} {ours.name[:14]:>14} {name[:14]:>14}  difference (95% interval)")
     for metric, row in comparison.items():

@@ -19,6 +19,7 @@ MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep
 HELD_OUT = 200  # pairs, for an interval of about 0.07 to either side of an accuracy
 STEPS = 60  # at least, before the batch grows
+SHARD_PAIRS = 16  # on a CPU; a shard takes seconds to a minute
 SMALL_MODEL = 10**9  # parameters
 
 
@@ -58,7 +59,7 @@ def choose(
         Choice(key if key.startswith("cluster.") else f"params.{key}", value, "given with --set")
         for key, value in overrides.items()
     ]
-    choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full)]
+    choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full, overrides)]
     for variant in _variants(machine, full):
         chosen = [
             one
@@ -94,9 +95,14 @@ def _source(addresses: tuple[str, str], data: DataFacts, model: ModelFacts) -> I
     yield Choice("params.source.model", addresses[1], f"{model.millions} parameters in {model.dtype}, {template}")
 
 
-def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool) -> Iterator[Choice]:
-    limit = next((value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1])
+def _values(
+    name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool, given: dict[str, Any]
+) -> Iterator[Choice]:
+    limit = given.get("prepare.max_tokens") or next(
+        (value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1]
+    )
     pairs = max(1, round(data.pairs * data.share_within(limit)))
+    pairs = min(pairs, given.get("prepare.max_pairs") or pairs)
     fraction = round(min(0.2, max(0.05, HELD_OUT / pairs)), 2)
     held_out, training = round(pairs * fraction), round(pairs * (1 - fraction))
     longest = int(data.lengths.max())
@@ -106,7 +112,7 @@ def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, ful
         f"keeps {data.share_within(limit):.1%} of the pairs; the longest has {longest} tokens",
     )
     yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
-    yield from _training(training, model, full)
+    yield from _training(training, model, full, given)
     if not model.has_template:
         yield from _sft(model, full)
     answer = int(np.percentile(data.chosen, 95))
@@ -122,8 +128,8 @@ def _values(name: str, data: DataFacts, model: ModelFacts, machine: Machine, ful
     yield Choice("params.promote.max_regression", {"rewards/accuracies": "auto"}, why)
 
 
-def _training(pairs: int, model: ModelFacts, full: bool) -> Iterator[Choice]:
-    epochs = 3 if pairs < 1000 else 2 if pairs < 5000 else 1
+def _training(pairs: int, model: ModelFacts, full: bool, given: dict[str, Any]) -> Iterator[Choice]:
+    epochs = given.get("train.epochs") or (3 if pairs < 1000 else 2 if pairs < 5000 else 1)
     batch = next((size for size in (64, 32, 16) if pairs * epochs / size >= STEPS), 8)
     steps, small = math.ceil(pairs / batch) * epochs, model.sizes.parameters < SMALL_MODEL
     yield Choice("params.train.epochs", epochs, f"about {pairs} training pairs; fewer pairs take more epochs")
@@ -189,6 +195,9 @@ def _groups(workers: int, machine: Machine, zero_stage: int, group: dict[str, An
         )
         yield Choice(f"cluster.{name}.cpus_per_worker", cpus, "the cores, shared by the workers")
         yield Choice(f"cluster.{name}.row_tokens", 8192 if machine.gpus else 1024, "tokens that are computed at once")
+    if not machine.gpus:
+        why = "progress is shown, and kept if the run is stopped, after each such shard"
+        yield Choice("cluster.reference.shard_pairs", SHARD_PAIRS, why)
     why = "shards the model over the workers" if zero_stage == 3 else "every worker holds the whole model"
     for name in ("reference", "actor_train", "evaluate") if zero_stage == 3 else ("actor_train",):
         yield Choice(f"cluster.{name}.zero_stage", zero_stage, why)

@@ -1,6 +1,7 @@
 """`dpo init DATA MODEL`: examine both and this machine, write flows/recipes/NAME.yaml, and say what to do next."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts, examine_data
 from tasks.init.machine import GIB, Machine, ModelFacts, examine_machine, examine_model
-from tasks.init.times import run_seconds
+from tasks.init.times import run_seconds, short_trial
 from tasks.models import HUB
 from tasks.source import check_addresses, model_folder
 from tasks.system.files import write_text
+from training.evaluation.hardware import operations_per_second
 
 NAME = re.compile(r"\w[\w.-]*")
+LONG = 30 * 60.0  # seconds of a run before which a short trial is worth its time
 
 
 def init(data: str, model: str, name: str | None, full: bool, overrides: dict[str, Any], force: bool) -> None:
@@ -35,8 +38,9 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
     facts, machine = examine_data(params, template), examine_machine()
     plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
-    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}", name))
-    _show(facts, model_facts, machine, template)
+    given = "".join(f" --set {shlex.quote(f'{key}={_flow(value)}')}" for key, value in overrides.items())
+    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}{given}", name))
+    _show(facts, model_facts, machine, template, plan.params.prepare.max_tokens)
     _show_next(plan, facts, model_facts, machine, name)
 
 
@@ -84,13 +88,18 @@ def render(choices: list[Choice], command: str, name: str) -> str:
         *path, last = key.split(".")
         new = next((depth for depth in range(len(path)) if path[: depth + 1] != above[: depth + 1]), len(path))
         lines += [f"{'  ' * depth}{path[depth]}:" for depth in range(new, len(path))]
-        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
-        lines.append(f"{'  ' * len(path)}{last}: {text.removesuffix('...' + chr(10)).strip()}".ljust(44) + f"  # {why}")
+        lines.append(f"{'  ' * len(path)}{last}: {_flow(value)}".ljust(44) + f"  # {why}")
         above = path
     return "\n".join(lines) + "\n"
 
 
-def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate) -> None:
+def _flow(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate, max_tokens: int) -> None:
     sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
     print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
     for reason, count in data.rejected.most_common(4):
@@ -98,7 +107,7 @@ def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTe
             print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
     if data.languages:
         print("         " + ", ".join(f"{name} {share:.0%}" for name, share in data.languages.items()))
-    kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in limits(model))
+    kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in sorted({*limits(model), max_tokens}))
     print(f"         pairs that each max_tokens keeps: {kept}")
     context = f", up to {model.context} tokens" if model.context else ""
     print(f"Model    {model.millions} parameters, stored in {model.dtype}{context}; {template.name}")
@@ -110,9 +119,17 @@ def _show_next(plan: Plan, data: DataFacts, model: ModelFacts, machine: Machine,
     workers = plan.cluster.actor_train.num_workers
     needs = f"{plan.memory / GIB:.1f} GiB on each of {workers} training workers"
     if not plan.fits:
-        print(
-            f"warning: this needs about {needs}, more than this machine has. Use --lora, a smaller model, or a cluster."
-        )
-    minutes = run_seconds(plan, data, model, machine) / 60
-    time = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-    print(f"Next: `dpo run --recipe {name}` (about {time}, {needs}). `dpo plan --recipe {name}` shows its stages.")
+        ways = f"{'--lora, ' if plan.params.train.adapter is None else ''}a smaller model, or a cluster"
+        print(f"warning: this needs about {needs}, more than this machine has. Use {ways}.")
+    speed = operations_per_second(plan.params.train.dtype, machine.cores) * (len(machine.gpus) or 1)
+    seconds = run_seconds(plan, data, model, machine, speed)
+    print(f"Next: `dpo run --recipe {name}` (about {_in_words(seconds)} if nothing else runs here, {needs}).")
+    trial, options = short_trial(plan)
+    if seconds > LONG and options:
+        command, shorter = f"dpo run --recipe {name}{options}", run_seconds(trial, data, model, machine, speed)
+        print(f"A short trial first, to see that everything works: `{command}` (about {_in_words(shorter)}).")
+
+
+def _in_words(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}" if minutes < 120 else f"{minutes / 60:.1f} hours"

@@ -103,7 +103,10 @@ def rollback(model: str | None = None) -> str:
         # A champion whose alias was moved by hand has no tags.
         target = _replaced_by(model_registry, champion) or model_registry.at(PREVIOUS)
         if target is None or target.number == champion.number:
-            raise UserError(f"Version {champion.number} is the first {params.alias} of {params.model_name}.")
+            raise UserError(
+                f"Version {champion.number} is the first {params.alias} of {params.model_name}: there is no "
+                "earlier one to restore."
+            )
         require_intact_version(model_registry, target)
         earlier = _replaced_by(model_registry, target)
         now = datetime.now().astimezone().isoformat(timespec="seconds")

@@ -42,6 +42,11 @@ def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]
             yield params, models, version
             return
         versions = ", ".join(f"{version.number} (run {version.tags.get('run')})" for version in models.versions())
+        if version_name == params.alias and versions:
+            raise UserError(
+                f"{models.name} has no {params.alias}: no version passed the gate. Its versions: {versions}. "
+                f"Name one of them, as in {models.name}/{models.versions()[-1].number}."
+            )
         raise UserError(
             f"There is no model '{name}': {models.name} has no version, alias or run {version_name}. Its versions: "
             f"{versions or 'none'}. {models.others()}".rstrip()

@@ -51,7 +51,8 @@ def _metrics_table(metrics: dict[str, Any]) -> Table:
     if "rate" in (won := metrics.get("win_rate", {})):
         table.add_row(f"win rate vs. base model{_interval(won)}", "-", f"{won['rate']:.1%}")
     bounds = metrics.get("intervals", {}).get("rewards/accuracies")
-    table.add_row(f"prefers the chosen answer{_interval(bounds)}", "-", f"{metrics['rewards/accuracies']:.1%}")
+    label = f"prefers the chosen answer{_interval(bounds)}, {metrics['pairs']:.0f} pairs"
+    table.add_row(label, "-", f"{metrics['rewards/accuracies']:.1%}")
     table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
     return table
 
@@ -87,6 +88,8 @@ def _short(text: str, limit: int = 300) -> str:
 def _print_locations(console: Console) -> None:
     console.print(f"model      {_model()}", soft_wrap=True, markup=False)
     console.print(f"registry   {describe_decision(decision_of(Path()))}", soft_wrap=True, markup=False)
+    if chat := _chat_command():
+        console.print(f"chat       {chat}", soft_wrap=True, markup=False)
     console.print(f"metrics    {_metrics_commands()}", soft_wrap=True, markup=False)
     if cost := _cost():
         console.print(f"cost       {cost}")
@@ -101,6 +104,14 @@ def _model() -> str:
         return f"{MODEL} ({content})"
     run = os.environ.get("DPO_RUN", "name")  # its worktree is gone; its branch and DVC's cache hold the model
     return f"run `dpo open {run}` to get the files ({content}); branch runs/{run}"
+
+
+def _chat_command() -> str:
+    """How to talk to this model; empty where neither this folder nor the registry has it."""
+    if any(MODEL.glob("*.safetensors")):
+        return "dpo chat"
+    decision = decision_of(Path())
+    return f"dpo chat {decision['model']}/{decision['version']}" if decision else ""
 
 
 def _metrics_commands() -> str:

@@ -21,12 +21,14 @@ _listeners: list[Listener] = []
 class Bar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
         self.stage, self.total, self.unit = stage, total, unit
-        self.spoke, self.done = time.monotonic(), 0
+        self.spoke = self.entered = time.monotonic()
+        self.done = 0
         self.began: tuple[float, int] | None = None  # time and count of the first update
         self.bar: Progress | None = None
         self.noted = 0.0
 
     def __enter__(self) -> "Bar":
+        self.entered = time.monotonic()
         self._note(0)
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -67,9 +69,11 @@ class Bar:
     def _eta(self, done: int) -> str:
         assert self.began is not None
         since, first = self.began
-        if done in (first, self.total):
+        elapsed = time.monotonic() - since
+        # Workers that start together also report together: until one more round is over, the speed looks too high.
+        if done in (first, self.total) or elapsed < since - self.entered:
             return ""
-        seconds = (time.monotonic() - since) / (done - first) * (self.total - done)
+        seconds = elapsed / (done - first) * (self.total - done)
         return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"
 
 

@@ -14,6 +14,7 @@ from tasks.init.choices import choose
 from tasks.init.data_facts import DataFacts
 from tasks.init.languages import languages
 from tasks.init.machine import GIB, Machine, ModelFacts
+from tasks.init.times import run_seconds, short_trial
 from tests.support.workspaces import PROJECT, write_data
 from training.trainer.memory import Sizes, model_sizes
 
@@ -38,6 +39,7 @@ def test_a_recipe_has_a_reason_for_each_value_and_is_valid(recipes: Path, tiny_b
     columns = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     init(recipes / "pairs.jsonl", tiny_base, prepare__columns=columns)
     output = capsys.readouterr().out
+    assert "A short trial first" not in output  # the whole run is short
     assert output.count("    + ") == output.count("    - ") == 3  # pairs as they are understood
     assert "151 rows of the shape pairs, 150 usable pairs" in output
     assert "left out 1: equal_answers" in output
@@ -97,17 +99,58 @@ def test_values_follow_the_data(tiny_base: Path) -> None:
     assert chosen(tiny_base, CPU, facts(300, 9000)).params.prepare.max_tokens == 4096  # the model's context
 
 
+def test_values_follow_what_is_given(recipes: Path, tiny_base: Path, capsys) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:150])
+    init(recipes / "pairs.jsonl", tiny_base, prepare__max_tokens=300, prepare__max_pairs=100, train__epochs=1)
+    text = (recipes / "mine.yaml").read_text()
+    assert "--set prepare.max_tokens=300 --set prepare.max_pairs=100 --set train.epochs=1`" in text.splitlines()[0]
+    assert "# about 20 held-out pairs" in text
+    assert "# about 10 steps" in text  # 80 training pairs, one epoch, batches of 8
+    assert "300: 100.0%, 512: 100.0%" in capsys.readouterr().out
+
+
 def test_placement_follows_the_machine(tiny_base: Path) -> None:
     on_cpu, on_gpu = (chosen(tiny_base, machine, facts(300, 800)) for machine in (CPU, GPU))
     assert (on_cpu.params.train.dtype, on_cpu.cluster.actor_train.cpus_per_worker) == ("float32", 2)
     assert (on_gpu.params.train.dtype, on_gpu.cluster.actor_train.gpus_per_worker) == ("bfloat16", 1)
     assert (on_cpu.fits, on_gpu.fits) == (True, True)
+    assert on_cpu.cluster.reference.shard_pairs < on_gpu.cluster.reference.shard_pairs  # progress on a slow machine
     full = chosen(tiny_base, GPU, facts(300, 800), full=True).params.train
     assert full.adapter is None
     assert full.learning_rate < on_gpu.params.train.learning_rate
     crowded = chosen(tiny_base, Machine([("small", GIB)], 4, GIB, True), facts(300, 800))
     assert not crowded.fits
     assert crowded.cluster.actor_train.activation_checkpointing
+
+
+def test_the_estimated_time_follows_the_limits_of_a_run(tiny_base: Path) -> None:
+    data, model = facts(2000, 400), ModelFacts(tiny_base, model_sizes(tiny_base, None), "float32", 4096, True)
+    speed = 2.0 * model.sizes.parameters * 100  # scores 45 tokens a second
+
+    def seconds(**values: object) -> float:
+        given = {key.replace("__", "."): value for key, value in values.items()}
+        plan = choose(("pairs.jsonl", str(tiny_base)), "mine", data, model, CPU, False, given)
+        return run_seconds(plan, data, model, CPU, speed)
+
+    fixed = {
+        "evaluate__prompts": 0,
+        "promote__limits": {},
+        "prepare__eval_fraction": 0.1,
+        "train__epochs": 1,
+        "train__global_batch_size": 10,
+    }
+    # Tokens of a pair: 600. Passes over 500 pairs: one of the reference, two of training on 450, five of held-out 50.
+    assert seconds(**fixed, prepare__max_pairs=500) == pytest.approx(90 + 600 * (500 + 900 + 250) / 45)
+    assert seconds(**fixed, prepare__max_pairs=500, train__max_steps=20) == pytest.approx(
+        90 + 600 * (500 + 2 * 20 * 10 + 250) / 45
+    )
+
+
+def test_a_short_trial_only_lowers_values(tiny_base: Path) -> None:
+    plan, options = short_trial(chosen(tiny_base, CPU, facts(300, 800)))
+    assert options == " --set prepare.max_pairs=100 --set train.epochs=1 --set evaluate.prompts=8"
+    assert (plan.params.prepare.max_pairs, plan.params.train.epochs, plan.params.evaluate.prompts) == (100, 1, 8)
+    assert short_trial(plan)[1] == ""
 
 
 def test_languages_by_script_and_frequent_words() -> None:

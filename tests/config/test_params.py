@@ -94,6 +94,7 @@ def test_a_gate_may_use_what_depends_on_data_and_judge():
 
 def test_a_typo_names_the_key_and_the_one_that_was_meant():
     assert refusal(**{"train.betaa": 0.1}) == "params.yaml: Unknown key `train.betaa`. Did you mean `train.beta`?"
+    assert "Did you mean `prepare.max_tokens`?" in refusal(**{"train.max_tokens": 512})  # the key of another section
     assert "Did you mean `train.adapter.rank`?" in refusal(**{"train.adapter.rnk": 4})
 
 

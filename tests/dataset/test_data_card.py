@@ -106,7 +106,7 @@ def test_the_probe_finds_telling_words_and_no_noise():
 
 def test_shortcuts_give_warnings():
     assert warnings(FACTS) == []
-    assert "single words" in warnings({**FACTS, "probe_accuracy": 0.9})[0]
+    assert "single words. Expected if it is about tone" in warnings({**FACTS, "probe_accuracy": 0.9})[0]
     assert "length" in warnings({**FACTS, "chosen_longer": 0.8})[0]
     assert "end token" in warnings({**FACTS, "rejected_ends": 0.7})[0]
 

@@ -183,7 +183,7 @@ def test_a_better_model_becomes_champion_and_a_rollback_restores_the_previous_on
         assert champion is not None
         assert champion.tags["manifest_sha256"] == first
         assert (model_registry.fetch(champion, "model") / "model.safetensors").read_text() == "one"
-    with pytest.raises(UserError, match="Version 1 is the first champion"):
+    with pytest.raises(UserError, match=r"Version 1 is the first champion of .* no earlier one to restore"):
         rollback()
 
 
@@ -480,6 +480,8 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
         kind = compare(load_params().evaluate, ours, read_results(find_model(model).results))["samples/policy/kind"]
         assert (kind["ours"], kind["theirs"], kind["difference"]) == (1.0, 0.75, 0.25)
         assert kind["low"] < 0.25 < kind["high"]
+    with pytest.raises(UserError, match=f"{NAME} has no champion: no version passed the gate.* as in {NAME}/1"):
+        find_model(f"{NAME}/champion")
     for folder in (METRICS, MODEL):
         shutil.copytree(folder, workspace / ".scratch/worktrees/other" / folder)
     print_comparison("other")
@@ -488,6 +490,9 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
     assert "+0.2500" in capsys.readouterr().out
     with pytest.raises(UserError, match="There is no model 'nobody': dpo-demo has no version, alias or run nobody"):
         print_comparison("nobody")
+    (METRICS / "samples.jsonl").write_text("")  # evaluate.prompts 0
+    with pytest.raises(UserError, match=r"A comparison with base needs sampled answers: `evaluate\.prompts` above 0"):
+        print_comparison("base")
     shutil.rmtree(MODEL)
     with pytest.raises(UserError, match="Name two models, as in `dpo compare RUN champion`"):
         print_comparison("1")

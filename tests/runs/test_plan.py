@@ -85,6 +85,7 @@ def test_what_would_run_and_why(repo: Path, env: Env) -> None:
     other = plan(repo, env, "--set", "source.seed=7")  # a run on other data says nothing about this one
     assert "param source.seed 0 -> 7" in other["source"]
     assert "about" not in other["train"]
+    assert "`dpo init` prints an estimate for a new recipe" in other["all"]
 
     (repo / "site.yaml").write_text("actor_train: {num_workers: 3, save_steps: 7}\n")
     given = ["--recipe", "qwen2.5-0.5b-full", "--set", "cluster.actor_train.num_workers=5"]

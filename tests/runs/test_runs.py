@@ -12,8 +12,10 @@ import psutil
 import pytest
 import yaml
 
+from services import background, run_list
 from tasks.errors import UserError
 from tasks.runs import records
+from tasks.system.files import write_json
 from tasks.system.lock import TOKEN, hold_workspace
 from tests.conftest import make_dummy_repo
 from tests.flows.test_flow import STAGES, flow, git
@@ -192,6 +194,22 @@ def test_a_run_is_found_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="There is no run named 'otter'"):
         records.find_run("otter")
     assert records.default_name("calm-otter-0a1b2c3d", first) == "calm-otter-0a1b2c3d"  # tried again by Prefect
+
+
+def test_the_list_names_the_model_and_how_to_open_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(background, "FOLDER", tmp_path / "no services")
+    records.RunRecord("calm-otter", str(tmp_path), state="finished").write()
+    write_json(tmp_path / "calm-otter/params.json", {"promote": {"model_name": "polite"}})
+    ids = {"experiment_id": "1", "run_id": "ab"}
+    for store, hint in (("sqlite:///mlflow.db", True), ("http://mlflow:5000", False)):
+        write_json(tmp_path / "calm-otter/run.json", {**ids, "tracking_uri": store})
+        run_list.show()
+        shown = capsys.readouterr().out
+        assert shown.splitlines()[-1 - 2 * hint].split()[:3] == ["calm-otter", "finished", "polite"]
+        assert ("The pages of MLflow open after `dpo up`" in shown) == hint
 
 
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:

@@ -63,7 +63,8 @@ def warnings(facts: Mapping[str, float]) -> list[str]:
     if facts["probe_accuracy"] >= PROBE_ACCURACY:
         made.append(
             f"a bag of words finds the chosen answer in {facts['probe_accuracy']:.1%} of held-out pairs: the "
-            "preference can be learned from single words"
+            "preference can be learned from single words. Expected if it is about tone or style; otherwise check how "
+            "the answers were made"
         )
     longer = facts["chosen_longer"]
     if abs(longer - 0.5) >= LENGTH_BIAS:
