@@ -114,7 +114,7 @@ def _values(
     yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
     yield from _training(training, model, full, given)
     if not model.has_template:
-        yield from _sft(model, full)
+        yield from _sft(model, machine, full)
     answer = int(np.percentile(data.chosen, 95))
     tokens = min(512, max(64, 32 * math.ceil(answer / 32)))
     yield Choice("params.evaluate.max_new_tokens", tokens, f"95% of the chosen answers have at most {answer} tokens")
@@ -146,11 +146,13 @@ def _training(pairs: int, model: ModelFacts, full: bool, given: dict[str, Any]) 
     yield Choice("params.train.logging_steps", max(1, steps // 50), "about 50 points of each curve")
 
 
-def _sft(model: ModelFacts, full: bool) -> Iterator[Choice]:
+def _sft(model: ModelFacts, machine: Machine, full: bool) -> Iterator[Choice]:
     small = model.sizes.parameters < SMALL_MODEL
     rate = (5.0e-5 if small else 1.0e-5) if full else (5.0e-4 if small else 2.0e-4)
     why = "a model without a chat template has not learnt to answer: first SFT on the chosen answers (docs/sft.md)"
     yield Choice("params.sft.learning_rate", rate, why)
+    if machine.gpus:
+        yield Choice("params.sft.dtype", machine.dtype, "the GPU computes in it")
     if full:
         yield Choice("params.sft.adapter", None, "full fine-tuning (--full)")
 
@@ -166,7 +168,12 @@ def _variants(machine: Machine, full: bool) -> Iterator[Sequence[Choice]]:
     count, dtype = len(machine.gpus), machine.dtype
     yield _placement(count, machine, dtype, 1)
     yield _placement(count, machine, dtype, 1, activation_checkpointing=True)
-    if not full and find_spec("bitsandbytes"):
+    if full:
+        why = "the moments in float32 would not fit"
+        moments = Choice("params.train.optimizer", "adamw_bf16", why)
+        yield [*_placement(count, machine, dtype, 1), moments]
+        yield [*_placement(count, machine, dtype, 1, activation_checkpointing=True), moments]
+    elif find_spec("bitsandbytes"):
         why = "4-bit base model: the weights would not fit otherwise"
         quantization = [Choice(f"params.{stage}.quantization", "nf4", why) for stage in ("reference", "train")]
         yield [*_placement(count, machine, dtype, 2, activation_checkpointing=True), *quantization]

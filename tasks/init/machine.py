@@ -55,7 +55,7 @@ class Machine:
     @property
     def worker_memory(self) -> float:
         """Bytes that a worker may use."""
-        return 0.9 * min(size for _, size in self.gpus) if self.gpus else 0.8 * self.memory / self.workers
+        return 0.93 * min(size for _, size in self.gpus) if self.gpus else 0.8 * self.memory / self.workers
 
     def __str__(self) -> str:
         if self.gpus:

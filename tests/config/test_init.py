@@ -15,6 +15,7 @@ from tasks.init.data_facts import DataFacts
 from tasks.init.languages import languages
 from tasks.init.machine import GIB, Machine, ModelFacts
 from tasks.init.times import run_seconds, short_trial
+from tests.benchmarks.workload import qwen_config
 from tests.support.workspaces import PROJECT, write_data
 from training.trainer.memory import Sizes, model_sizes
 
@@ -97,6 +98,27 @@ def test_values_follow_the_data(tiny_base: Path) -> None:
     assert (few.train.epochs, many.train.epochs) == (3, 1)
     assert few.train.global_batch_size < many.train.global_batch_size
     assert chosen(tiny_base, CPU, facts(300, 9000)).params.prepare.max_tokens == 4096  # the model's context
+
+
+def test_a_model_without_a_chat_template_learns_to_answer_first(tiny_base: Path) -> None:
+    sizes = model_sizes(tiny_base, None)
+
+    def plan(machine: Machine, full: bool = False, **given: object) -> Params:
+        model = ModelFacts(tiny_base, sizes, "bfloat16", 4096, False)
+        return choose(("pairs.jsonl", "base"), "mine", facts(300, 800), model, machine, full, given).params
+
+    assert chosen(tiny_base, CPU, facts(300, 800)).params.sft is None
+    assert (plan(CPU).sft.learning_rate, plan(CPU).sft.adapter.rank) == (5.0e-4, 16)
+    assert (plan(GPU).sft.dtype, plan(GPU, full=True).sft.adapter) == ("bfloat16", None)
+    assert plan(CPU, sft=None).sft is None
+    assert plan(CPU, **{"sft.learning_rate": 1.0e-4}).sft.learning_rate == 1.0e-4
+
+
+def test_moments_in_bfloat16_where_those_in_float32_do_not_fit(tmp_path: Path) -> None:
+    qwen_config("7b").save_pretrained(tmp_path)
+    seven = model_sizes(tmp_path, None)
+    assert chosen(tmp_path, GPU, facts(5000, 800), seven, full=True).params.train.optimizer == "adamw_bf16"
+    assert chosen(tmp_path, GPU, facts(5000, 800), seven).params.train.optimizer == "adamw"
 
 
 def test_values_follow_what_is_given(recipes: Path, tiny_base: Path, capsys) -> None:
