@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config.params import load_params
-from tasks.config.paths import BASE, MODEL, home
+from tasks.config.paths import BASE, MODEL, SFT, home
 from tasks.errors import UserError
 from tasks.models import HUB, base_folder, hub_address, hub_snapshot, local_path
 from tasks.release.model_names import registered_version, weights_of
@@ -29,10 +29,6 @@ def model_folder(name: str | None) -> Path:
     if (Path(name) / "config.json").exists():
         return Path(name)
     if name == "base":
-        if not (BASE / "manifest.json").exists():
-            raise UserError(
-                "No run has fetched a base model into this checkout. Name that of a registered model: MODEL/base."
-            )
         return base_folder(load_params().source.model)
     if name.endswith("/base"):
         return _base_of(name.removesuffix("/base"))
@@ -48,6 +44,8 @@ def _base_of(name: str) -> Path:
     """Where the base model of a registered model is."""
     with registered_version(name) as (_, models, version):
         manifest = read_json(models.fetch(version, "model", "manifest.json"))
+    if "sft" in manifest:
+        return open_run(version.tags["run"]) / SFT
     address, made_by_source = manifest["base"]["model"], manifest["params"]["source"]["adapter"] is not None
     if address == "demo" or made_by_source:
         return open_run(version.tags["run"]) / BASE

@@ -25,6 +25,10 @@ def base_folder(address: str) -> Path:
 
 def source_folder(address: str) -> Path:
     """The folder of the model at `source.model`, checked like the base model."""
+    if not (BASE / "manifest.json").exists():
+        raise UserError(
+            "No run has fetched a base model into this checkout. Name that of a registered model: MODEL/base."
+        )
     manifest = read_json(BASE / "manifest.json")
     return _checked(_source_path(address, manifest), manifest)
 

@@ -268,12 +268,14 @@ def forward_metrics(
             run.metrics(step, values)
             events.add(step, values)
             if "loss" in values:
-                accuracy = values.get("rewards/accuracies")
-                bar.update(
-                    step,
-                    f"loss {values['loss']:.3f}" + ("" if accuracy is None else f", reward accuracy {accuracy:.2f}"),
-                )
+                bar.update(step, f"loss {values['loss']:.3f}{_accuracy(values)}")
         run.metrics(step, usage.read_new())
+
+
+def _accuracy(values: Mapping[str, float]) -> str:
+    """Empty at the first step: policy and reference are equal there, and an accuracy of ties reads like a failure."""
+    shown = values.get("rewards/accuracies", 0.0) or values.get("rewards/margins", 0.0)
+    return f", reward accuracy {values['rewards/accuracies']:.2f}" if shown else ""
 
 
 def metrics_by_step(journal: Path, data: TrainingData) -> dict[int, dict[str, float]]:
