@@ -55,6 +55,7 @@ def test_the_base_model_of_a_registered_model_has_a_name(tmp_path: Path, monkeyp
     """After a run in a worktree the checkout itself has no base model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
+    (tmp_path / "params.yaml").write_bytes((PROJECT / "params.yaml").read_bytes())
     manifest = {"base": {"model": str(tmp_path / "m"), "revision": None}, "params": {"source": {"adapter": None}}}
     write_json(tmp_path / "manifest.json", manifest)
     models = SimpleNamespace(fetch=lambda version, *path: tmp_path / path[-1])
