@@ -20,14 +20,17 @@ from tasks.errors import UserError
 from tasks.models import file_hashes, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
-from tasks.train_driver import Training, metrics_by_step, name_keys, trained
+from tasks.train_driver import Training, check_options, metrics_by_step, name_keys, trained
 from tasks.train_worker import JOURNAL
 
 MANIFEST = "manifest.json"
 
 
 def sft(run: Run) -> None:
-    params, data = load_params(), TrainingData(preferences=False, own_file=load_params().source.sft is not None)
+    params, cluster = load_params(), load_cluster()
+    assert params.sft
+    check_options("sft", params.sft, cluster)
+    data = TrainingData(preferences=False, own_file=params.source.sft is not None)
     for split in ("train", "eval"):
         check(data.file(split), "prepare")
     inputs = {
@@ -36,7 +39,7 @@ def sft(run: Run) -> None:
         "reference": None,
     }
     model = source_folder(params.source.model)
-    training = Training("sft", with_sft_as_train(params), load_cluster(), model, data, inputs)
+    training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
     with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
         metrics = _final_metrics(folder, data)
         _write_model(model, folder / "policy", out)

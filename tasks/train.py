@@ -13,12 +13,13 @@ from tasks.models import base_folder, base_hash
 from tasks.reports import plots
 from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
 from tasks.tracking.journal import Run
-from tasks.train_driver import Training, metrics_by_step, trained
+from tasks.train_driver import Training, check_options, metrics_by_step, trained
 from tasks.train_worker import JOURNAL
 
 
 def train(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
+    check_options("train", params.train, cluster)
     check_inputs()
     inputs = {
         "base": base_hash(),

@@ -24,7 +24,7 @@ from tasks.cluster import system_metrics
 from tasks.cluster.nodes import path_on_nodes, refresh_directory, report_node_changes
 from tasks.cluster.placement import reserve_placement_group, resource_bundle
 from tasks.cluster.ray_cluster import ray_cluster, warn_of_slow_dtype
-from tasks.config.params import Cluster, Params
+from tasks.config.params import Cluster, Optimization, Params
 from tasks.config.paths import home
 from tasks.dataset.training_data import PREFERENCES, TrainingData
 from tasks.errors import UserError
@@ -61,7 +61,6 @@ class Training:
 def trained(training: Training, run: Run) -> Iterator[Path]:
     """Train, or continue a training; yields its folder with the result in `policy`, locked against other runs."""
     params, cluster, stage = training.params, training.cluster, training.stage
-    _check_options(training)
     resume, runs = params.train.resume_from_checkpoint, run.folder.parent
     start = (
         None if resume in ("auto", "never") else continuation.find_checkpoint(resume, runs, signing.checkpoint_key())
@@ -81,8 +80,9 @@ def trained(training: Training, run: Run) -> Iterator[Path]:
         yield folder
 
 
-def _check_options(training: Training) -> None:
-    train, group, stage = training.params.train, training.cluster.actor_train, training.stage
+def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
+    """UserError if params.yaml and infra/cluster.yaml do not fit together."""
+    group = cluster.actor_train
     if train.quantization and group.zero_stage == 3:
         raise UserError(
             "infra/cluster.yaml: actor_train.zero_stage 3 cannot shard a 4-bit base model. Set it to 2, or set "
