@@ -46,10 +46,10 @@ Name = Annotated[
 
 
 def keys(model: type[BaseModel] = Params, above: str = "") -> dict[str, FieldInfo]:
-    """Every key of params.yaml by its dotted name, such as `train.beta`."""
+    """Every key of params.yaml by its dotted name, such as `train.beta`; a section that may be null is a key too."""
     fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        if above:
+        if above or not field.is_required():
             fields[above + name] = field
         below = section(model, name)
         if below and get_origin(field.annotation) is not dict:

@@ -41,11 +41,17 @@ def test_no_field_of_the_form_is_a_boolean_or_has_a_default() -> None:
         ({"x": 1}, "`x` is not a key of params.yaml. Write it as in `train.beta`."),
         ({"train.beta": -1.0}, "`train.beta` is -1.0: Input should be greater than 0."),
         ({"train.adapter": {"rnk": 1}}, "`train.adapter`"),
+        ({"sft": {"epochs": 1}}, "`sft` is {'epochs': 1}: Field required."),
     ],
 )
 def test_overrides_are_checked_one_by_one(overrides: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         known_and_typed(overrides)
+
+
+def test_a_section_that_may_be_null_is_set_as_a_whole_or_by_its_keys() -> None:
+    for overrides in ({"sft": {"learning_rate": 1.0e-4}}, {"sft": None}, {"sft.learning_rate": 1.0e-4}):
+        assert known_and_typed(overrides) == overrides
 
 
 def test_empty_form_fields_reach_the_flow_as_none() -> None:
