@@ -22,6 +22,7 @@ from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
 from tasks.train_driver import Training, check_options, metrics_by_step, name_keys, trained
 from tasks.train_worker import JOURNAL
+from training.objectives import batches
 
 MANIFEST = "manifest.json"
 
@@ -38,14 +39,16 @@ def sft(run: Run) -> None:
         "pairs": fingerprint([sha256(data.file(split)) for split in ("train", "eval")]),
         "reference": None,
     }
-    model = source_folder(params.source.model)
+    model, count = source_folder(params.source.model), data.count("train")
+    steps = batches.total_steps(count, params.sft.global_batch_size, params.sft.epochs, params.sft.max_steps)
+    answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
     with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
         metrics = _final_metrics(folder, data)
         _write_model(model, folder / "policy", out)
-        write_json(out / MANIFEST, {**_files(out), "answers": data.count("train"), "metrics": metrics})
+        write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
     run.summary({f"sft/{name}": value for name, value in metrics.items()})
-    print(f"sft: the base model has learnt {data.count('train')} answers, held-out loss {metrics['eval/loss']:.3f}")
+    print(f"sft: the base model has learnt {answers} answers, held-out loss {metrics['eval/loss']:.3f}")
 
 
 def with_sft_as_train(params: Params) -> Params:
