@@ -62,15 +62,13 @@ class Processed(NamedTuple):
 def prepare(run: Run) -> None:
     params, raw = load_params(), read_json(RAW / "manifest.json")
     template = load_template(params)
-    demonstrations = [entry for entry in raw["sources"] if entry["key"] == "source.sft"]
-    raw["sources"] = [entry for entry in raw["sources"] if entry not in demonstrations]
     for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
         shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
         done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl")
         _write_pairs(shards, pairs, done.results, done.columns, done.kept)
-        if demonstrations:
+        if demonstrations := [entry for entry in raw["sources"] if entry["key"] == "source.sft"]:
             _write_demonstrations(demonstrations, template, params.prepare, pairs)
         write_json(pairs / HASHES, {"files": hash_files(pairs)})
         report = data_card.make_report(
@@ -84,7 +82,8 @@ def prepare(run: Run) -> None:
 
 def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards: Path, quarantine: Path) -> Processed:
     """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used."""
-    entries = sorted(raw["sources"], key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
+    entries = [entry for entry in raw["sources"] if entry["key"] != "source.sft"]
+    entries.sort(key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
     files = _raw_files(entries)
     sources = [_row_source(entry, params) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]

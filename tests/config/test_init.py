@@ -121,6 +121,14 @@ def test_moments_in_bfloat16_where_those_in_float32_do_not_fit(tmp_path: Path) -
     assert chosen(tmp_path, GPU, facts(5000, 800), seven).params.train.optimizer == "adamw"
 
 
+def test_answers_for_sft_are_no_pairs(recipes: Path, tiny_base: Path, capsys) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:50])
+    write_data(recipes / "answers.jsonl", [{"prompt": "Where?", "response": "Here."}] * 5)
+    answers = {"source__sft": str(recipes / "answers.jsonl"), "sft": {"learning_rate": 1.0e-4}}
+    init(recipes / "pairs.jsonl", tiny_base, **answers)
+    assert "50 rows of the shape pairs, 50 usable pairs" in capsys.readouterr().out
+
+
 def test_values_follow_what_is_given(recipes: Path, tiny_base: Path, capsys) -> None:
     write_data(recipes / "pairs.jsonl", demo.rows(0)[:150])
     init(recipes / "pairs.jsonl", tiny_base, prepare__max_tokens=300, prepare__max_pairs=100, train__epochs=1)
