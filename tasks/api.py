@@ -127,13 +127,13 @@ def _run(root: Path, *stages: str) -> None:
         "DPO_RUN": f"{root.name}-{fingerprint(params.model_dump())[:8]}",  # of the run in MLflow
     }
     for stage in stages:
-        output = StageOutput()
+        output = _Output()
         if code := processes.run([sys.executable, "-m", f"tasks.{stage}"], root, env, output):
             failed = f"The stage {stage} failed with exit code {code}; its output is above."
             raise UserError("\n".join(output.error) if code == 2 and output.error else failed)
 
 
-class StageOutput:
+class _Output:
     """Prints what a stage says, and keeps its error message."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from tasks.tracking.registry import LARGEST_UPLOAD
 if TYPE_CHECKING:
     from training.trainer.memory import Sizes
 
-MASTER, MOMENTS = 4, {"adamw": 8, "adamw_bf16": 4}  # bytes per trainable parameter
+MASTER = 4  # bytes per trainable parameter of the float32 weight
 GGUF = {"f16": 2.0, "q8_0": 1.07}  # bytes per parameter
 FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
 
@@ -43,6 +43,8 @@ def training_needs(params: Params, cluster: Cluster, model: Path, folder: Path) 
 
 def run_needs(params: Params, cluster: Cluster, sizes: "Sizes") -> dict[str, float]:
     """Bytes of a whole run, by content. DVC's cache holds a second copy of every out unless the disk shares blocks."""
+    from training.trainer.settings import MOMENT_BYTES  # loads torch, as whoever made `sizes` has
+
     width = 4 if params.train.dtype == "float32" else 2
     merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
     saved = (sizes.trainable if params.train.adapter else sizes.parameters) * width
@@ -51,7 +53,7 @@ def run_needs(params: Params, cluster: Cluster, sizes: "Sizes") -> dict[str, flo
     # A new checkpoint is complete before an old one is deleted.
     kept = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
     return {
-        "checkpoints": float(sizes.trainable * (width + MASTER + MOMENTS[params.train.optimizer]) * kept),
+        "checkpoints": float(sizes.trainable * (width + MASTER + MOMENT_BYTES[params.train.optimizer]) * kept),
         "policy": 3.0 * saved,  # in the training folder, as an out, in the cache
         "export": 2.0 * (merged + gguf),
         "registry": float(merged) if merged <= LARGEST_UPLOAD else 0.0,

@@ -21,8 +21,7 @@ from training.objectives.batches import pair_costs, step_pairs, total_steps
 from training.objectives.packing import Pair, pack
 from training.objectives.pair_columns import columns_of
 from training.trainer.engine import BUCKET
-from training.trainer.optimizer import MOMENT_BYTES
-from training.trainer.settings import Settings
+from training.trainer.settings import MOMENT_BYTES, Settings
 
 GIB = 2**30
 OutOfMemory = torch.OutOfMemoryError

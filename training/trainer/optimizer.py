@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOMENT_BYTES = {"adamw": 8, "adamw_bf16": 4}  # per trainable parameter, besides the float32 weight
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 1 << 26  # values that are updated at once: float32 copies of all moments would cost what bfloat16 saves
 

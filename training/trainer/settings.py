@@ -5,6 +5,8 @@ from typing import Any
 
 from training.objectives.objective import Objective
 
+MOMENT_BYTES = {"adamw": 8, "adamw_bf16": 4}  # by optimizer, per trainable parameter, besides the float32 weight
+
 
 class ReferenceMismatch(ValueError):
     """The stored reference log-probabilities are not those of the model to be trained."""
