@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from training.trainer.memory import Sizes
 
 MASTER = 4  # bytes per trainable parameter of the float32 weight
-GGUF = {"f16": 2.0, "q8_0": 1.07}  # bytes per parameter
+GGUF = {"f16": 2.0, "q8_0": 1.07, "q6_k": 0.9, "q5_k_m": 0.8, "q4_k_m": 0.75}  # bytes per parameter, at most
 FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
 
 

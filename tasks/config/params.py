@@ -162,7 +162,7 @@ class Evaluate(Section):
 class Export(Section):
     dtype: Dtype
     max_shard_size: Annotated[str, Field(pattern=r"^\d+(KB|MB|GB)$")]
-    gguf: list[Literal["f16", "q8_0"]]
+    gguf: list[Literal["f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]]
 
 
 Regression = Annotated[  # auto: refuse what is shown to be worse; a number: what is not shown to be within it

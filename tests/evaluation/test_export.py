@@ -1,8 +1,8 @@
 """Exports of tiny models: merged, sharded, tied, as GGUF, each read back; and the checks that stop an export."""
 
-import importlib.util
+import json
+import urllib.request
 import weakref
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,9 @@ from training.models.loading import load_model, load_tokenizer
 TEXTS = ("Where is the cup?", "<|user|>12345 äöü\n\n  x<|assistant|>")
 PROMPTS = [[1, 4, 30, 31, 32], [1, 4, *range(60, 90)]]
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "hidden_size": 256,  # K types have blocks of 256
+    "intermediate_size": 288,  # not a multiple of 256: llama.cpp takes another type
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -38,7 +38,7 @@ def make(folder: Path, tiny_base: Path, kind: str, tied: bool) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    built = model(config(vocab_size=len(tokenizer), tie_word_embeddings=tied, initializer_range=0.15, **SHAPE, **ids))
+    built = model(config(vocab_size=len(tokenizer), tie_word_embeddings=tied, initializer_range=0.08, **SHAPE, **ids))
     for name, parameter in built.named_parameters():
         if name.endswith("bias"):  # Qwen2's biases start at zero, which would hide a lost bias
             parameter.data.normal_()
@@ -79,38 +79,69 @@ def test_the_merged_model_equals_the_policy_and_keeps_tied_or_untied_embeddings(
     assert (out / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", gguf.FILE_TYPES)
 def test_gguf_read_back_by_transformers_equals_the_model(exported, kind: str):
     _, out, _, logits = exported
     target = out / f"model-{kind}.gguf"
     gguf.write(out, target, kind)
-    found = gguf.difference(target, logits, PROMPTS)
-    assert found["kl"] <= gguf.MAX_KL[kind]
+    difference = gguf.difference(target, logits, PROMPTS)
+    assert difference["kl"] <= gguf.MAX_KL[kind]
     other = [-value for value in logits]
-    assert gguf.difference(target, other, PROMPTS)["kl"] > 100 * gguf.MAX_KL[kind]
+    assert gguf.difference(target, other, PROMPTS)["kl"] > 10 * gguf.MAX_KL[kind]
     again = AutoTokenizer.from_pretrained(out, gguf_file=target.name)
     for text in TEXTS:
         assert again(text)["input_ids"] == load_tokenizer(out)(text)["input_ids"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", gguf.FILE_TYPES)
 def test_gguf_read_by_llama_cpp_equals_the_model(exported, kind: str):
-    import llama_cpp
+    import xllamacpp
 
     _, out, _, logits = exported
     target = out / f"model-{kind}.gguf"
     gguf.write(out, target, kind)
-    with closing(llama_cpp.Llama(str(target), logits_all=True, verbose=False, n_ctx=128)) as model:
-        for text in TEXTS:
-            assert model.tokenize(text.encode(), add_bos=False, special=True) == load_tokenizer(out)(text)["input_ids"]
-        for prompt, expected in zip(PROMPTS, logits, strict=True):
-            model.reset()
-            model.eval(prompt)
-            given = torch.tensor(model.scores[: len(prompt)]).log_softmax(-1)
-            true = expected.log_softmax(-1)
-            # llama.cpp's KV cache is float16.
-            assert (true.exp() * (true - given)).sum(-1).mean() <= 2 * gguf.MAX_KL[kind]
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.port = str(target), 128, 1, 0
+    options.warmup, options.verbosity = False, -1
+    server = xllamacpp.Server(options)
+
+    def post(path: str, **body):
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(server.listening_address + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    for text in TEXTS:
+        tokens = post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]
+        assert tokens == load_tokenizer(out)(text)["input_ids"]
+    vocabulary = logits[0].shape[-1]
+    for prompt, expected in zip(PROMPTS, logits, strict=True):
+        # The answer is always the token 70, a letter: the server reports no probabilities for half a character or an
+        # end. They are those before the bias.
+        options = {"n_predict": 1, "n_probs": vocabulary, "logit_bias": [[70, 1000]], "cache_prompt": False}
+        answer = post("/completion", prompt=prompt, **options)
+        log_probabilities = torch.empty(vocabulary)
+        for entry in answer["completion_probabilities"][0]["top_logprobs"]:
+            log_probabilities[entry["id"]] = entry["logprob"]
+        true = expected[-1].log_softmax(-1)
+        kl = (true.exp() * (true - log_probabilities)).sum()
+        assert kl <= 2 * gguf.MAX_KL[kind] + 1e-3  # llama.cpp's KV cache is float16
+
+
+def test_a_mixture_spends_more_bits_where_llama_cpp_does(exported):
+    """The types in the file, for a model of 3 layers: no layer is in an eighth at the start, the last one in one."""
+    from gguf import GGUFReader
+
+    _, out, checks, _ = exported
+    gguf.write(out, out / "types.gguf", "q4_k_m")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out / "types.gguf").tensors}
+    assert types["token_embd.weight"] == ("Q6_K" if checks["tied"] else "Q4_K")
+    assert types.get("output.weight", "Q6_K") == "Q6_K"
+    assert [types[f"blk.{n}.attn_v.weight"] for n in range(3)] == ["Q4_K", "Q4_K", "Q6_K"]
+    assert [types[f"blk.{n}.ffn_down.weight"] for n in range(3)] == ["Q5_0", "Q5_0", "Q8_0"]  # rows of 288 values
+    assert types["blk.0.attn_q.weight"] == "Q4_K"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    (out / "types.gguf").unlink()
 
 
 def test_the_gguf_check_detects_wrongly_permuted_weights(exported):

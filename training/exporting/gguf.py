@@ -3,6 +3,7 @@
 write(Path("data/model"), Path("model-q8_0.gguf"), "q8_0")
 """
 
+import ctypes
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -20,9 +21,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from training.models.adapters import next_token_difference, prompt_logits
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # transformers' model_type: GGUF's architecture
-# Largest mean KL of next-token distributions between the model and its GGUF: rounding to 11 and to 8 bits.
-MAX_KL = {"f16": 1e-4, "q8_0": 1e-2}
-BLOCK = 32  # values that share a scale in q8_0
+# Largest mean KL of next-token distributions between the model and its GGUF: what rounding explains.
+MAX_KL = {"f16": 1e-4, "q8_0": 1e-2, "q6_k": 3e-2, "q5_k_m": 0.1, "q4_k_m": 0.3}
+FILE_TYPES = {
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "q6_k": gguf.LlamaFileType.MOSTLY_Q6_K,
+    "q5_k_m": gguf.LlamaFileType.MOSTLY_Q5_K_M,
+    "q4_k_m": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+}
+Q = gguf.GGMLQuantizationType
+# llama.cpp's mixtures: the type of most weights, and of those that suffer most from rounding.
+MIXTURES = {
+    "f16": (Q.F16, Q.F16),
+    "q8_0": (Q.Q8_0, Q.Q8_0),
+    "q6_k": (Q.Q6_K, Q.Q6_K),
+    "q5_k_m": (Q.Q5_K, Q.Q6_K),
+    "q4_k_m": (Q.Q4_K, Q.Q6_K),
+}
+# What llama.cpp takes instead for rows that are not a multiple of the type's block.
+FALLBACK = {Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0}
 
 
 class Unsupported(ValueError):
@@ -30,7 +48,7 @@ class Unsupported(ValueError):
 
 
 def write(folder: Path, target: Path, kind: str) -> None:
-    """Write the model as f16 or q8_0 (`kind`); norms and biases stay float32, as llama.cpp expects."""
+    """Write the model as one of `FILE_TYPES`; norms and biases stay float32, as llama.cpp expects."""
     config, tokenizer = (auto.from_pretrained(folder, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
     family = _family(config)
     writer = gguf.GGUFWriter(str(target), family)
@@ -41,7 +59,8 @@ def write(folder: Path, target: Path, kind: str) -> None:
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise Unsupported(f"GGUF has no name for the tensor {name}")
-        _add_tensor(writer, gguf_name, _permuted(name, tensor, config, family), kind)
+        values = _permuted(name, tensor, config, family).float().numpy()
+        _add_tensor(writer, gguf_name, values, _tensor_type(gguf_name, values.shape, config, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,7 +109,7 @@ def _add_shape(writer: Any, config: Any, kind: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type({"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind])
+    writer.add_file_type(FILE_TYPES[kind])
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
@@ -151,12 +170,58 @@ def _permuted(name: str, tensor: Tensor, config: Any, family: str) -> Tensor:
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
-    values = tensor.float().numpy()
-    if values.ndim == 1:
-        writer.add_tensor(name, values)
-    elif kind == "q8_0" and values.shape[-1] % BLOCK == 0:
-        packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+def _tensor_type(name: str, shape: tuple[int, ...], config: Any, kind: str) -> gguf.GGMLQuantizationType:
+    if len(shape) == 1:
+        return Q.F32
+    most, sensitive = MIXTURES[kind]
+    wanted = sensitive if _is_sensitive(name, config) else most
+    for quantization in (wanted, FALLBACK.get(wanted, Q.F16)):
+        if shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0:
+            return quantization
+    return Q.F16
+
+
+def _is_sensitive(name: str, config: Any) -> bool:
+    """The head, and the value and down projections of the first and last eighth of the layers and every third between.
+
+    So chooses llama.cpp for its mixtures `_m`.
+    """
+    if name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight"):
+        return True
+    block, _, part = name.removeprefix("blk.").partition(".")
+    if part not in ("attn_v.weight", "ffn_down.weight"):
+        return False
+    number, layers = int(block), config.num_hidden_layers
+    eighth = layers // 8
+    return number < eighth or number >= 7 * layers // 8 or (number - eighth) % 3 == 2
+
+
+def _add_tensor(writer: Any, name: str, values: numpy.ndarray, quantization: gguf.GGMLQuantizationType) -> None:
+    if quantization in (Q.F32, Q.F16):
+        writer.add_tensor(name, values.astype(numpy.float32 if quantization == Q.F32 else numpy.float16))
     else:
-        writer.add_tensor(name, values.astype(numpy.float16))
+        writer.add_tensor(name, quantize(values, quantization), raw_dtype=quantization)
+
+
+def quantize(values: numpy.ndarray, quantization: gguf.GGMLQuantizationType) -> numpy.ndarray:
+    """Rows of float32 in blocks of a quantized type, by ggml's own code: gguf's has no K types."""
+    import xllamacpp.xllamacpp as library  # its wheel contains ggml
+
+    rows, columns = values.shape
+    block, size = gguf.GGML_QUANT_SIZES[quantization]
+    source = numpy.ascontiguousarray(values, dtype=numpy.float32)
+    target = numpy.empty((rows, columns // block * size), dtype=numpy.uint8)
+    chunk = ctypes.CDLL(library.__file__).ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    written = chunk(
+        ctypes.c_int(quantization),
+        source.ctypes.data_as(ctypes.c_void_p),
+        target.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(0),
+        ctypes.c_int64(rows),
+        ctypes.c_int64(columns),
+        ctypes.c_void_p(),  # no importance matrix
+    )
+    if written != target.nbytes:
+        raise RuntimeError(f"ggml wrote {written} bytes of {quantization.name}, not {target.nbytes}")
+    return target
