@@ -88,6 +88,11 @@ def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
             "infra/cluster.yaml: actor_train.zero_stage 3 cannot shard a 4-bit base model. Set it to 2, or set "
             f"{stage}.quantization and reference.quantization to null."
         )
+    if train.adapter and group.zero_stage == 3 and (train.adapter.init == "pissa" or train.adapter.modules_to_save):
+        raise UserError(
+            "infra/cluster.yaml: actor_train.zero_stage 3 shards the weights that adapter.init: pissa and "
+            f"modules_to_save need whole. Set it to 2, or {stage}.adapter.init to zero and modules_to_save to []."
+        )
     if group.keep_best and not (train.select and train.eval_steps):
         raise UserError(
             f"infra/cluster.yaml: actor_train.keep_best ranks checkpoints by {stage}.select at every "

@@ -54,6 +54,8 @@ HOMES = {
         "tasks/reports/sweep_table.py",
     },
     "tensorboardX": {"tasks/tracking/tensorboard.py"},
+    "wandb": {"tasks/tracking/wandb_mirror.py"},
+    "xllamacpp": {"training/exporting/gguf.py"},
     "cryptography": {"tasks/system/signing.py"},
     "prometheus_client": {"services/metrics_endpoint.py"},
     "dvc": set(),  # the command alone

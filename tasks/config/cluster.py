@@ -117,6 +117,7 @@ class Cluster(Section):
     tracking_uri: str = "sqlite:///.mlflow/mlflow.db"
     logging_dir: str = ".scratch/runs"
     tensorboard: bool = False
+    wandb_project: Annotated[str, Field(min_length=1)] | None = None
     system_metrics: Positive | None = 10
     output_dir: str = ".scratch"
     price_per_gpu_hour: Positive | None = None

@@ -234,6 +234,11 @@ class Params(Section):
                 f"`evaluate.engine` vllm loads the base model in 16 bits, and train.quantization is "
                 f"{self.train.quantization}: set evaluate.engine to auto or transformers"
             )
+        if self.train.adapter and self.train.adapter.modules_to_save and self.evaluate.engine == "vllm":
+            raise ValueError(
+                "`evaluate.engine` vllm loads no adapter with `modules_to_save`: set evaluate.engine to auto or "
+                "transformers"
+            )
         return self
 
     @model_validator(mode="after")

@@ -18,13 +18,22 @@ class Adapter(Section):
     use_rslora: bool
     use_dora: bool
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]
+    init: Literal["zero", "pissa"] = "zero"
+    lora_plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
+    modules_to_save: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_dropout(self) -> "Adapter":
+    def _check_start(self) -> "Adapter":
+        """The policy must start as the reference."""
         if self.dropout and self.use_dora:
             raise ValueError(
                 "`dropout` with `use_dora` also drops inputs of the base model, so that the policy would not start as "
                 "the reference: set dropout to 0.0, or use_dora to false"
+            )
+        if self.init == "pissa" and (self.dropout or self.use_dora):
+            raise ValueError(
+                "`init: pissa` moves a part of the base model's weights into the adapter, where dropout and DoRA would "
+                "change it from the start: set dropout to 0.0 and use_dora to false, or init to zero"
             )
         return self
 
@@ -79,6 +88,10 @@ class Optimization(Section):
             raise ValueError(f"`select` must name a metric of held-out pairs, eval/..., not '{self.select}'")
         if self.quantization and not self.adapter:
             raise ValueError("`quantization` freezes the base model: set `adapter`, or set quantization to null")
+        if self.quantization and self.adapter and self.adapter.init == "pissa":
+            raise ValueError(
+                "`adapter.init: pissa` changes weights that `quantization` has rounded: set one of them only"
+            )
         return self
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tasks.cluster.worker_pool import Worker
 from tasks.errors import UserError
+from tasks.system.files import read_json
 from training.evaluation.samples import Answer, PairValues
 from training.objectives.objective import Objective
 from training.objectives.packing import Pair
@@ -63,8 +64,10 @@ class Evaluator(Worker):
         with self._loaded(weights) as model:
             return sample(model, _tokenizer(weights), prompts, **vars(sampling), batch_size=len(prompts))
 
-    def has_vllm(self) -> bool:
-        return find_spec("vllm") is not None
+    def has_vllm(self, weights: Weights) -> tuple[bool, bool]:
+        """Whether vLLM is installed, and whether it loads these weights' adapter."""
+        config = read_json(Path(weights.adapter) / "adapter_config.json") if weights.adapter else {}
+        return find_spec("vllm") is not None, not config.get("modules_to_save")
 
     def sample_by_vllm(
         self, weights: Weights, prompts: Sequence[Sequence[int]], sampling: Sampling, memory: float

@@ -32,7 +32,8 @@ def sample_answers(
 ) -> list[Answer]:
     """One answer per prompt by the configured engine; `report` gets the number of new answers.
 
-    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's.
+    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's. Nor
+    does an adapter with `modules_to_save`, which vLLM does not load.
     """
     sampling = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
     if prompts and _uses_vllm(workers, params, weights):
@@ -51,10 +52,10 @@ def _uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
             "evaluate.engine is vllm, but evaluate.zero_stage in infra/cluster.yaml is 3, which shards the model with "
             "DeepSpeed. Set evaluate.engine to auto, or evaluate.zero_stage to 0."
         )
-    (installed,) = workers.map("has_vllm", [()])
+    ((installed, loads_adapter),) = workers.map("has_vllm", [(weights,)])
     if params.engine == "vllm" and not installed:
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
-    return installed and not weights.quantization
+    return installed and loads_adapter and not weights.quantization
 
 
 def _sample_by_vllm(

@@ -28,6 +28,7 @@ from tasks.system.progress import notify
 from tasks.tracking.journal import FLOW, Run, flatten, last_steps, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
 from tasks.tracking.results import commit, curves, datasets, evaluation, lineage
+from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
     from tasks.config.params import Cluster, Params
@@ -73,11 +74,13 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
 
     A flow names the folder; a stage by hand derives it from the `dvc` process that called it.
     """
+    check_installed(cluster.wandb_project)
     runs = home() / cluster.logging_dir
     folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     before = recall(folder / "settings.json")
-    settings = {"exp_name": cluster.exp_name, "tracking_uri": absolute_uri(cluster.tracking_uri)}
+    addresses = {"tracking_uri": absolute_uri(cluster.tracking_uri), "wandb_project": cluster.wandb_project}
+    settings = {"exp_name": cluster.exp_name, **addresses}
     since = {"began": int(time.time() * 1000), "commit": commit(root), **before}
     write_json(folder / "settings.json", {**since, **settings})
     (folder / "settings.json").chmod(0o600)  # an address may hold a password

@@ -1,5 +1,6 @@
 """Sends journals to MLflow, in a separate process: `python -m tasks.tracking.uploader RUN_FOLDER`.
 
+If infra/cluster.yaml names a project of Weights & Biases, that gets a copy (wandb_mirror.py).
 `dpo sync` (`sync`) sends what any run still has to send.
 """
 
@@ -18,6 +19,7 @@ from tasks.system import disk
 from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
+from tasks.tracking import wandb_mirror
 from tasks.tracking.journal import read_lines, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
 from tasks.tracking.mlflow_writer import record, store
@@ -183,7 +185,10 @@ def sync() -> None:
         print(f"note: another process is sending {folder.name}")
     for name, reason in failed.items():
         print(f"error: MLflow still refuses {name}: {reason} Start it (`dpo up`), then `dpo sync`.")
-    if failed:
+    not_mirrored = wandb_mirror.send_left(runs)
+    if not_mirrored:
+        print(f"error: Weights & Biases refuses {', '.join(not_mirrored)}, for the reason above. Then `dpo sync`.")
+    if failed or not_mirrored:
         sys.exit(1)
 
 
@@ -191,7 +196,9 @@ def main() -> None:
     """The uploader process of one run: its folder is the argument."""
     limit_waiting()
     folder = Path(sys.argv[1])
-    if not follow(folder):
+    with wandb_mirror.mirrored(folder):
+        sent_all = follow(folder)
+    if not sent_all:
         sys.exit(1)
     send_all(folder.parent, but=folder, patience=0.0)  # the server answers: send what earlier runs could not
 

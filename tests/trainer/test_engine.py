@@ -41,6 +41,9 @@ MARGIN_SCALE = 0.5
 SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
 LORA = {"rank": 3, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 DORA, RSLORA = {**LORA, "use_dora": True}, {**LORA, "use_rslora": True}
+PISSA, LORA_PLUS = {**RSLORA, "init": "pissa"}, {**LORA, "lora_plus_ratio": 4.0}
+SAVED = {**LORA, "modules_to_save": ["embed_tokens"]}  # and with it the tied head
+VARIANTS = {"dora": DORA, "rslora": RSLORA, "pissa": PISSA, "lora-plus": LORA_PLUS, "saved-modules": SAVED}
 RATE, BATCH = 1e-3, 6
 CLIP, PEAK = 0.2, 1e-2  # of the run named options
 EVALUATED = ("loss", "logps/chosen", "logps/rejected", "sft_loss", "rewards/chosen", "rewards/rejected")
@@ -123,13 +126,17 @@ def plain_run(
     policy = peft_model(policy, adapter) if adapter else policy
     policy.train()
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.01)
+    ratio = (adapter or {}).get("lora_plus_ratio", 1.0)
+    fast = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
+    slow = [parameter for parameter in trainable if not any(parameter is other for other in fast)]
+    groups = [{"params": slow, "ratio": 1.0}, {"params": fast, "ratio": ratio}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.01)
     steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
     rates = rates or [batches.learning_rate(step, steps, RATE, 0.1, "cosine") for step in range(steps)]
     running = torch.zeros(2, dtype=torch.float64)
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["ratio"]
         chosen = [pairs[number] for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
         given, weight = batch_pairs(policy, chosen, objective)
         if betas is not None:
@@ -159,6 +166,9 @@ def peft_model(policy: torch.nn.Module, adapter: dict) -> torch.nn.Module:
         target_modules="all-linear",
         use_rslora=adapter["use_rslora"],
         use_dora=adapter["use_dora"],
+        init_lora_weights="pissa" if adapter.get("init") == "pissa" else True,
+        modules_to_save=adapter.get("modules_to_save"),
+        ensure_weight_tying="modules_to_save" in adapter,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(policy, lora)
@@ -283,7 +293,19 @@ def weighted(pairs) -> list[Pair]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
+def model_of(tmp_path_factory, model) -> dict[str, Path]:
+    """The model of each variant of LoRA: one with tied embeddings for the embeddings that are trained."""
+    tied = save(tmp_path_factory.mktemp("tied"), LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=True))
+    return {name: tied if name == "saved-modules" else model for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def pairs_of(pairs, model_of) -> dict[str, list[Pair]]:
+    return {name: make_pairs(model_of[name]) if name == "saved-modules" else pairs for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model, pairs, weighted, model_of, pairs_of) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("one")
     scored = [replace(pair, margin=8.0 - 3.5) for pair in pairs]
     wrong = [replace(pair, ref_chosen_logps=[value - 0.5 for value in pair.ref_chosen_logps or []]) for pair in pairs]
@@ -292,8 +314,7 @@ def one_rank(tmp_path_factory, model, pairs, weighted) -> dict[str, list[dict]]:
         settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA, save_steps=4),
         settings(folder, model, "narrow-lora", pairs, zero_stage=2, adapter=LORA, row_tokens=8),
         settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
-        settings(folder, model, "dora", pairs, adapter=DORA),
-        settings(folder, model, "rslora", pairs, adapter=RSLORA),
+        *(settings(folder, model_of[name], name, pairs_of[name], adapter=VARIANTS[name]) for name in VARIANTS),
         settings(folder, model, "offload-optimizer", pairs, offload="optimizer"),
         settings(folder, model, "offload-all", pairs, offload="all", zero_stage=3),
         settings(folder, model, "bf16-moments", pairs, **BF16_MOMENTS, save_steps=4),
@@ -327,6 +348,8 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
     options["held_out"] = {"a": 3, "b": 5}
     runs += [
         settings(folder, model, "bf16-moments", pairs, **BF16_MOMENTS | {"zero_stage": 3}),
+        settings(folder, model, "zero2-pissa", pairs, zero_stage=2, adapter=PISSA),
+        settings(folder, model, "zero3-lora-plus", pairs, zero_stage=3, adapter=LORA_PLUS),
         settings(folder, model, "aot", pairs, objective=AOT),
         settings(folder, model, "dynamic", weighted, objective=DYNAMIC),
         settings(folder, model, "options", weighted, objective=SCORED, **options),
@@ -356,6 +379,8 @@ MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
     "zero3-to-2-full": ("zero3-full", 2, 1, {"zero_stage": 2}),
     "more-ranks-lora": ("zero2-lora", 1, 2, {"zero_stage": 2, "adapter": LORA}),
     "more-ranks-zero2-to-3-lora": ("zero2-lora", 1, 2, {"zero_stage": 3, "adapter": LORA}),
+    "pissa": ("zero2-pissa", 2, 1, {"zero_stage": 2, "adapter": PISSA}),
+    "lora-plus": ("zero3-lora-plus", 2, 1, {"zero_stage": 3, "adapter": LORA_PLUS}),
     BF16_MOVE: ("bf16-moments", 1, 2, BF16_MOMENTS),
 }
 REFUSED = {"zero3-to-2-full": (3, 2), "more-ranks-zero2-to-3-lora": (2, 3)}
@@ -396,14 +421,13 @@ def loss_and_norm(course: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def plain(model, hybrid, sinks, pairs, weighted) -> dict[str, list[dict[str, float]]]:
+def plain(model, hybrid, sinks, pairs, weighted, model_of, pairs_of) -> dict[str, list[dict[str, float]]]:
     given, aot = Objective(*OBJECTIVE), Objective(*AOT)
     rates = [PEAK * part for part in (0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25)]
     return {
         "full": plain_run(model, pairs[8:], given),
         "lora": plain_run(model, pairs[8:], given, LORA),
-        "dora": plain_run(model, pairs[8:], given, DORA),
-        "rslora": plain_run(model, pairs[8:], given, RSLORA),
+        **{name: plain_run(model_of[name], pairs_of[name][8:], given, VARIANTS[name]) for name in VARIANTS},
         "hybrid": plain_run(hybrid, make_pairs(hybrid)[8:], given),
         "sinks": plain_run(sinks, make_pairs(sinks)[8:], given),
         "aot": plain_run(model, pairs[8:], aot),
@@ -434,9 +458,12 @@ def test_recurrent_layers_under_zero_3_are_rejected(two_ranks):
     assert "the recurrent layers of Lfm2ForCausalLM read weights that ZeRO-3 keeps on other ranks" in line["refused"]
 
 
-@pytest.mark.parametrize("name", ["dora", "rslora"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_lora_variants_match_peft(one_rank, plain, name):
     assert_same_metrics(one_rank[name], plain[name])
+    if name not in ("dora", "rslora"):
+        losses = [[step["loss"] for step in log if "loss" in step] for log in (one_rank[name], plain["lora"])]
+        assert losses[0][-1] != pytest.approx(losses[1][-1], abs=1e-4)  # the option has an effect
 
 
 @pytest.mark.parametrize("name", ["offload-optimizer", "offload-all"])
@@ -504,7 +531,7 @@ def test_every_source_is_evaluated_and_the_mean_is_over_all_pairs(two_ranks, wei
 def test_another_number_of_ranks_or_zero_stage_resumes_within_rounding(resumed, plain, name):
     course = [line for line in resumed[name] if "loss" in line]
     assert [line["step"] for line in course] == [5, 6, 7, 8]
-    assert_same_metrics(course, plain[name.rsplit("-", 1)[1]][4:])
+    assert_same_metrics(course, plain[name if name in VARIANTS else name.rsplit("-", 1)[1]][4:])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -530,13 +557,13 @@ def test_too_many_skipped_steps_stop_the_run_and_name_the_pairs(two_ranks):
     assert "pairs: " in line["refused"]
 
 
-@pytest.mark.parametrize("name", ["dora", "rslora"])
-def test_a_saved_lora_variant_equals_the_trained_policy(one_rank, model, pairs, name):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_saved_lora_variant_equals_the_trained_policy(one_rank, model_of, pairs_of, name):
     """peft reads it as an adapter and merged: both reproduce the last logged metrics."""
     (line,) = [line for line in one_rank[name] if "eval/loss" in line]
-    policy = PeftModel.from_pretrained(load_model(model, "float32"), one_rank["folder"] / name / "policy")
+    policy = PeftModel.from_pretrained(load_model(model_of[name], "float32"), one_rank["folder"] / name / "policy")
     for read in (policy.eval(), policy.merge_and_unload()):
-        expected = evaluated(read, pairs[:8], Objective(*OBJECTIVE))
+        expected = evaluated(read, pairs_of[name][:8], Objective(*OBJECTIVE))
         assert {key: line[f"eval/{key}"] for key in EVALUATED} == pytest.approx(expected, abs=2e-5)
 
 

@@ -34,7 +34,7 @@ def fit(name: str, steps: int = 300) -> tuple[float, torch.Tensor]:
     torch.manual_seed(0)
     inputs, weight = torch.randn(512, 32), torch.nn.Parameter(torch.zeros(32))
     targets = inputs @ torch.linspace(-1, 1, 32) + 0.1 * torch.randn(512)
-    optimizer = make_optimizer(name, [weight], 0.01, 0.01)
+    optimizer = make_optimizer(name, [("weight", weight)], 0.01, 0.01)
     for step in range(steps):
         rows = torch.randint(0, 512, (32,), generator=generator(step))
         loss = (inputs[rows] @ weight - targets[rows]).square().mean()
@@ -58,7 +58,7 @@ def test_the_first_step_is_that_of_torchs_adamw_and_large_tensors_go_in_chunks(m
     for name in ("adamw", "adamw_bf16"):
         weight = torch.nn.Parameter(start.clone())
         weight.grad = gradient.clone()
-        make_optimizer(name, [weight], 0.01, 0.1).step()
+        make_optimizer(name, [("weight", weight)], 0.01, 0.1).step()
         weights.append(weight.detach())
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
 

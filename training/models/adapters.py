@@ -26,6 +26,7 @@ from training.models import weights
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
+PISSA_ITERATIONS = 16  # of the randomized singular value decomposition, as in its paper
 
 
 class NotMergeableByTensor(ValueError):
@@ -41,12 +42,16 @@ def add_adapter(
     use_dora: bool,
     seed: int,
     dropout: float = 0.0,
+    init: str = "zero",
+    modules_to_save: Sequence[str] = (),
 ) -> PeftModel:
-    """Add a new adapter. B is zero, so the policy starts as the reference; the seed gives all ranks the same A.
+    """Add a new adapter. The policy starts as the reference; the seed gives all ranks the same weights.
 
-    Dropout acts on the input of A alone and therefore not at the start. Evaluation and merging do without it.
+    `init` is `zero` (B is zero, A random) or `pissa`. Dropout acts on the input of A alone and therefore not at the
+    start. Evaluation and merging do without it. `modules_to_save` are trained whole; tied embeddings stay tied.
     """
     torch.manual_seed(seed)
+    _check_modules(model, modules_to_save)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft accepts a float
@@ -54,10 +59,55 @@ def add_adapter(
         use_rslora=use_rslora,
         use_dora=use_dora,
         lora_dropout=dropout,
+        modules_to_save=list(modules_to_save) or None,
+        ensure_weight_tying=bool(modules_to_save) and model.config.get_text_config().tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
     # In the base model's precision: DeepSpeed keeps float32 master weights under every ZeRO stage.
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if init == "pissa":
+        adapted.initial_adapter = _split_principal_part(adapted)  # type: ignore[assignment]  # no parameter of the model
+    return adapted
+
+
+def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """ValueError for a name that peft would pass over in silence."""
+    modules = [name for name, _ in model.named_modules()]
+    for wanted in names:
+        if not any(f".{name}".endswith(f".{wanted}") for name in modules):
+            raise ValueError(
+                f"adapter.modules_to_save: the model has no module {wanted}; it has {_last_parts(modules)}"
+            )
+
+
+def _last_parts(modules: Sequence[str]) -> str:
+    return ", ".join(
+        sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""})
+    )
+
+
+@torch.no_grad()
+def _split_principal_part(model: nn.Module) -> dict[str, Tensor]:
+    """PiSSA: move the largest singular components of each weight into its adapter; the layer's output stays the same.
+
+    Returns the adapter's initial weights. The weight is reduced by what A and B are after rounding to their precision.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            _move_principal_part(layer)
+    return {name: p.to("cpu", copy=True) for name, p in model.named_parameters() if "lora_" in name}
+
+
+def _move_principal_part(layer: Any) -> None:
+    base, scale = layer.get_base_layer(), layer.scaling["default"]
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight  # (rank, inputs), (outputs, rank)
+    weight = base.weight.float().T if layer.fan_in_fan_out else base.weight.float()
+    left, values, right = torch.svd_lowrank(weight, q=down.shape[0], niter=PISSA_ITERATIONS)
+    root = (values / scale).sqrt()
+    down.copy_(root[:, None] * right.T)
+    up.copy_(left * root)
+    weight = weight - scale * up.float() @ down.float()
+    base.weight.copy_(weight.T if layer.fan_in_fan_out else weight)
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
@@ -206,8 +256,30 @@ def save_adapter(model: PeftModel, state: dict[str, Tensor], folder: Path, base_
     folder.mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"].to_dict()
     config.update(base_model_name_or_path=base_name, inference_mode=True)
+    if initial := getattr(model, "initial_adapter", None):
+        state = _relative_to_base(state, initial)
+        rank, alpha = config["r"], config["lora_alpha"]
+        config.update(r=2 * rank, lora_alpha=alpha * (2**0.5 if config["use_rslora"] else 2))
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
     (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
-    tensors = get_peft_model_state_dict(model, state_dict=state)
+    tensors = get_peft_model_state_dict(model, state_dict=_with_tied(model, state))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_model.safetensors").chmod(0o644)  # safetensors writes 0600, which other users cannot read
+
+
+def _relative_to_base(state: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter of twice the rank on the unchanged base model: what was learnt since the initial weights."""
+    twice = dict(state)
+    for name, start in initial.items():
+        if "lora_A" in name:
+            twice[name] = torch.cat([state[name], start])
+        else:
+            twice[name] = torch.cat([state[name], -start], dim=1)
+    return twice
+
+
+def _with_tied(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tied parameters under their other names, which peft asks for."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {**{name: state[names[id(p)]].clone() for name, p in every if names[id(p)] in state}, **state}

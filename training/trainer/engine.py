@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from training.trainer.optimizer import make_optimizer
+from training.trainer.optimizer import LR_SCALE, make_optimizer
 
 BUCKET = 10**8  # gradients reduced together, at most; DeepSpeed allocates two buckets besides the gradients
 # Dynamic loss scaling of float16: start at 2**16, halve at each overflow, double after 1000 steps without one.
@@ -45,16 +45,21 @@ def deepspeed_config(
 
 
 def initialize(
-    model: nn.Module, config: dict[str, Any], learning_rate: float, weight_decay: float, optimizer: str = "adamw"
+    model: nn.Module,
+    config: dict[str, Any],
+    learning_rate: float,
+    weight_decay: float,
+    optimizer: str = "adamw",
+    lora_plus_ratio: float = 1.0,
 ) -> Any:
     """The engine around the model, with an optimizer of its trainable parameters."""
     import deepspeed
 
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config["zero_optimization"]["stage"] < 3:  # an adapter needs no buckets larger than itself
-        size = min(BUCKET, sum(parameter.numel() for parameter in trainable))
+        size = min(BUCKET, sum(parameter.numel() for _, parameter in trainable))
         config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
-    stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay)
+    stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio)
     engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config)
     if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _use_fused_grad_norm(engine.optimizer)
@@ -96,7 +101,7 @@ def forget_gradients(engine: Any) -> None:
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(LR_SCALE, 1.0)  # none in a checkpoint of an earlier version
 
 
 def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:

@@ -139,11 +139,12 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
     text, head = config.get_text_config(), model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     parameters = sum(p.numel() for p in model.parameters())
+    whole = _size_of(model, adapter.get("modules_to_save", ())) if adapter else 0
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return Sizes(
-        parameters=parameters,
-        trainable=_adapter_size(linears, adapter) if adapter else parameters,
+        parameters=parameters + whole,
+        trainable=_adapter_size(linears, adapter) + whole if adapter else parameters,
         quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -171,6 +172,12 @@ def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int
     else:
         adapted = [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
     return sum(adapter["rank"] * (m.in_features + m.out_features) for m in adapted)
+
+
+def _size_of(model: nn.Module, names: Sequence[str]) -> int:
+    """Parameters of the modules of these names, which an adapter copies to train them; tied ones count once."""
+    modules = [m for name, m in model.named_modules() if any(f".{name}".endswith(f".{wanted}") for wanted in names)]
+    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def check_fits(settings: Settings, pairs: Sequence[Pair], world: int, device: torch.device) -> None:

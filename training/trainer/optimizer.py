@@ -10,16 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LR_SCALE = "lr_scale"  # of a parameter group: its learning rate is this times the run's
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 1 << 26  # values that are updated at once: float32 copies of all moments would cost what bfloat16 saves
 
 
-def make_optimizer(name: str, parameters: Iterable[Tensor], learning_rate: float, weight_decay: float) -> Any:
+def make_optimizer(
+    name: str,
+    parameters: Iterable[tuple[str, Tensor]],
+    learning_rate: float,
+    weight_decay: float,
+    lora_plus_ratio: float = 1.0,
+) -> Any:
+    """An optimizer of named parameters. LoRA+: matrices B learn `lora_plus_ratio` times as fast as the others."""
     trainable = list(parameters)
+    groups = [{"params": [p for n, p in trainable if "lora_B" not in n], LR_SCALE: 1.0}]
+    groups.append({"params": [p for n, p in trainable if "lora_B" in n], LR_SCALE: lora_plus_ratio})
+    if lora_plus_ratio == 1.0:
+        groups = [{"params": [p for _, p in trainable], LR_SCALE: 1.0}]
     if name == "adamw_bf16":
-        return AdamWBf16(trainable, lr=learning_rate, weight_decay=weight_decay)
-    fused = trainable[0].is_cuda
-    return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
+        return AdamWBf16(groups, lr=learning_rate, weight_decay=weight_decay)
+    fused = trainable[0][1].is_cuda
+    return torch.optim.AdamW(groups, lr=learning_rate, weight_decay=weight_decay, fused=fused)
 
 
 class AdamWBf16(torch.optim.Optimizer):
@@ -27,7 +39,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: Iterable[dict[str, Any]],
         lr: float,
         weight_decay: float,
         betas: tuple[float, float] = (0.9, 0.999),

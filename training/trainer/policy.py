@@ -41,7 +41,8 @@ def start_policy(
             f"the recurrent layers of {type(scorer.causal).__name__} read weights that ZeRO-3 keeps on other ranks: "
             f"{USE_ZERO_2}"
         )
-    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay, settings.optimizer)
+    ratio = settings.adapter.get("lora_plus_ratio", 1.0) if settings.adapter else 1.0
+    policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay, settings.optimizer, ratio)
     note = select_scoring_path(scorer, pairs, device)
     engine.forget_gradients(policy)
     if note:
@@ -64,7 +65,8 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
     placement = None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
     model: Any = load_model(Path(settings.model), settings.dtype, placement, settings.quantization)
     if settings.adapter:
-        model = adapters.add_adapter(model, **settings.adapter, seed=settings.seed)
+        options = {name: value for name, value in settings.adapter.items() if name != "lora_plus_ratio"}
+        model = adapters.add_adapter(model, **options, seed=settings.seed)
         model.enable_input_require_grads()  # the same for all layers, so that they share one compiled graph
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,143 @@
+"""A copy of a run's curves and results in Weights & Biases, where infra/cluster.yaml names a project.
+
+A process beside the uploader sends the journals, each line once, so that MLflow never waits for W&B. What fails is sent
+with the next stage or by `dpo sync`. W&B's own variables say where and how: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import UserError
+from tasks.system.files import read_json, recall, write_json
+from tasks.system.lock import file_lock
+from tasks.tracking.journal import flatten, read_lines
+
+STATE = "wandb.json"  # in the run's folder: W&B's id of the run, and the bytes that were sent of each journal
+INTERVAL_SECONDS = 1.0
+LAST_SECONDS = 60.0  # that the process has for what is left when its uploader has ended
+STEP = "step"  # the x axis of all curves: W&B's own counter must never go back, and a stage's steps start anew
+
+
+def check_installed(project: str | None) -> None:
+    if project and find_spec("wandb") is None:
+        raise UserError(
+            f"infra/cluster.yaml: wandb_project is {project}, and the package wandb is not installed. Run "
+            "`.venv/bin/pip install wandb`, or set wandb_project to null."
+        )
+
+
+@contextmanager
+def mirrored(folder: Path) -> Iterator[None]:
+    """A process that copies the run's journals to W&B, as they grow. It ends by itself, soon after the caller."""
+    if not unsent(folder, growing=True):
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        assert process.stdin
+        process.stdin.close()
+
+
+def send_left(runs: Path) -> list[str]:
+    """Send what earlier processes could not; the names of the runs that failed."""
+    command = [sys.executable, "-m", __name__]
+    folders = [path.parent for path in sorted(runs.glob("*/settings.json")) if unsent(path.parent)]
+    return [f.name for f in folders if subprocess.run([*command, str(f)], stdin=subprocess.DEVNULL).returncode]
+
+
+def unsent(folder: Path, growing: bool = False) -> bool:
+    """Whether the run has a project of W&B, and lines for it, or will have."""
+    if not recall(folder / "settings.json").get("wandb_project"):
+        return False
+    sent = recall(folder / STATE).get("sent", {})
+    return growing or any(read_lines(path, sent.get(path.stem, 0))[0] for path in folder.glob("*.jsonl"))
+
+
+class Mirror:
+    """One process's connection to W&B, opened for the first new line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run: Any = None
+
+    def send_new(self) -> None:
+        for journal in sorted(self.folder.glob("*.jsonl")):
+            self._send(journal)
+
+    def close(self) -> None:
+        if self.run:
+            self.run.finish(quiet=True)
+
+    def _send(self, journal: Path) -> None:
+        state = {"id": uuid.uuid4().hex[:12], "sent": {}, **recall(self.folder / STATE)}
+        lines, offset = read_lines(journal, state["sent"].get(journal.stem, 0))
+        if not lines:
+            return
+        self.run = self.run or self._open(state["id"])
+        for line in lines:
+            self._apply(line)
+        state["sent"][journal.stem] = offset
+        write_json(self.folder / STATE, state)
+
+    def _open(self, run_id: str) -> Any:
+        import wandb
+
+        run = wandb.init(
+            project=read_json(self.folder / "settings.json")["wandb_project"],
+            id=run_id,
+            name=self.folder.name,
+            resume="allow",
+            dir=self.folder,
+            config=flatten(read_json(self.folder / "params.json")),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+        )
+        run.define_metric("*", step_metric=STEP)
+        return run
+
+    def _apply(self, line: Mapping[str, Any]) -> None:
+        match line["kind"]:
+            case "metrics":
+                self.run.log({**line["values"], STEP: line["step"]})
+            case "summary":
+                self.run.summary.update(line["values"])
+            case "tags":
+                self.run.config.update(
+                    {f"tags.{name}": value for name, value in line["values"].items()}, allow_val_change=True
+                )
+
+
+def main() -> None:
+    """Copy the journals of the run whose folder is the argument, until standard input ends."""
+    folder, over = Path(sys.argv[1]), threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        over.set()
+        time.sleep(LAST_SECONDS)  # W&B's package waits for a server for ever
+        print(
+            f"error: Weights & Biases did not answer in {LAST_SECONDS:.0f} s; `dpo sync` tries again", file=sys.stderr
+        )
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    with file_lock(folder / "wandb.lock"):
+        mirror, last = Mirror(folder), False
+        while not last:
+            last = over.wait(INTERVAL_SECONDS)
+            mirror.send_new()
+        mirror.close()
+
+
+if __name__ == "__main__":
+    main()
