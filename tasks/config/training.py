@@ -8,7 +8,7 @@ from tasks.config.strict import Count, Fraction, Positive, Section
 from training.objectives import options
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["nf4"]
+Quantization = Literal["nf4", "fp8"]
 
 
 class Adapter(Section):

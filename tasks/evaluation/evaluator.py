@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.cluster.worker_pool import Worker
 from tasks.errors import UserError
-from tasks.system.files import read_json
+from tasks.system.files import recall
 from training.evaluation.samples import Answer, PairValues
 from training.objectives.objective import Objective
 from training.objectives.packing import Pair
@@ -66,7 +66,7 @@ class Evaluator(Worker):
 
     def has_vllm(self, weights: Weights) -> tuple[bool, bool]:
         """Whether vLLM is installed, and whether it loads these weights' adapter."""
-        config = read_json(Path(weights.adapter) / "adapter_config.json") if weights.adapter else {}
+        config = recall(Path(weights.adapter) / "adapter_config.json") if weights.adapter else {}
         return find_spec("vllm") is not None, not config.get("modules_to_save")
 
     def sample_by_vllm(

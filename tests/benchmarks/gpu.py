@@ -21,8 +21,9 @@ from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import LENGTHS, SHAPES
 
-OPTIONS = ("", "-checkpointed", "-deterministic", "-bf16moments", "-checkpointed-bf16moments")
+OPTIONS = ("", "-checkpointed", "-deterministic", "-bf16moments", "-checkpointed-bf16moments")  # and with LoRA -fp8
 VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in OPTIONS)
+VARIANTS += ("lora-fp8", "lora-checkpointed-fp8")
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 
 
@@ -61,6 +62,7 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
                 "checkpointing": "checkpointed" in options,
                 "deterministic": "deterministic" in options,
                 "optimizer": "adamw_bf16" if "bf16moments" in options else "adamw",
+                "quantization": "fp8" if "fp8" in options else None,
             }
             yield name, job_of(args, side, size, model, pairs, dtype=dtype, profile_memory=args.profile_memory, **kind)
 

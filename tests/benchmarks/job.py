@@ -35,6 +35,7 @@ class Job:
     checkpointing: bool = False
     deterministic: bool = False
     optimizer: str = "adamw"  # ours
+    quantization: str | None = None  # ours
     loss: tuple[str, ...] = ("sigmoid",)
     beta: float = 0.1
     learning_rate: float = 1e-6
@@ -91,11 +92,13 @@ class Steps:
 
     def __init__(self, job: Job) -> None:
         self.first, self.last, self.pairs = job.warmup, job.total, job.steps * job.batch
-        self.watch = Stopwatch()
+        self.watch, self.begun, self.first_seconds = Stopwatch(), now(), 0.0
         self.done(0)
 
     def done(self, step: int) -> bool:
         """Whether this was the last step."""
+        if step == 1:
+            self.first_seconds = now() - self.begun
         if step == self.first:
             self.watch.start()
         if step == self.last:
@@ -103,7 +106,7 @@ class Steps:
         return step == self.last
 
     def speed(self) -> dict[str, float]:
-        return self.watch.speed(self.pairs)
+        return {**self.watch.speed(self.pairs), "first_step_seconds": self.first_seconds}
 
 
 def matrix_peak() -> float:

@@ -64,7 +64,7 @@ def _arrays(pair: Pair) -> Pair:
 def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
     """The pairs with their reference log-probabilities, and the speed of that pass after a warm-up."""
     device = best_device()
-    model = load_model(Path(job.model), job.dtype, device).eval()
+    model = load_model(Path(job.model), job.dtype, device, job.quantization).eval()
     scorer = make_scorer(model, pairs, device)
     if torch.cuda.is_available():
         compile_layers(model)
@@ -113,6 +113,7 @@ def _settings(job: Job, folder: str) -> Settings:
         seed=job.seed,
         deterministic=job.deterministic,
         optimizer=job.optimizer,
+        quantization=job.quantization,
         zero_stage=job.zero_stage,
         activation_checkpointing=job.checkpointing,
     )

@@ -29,8 +29,10 @@ LENGTHS = {
     "hh": ((5.0, 0.75), (4.0, 0.8), (4.0, 0.8)),
     "short": ((2.5, 0.5), (2.5, 0.5), (2.5, 0.5)),
     "long": ((10.3, 0.2), (6.5, 0.5), (6.5, 0.5)),
+    "128k": ((11.75, 0.0), (6.9, 0.1), (6.9, 0.1)),
 }
-LONGEST_PART, LONGEST_PAIR = {"long": 34_000}, {"long": 36_000}  # 1024 and 2048 otherwise
+LONGEST_PART = {"long": 34_000, "128k": 127_000}  # 1024 otherwise
+LONGEST_PAIR = {"long": 36_000, "128k": 131_072}  # 2048 otherwise
 
 
 def qwen_config(shape: str) -> Qwen2Config:

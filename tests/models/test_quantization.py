@@ -1,4 +1,4 @@
-"""QLoRA: one policy, one quantization. Every stage that loads the base takes the same 4 bits, or refuses alike."""
+"""LoRA on a quantized base: every stage that loads the base quantizes it alike, or refuses alike."""
 
 import importlib.util
 from collections.abc import Callable
@@ -81,15 +81,18 @@ def base(tmp_path: Path, tiny_base: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="needs bitsandbytes")
-def test_a_qlora_run_is_evaluated_as_it_was_trained_and_exported_with_the_difference(
-    tmp_path: Path, base: Path
+@pytest.mark.parametrize(
+    "kind", ["fp8", pytest.param("nf4", marks=pytest.mark.skipif(not INSTALLED, reason="needs bitsandbytes"))]
+)
+def test_a_run_on_a_quantized_base_is_evaluated_as_it_was_trained_and_exported_with_the_difference(
+    tmp_path: Path, base: Path, kind: str
 ) -> None:
     """Through the real stages, on a GPU in bf16 or on a CPU in float32: `eval/*` of train is what evaluate finds."""
     dtype = "bfloat16" if ON_GPU else "float32"
     precision = {f"{stage}.dtype": dtype for stage in ("reference", "train", "evaluate", "export")}
     one = {"actor_train.num_workers": 1, **(GPU if ON_GPU else {})}
-    root = make_workspace(tmp_path / "workspace", base, cluster=one, **NF4, **precision)
+    quantization = dict.fromkeys(("train.quantization", "reference.quantization"), kind)
+    root = make_workspace(tmp_path / "workspace", base, cluster=one, **quantization, **precision)
     said = run(root, "source", "prepare", "reference", "train", "evaluate", "export")
 
     before, after = (read_json(root / f"data/metrics/{stage}.json") for stage in ("train", "evaluate"))
@@ -101,5 +104,5 @@ def test_a_qlora_run_is_evaluated_as_it_was_trained_and_exported_with_the_differ
     assert 0 < found["kl"] < 1
     assert "evaluated: the mean KL of next tokens is" in said
     card = (root / "data/model/README.md").read_text()
-    assert "measured with the nf4 base and may differ for these weights**: the mean KL of their" in card
+    assert f"measured with the {kind} base and may differ for these weights**: the mean KL of their" in card
     assert "quantization_config" not in read_json(root / "data/model/config.json")  # a plain 16- or 32-bit model

@@ -26,7 +26,8 @@ from training.models import weights
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
-PISSA_ITERATIONS = 16  # of the randomized singular value decomposition, as in its paper
+# Of the randomized singular value decomposition: iterations, as in PiSSA's paper, and components beyond the rank.
+PISSA_ITERATIONS, PISSA_MORE = 16, 16
 
 
 class NotMergeableByTensor(ValueError):
@@ -102,10 +103,11 @@ def _move_principal_part(layer: Any) -> None:
     base, scale = layer.get_base_layer(), layer.scaling["default"]
     down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight  # (rank, inputs), (outputs, rank)
     weight = base.weight.float().T if layer.fan_in_fan_out else base.weight.float()
-    left, values, right = torch.svd_lowrank(weight, q=down.shape[0], niter=PISSA_ITERATIONS)
-    root = (values / scale).sqrt()
-    down.copy_(root[:, None] * right.T)
-    up.copy_(left * root)
+    rank = down.shape[0]
+    left, values, right = torch.svd_lowrank(weight, q=min(rank + PISSA_MORE, *weight.shape), niter=PISSA_ITERATIONS)
+    root = (values[:rank] / scale).sqrt()
+    down.copy_(root[:, None] * right[:, :rank].T)
+    up.copy_(left[:, :rank] * root)
     weight = weight - scale * up.float() @ down.float()
     base.weight.copy_(weight.T if layer.fan_in_fan_out else weight)
 

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
+from training.models.fp8 import use_fp8
 from training.models.remote_code import reject_hub_kernels
 
 logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
@@ -26,14 +27,21 @@ logging.disable_progress_bar()  # of loading and saving weights; the stages have
 def load_model(
     folder: Path, dtype: str, device: torch.device | None = None, quantization: str | None = None
 ) -> PreTrainedModel:
-    """Reads safetensors only, runs no code from the folder, disables dropout. `nf4`: 4-bit weights (slow on a CPU)."""
+    """Reads safetensors only, runs no code from the folder, disables dropout.
+
+    `quantization` is None, `nf4` (4-bit weights, slow on a CPU) or `fp8` (8-bit matrix products, emulated on a CPU).
+    """
     reject_hub_kernels(folder)
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
-    if quantization:
+    if quantization == "nf4":
         options |= {"quantization_config": _nf4_config(dtype), "device_map": {"": device or "cpu"}}
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
     disable_dropout(model)
-    return model.to(device) if device and not quantization else model  # type: ignore[arg-type]
+    if device and quantization != "nf4":
+        model.to(device)  # type: ignore[arg-type]
+    if quantization == "fp8":
+        use_fp8(model, dtype)
+    return model
 
 
 def _nf4_config(dtype: str) -> BitsAndBytesConfig:
@@ -81,6 +89,9 @@ def _zero_dropout(owner: Any) -> None:
 
 def compile_layers(causal: PreTrainedModel) -> None:
     """Compile the decoder layers; all layers and all row lengths share one graph."""
+    from torch._inductor import config as inductor  # heavy
+
+    inductor.cpp.vec_isa_ok = False  # or Inductor builds programs to learn about the CPU, for half a minute
     for module in causal.modules():
         if type(module).__name__ in (causal._no_split_modules or ()):
             module.compile(dynamic=True)

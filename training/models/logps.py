@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from training.models.attention import attention_inputs, supports_flash
+from training.models.fp8 import Fp8Linear
 from training.models.head import LogitTransform, Values, head_logps, target_values
 from training.objectives.batches import rank_rows_of_all
 from training.objectives.packing import Ints, PackedRow, Pair, build_row
@@ -16,6 +17,8 @@ from training.objectives.pair_columns import columns_of
 
 # Largest mean difference per token between two ways to compute the same log-probabilities.
 LOGP_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
+# With 8-bit matrix products, a difference that bfloat16 rounds away moves values to the next of few steps.
+FP8_TOLERANCE = 0.3
 Scores = tuple[list[float], list[float]]  # log-probabilities of a pair's chosen and rejected tokens
 
 
@@ -112,6 +115,13 @@ class Scorer(nn.Module):
         flash = supports_flash(row.input_ids.device, self.causal.dtype, getattr(config, "attn_logit_softcapping", None))
         inputs = {"input_ids": row.input_ids[None], "position_ids": row.position_ids[None], "use_cache": False}
         return {**inputs, **attention_inputs(row, flash)}
+
+
+def logp_tolerance(model: nn.Module) -> float:
+    """Largest mean difference per token that rounding explains."""
+    if any(isinstance(module, Fp8Linear) for module in model.modules()):
+        return FP8_TOLERANCE
+    return LOGP_TOLERANCE[next(model.parameters()).dtype]
 
 
 def row_logps(scorer: nn.Module, row: PackedRow) -> TokenLogps:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from training.models.attention import PACKED_ATTENTION
-from training.models.logps import LOGP_TOLERANCE, Scorer, plain_logps, row_logps
+from training.models.logps import Scorer, logp_tolerance, plain_logps, row_logps
 from training.objectives.packing import CHOSEN, REJECTED, Pair, build_row
 from training.objectives.pair_columns import longest, shortest
 
@@ -83,7 +83,7 @@ def _failure(
     scorer: Scorer, sample: Sequence[Pair], expected: Tensor, middle: Pair, device: torch.device
 ) -> str | None:
     """Why the scorer's path differs from plain passes; None if it does not."""
-    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[1])], LOGP_TOLERANCE[scorer.causal.dtype]
+    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[1])], logp_tolerance(scorer)
     try:
         if scorer.is_packed and depends_on_neighbours(scorer, probes, device):
             return "a response depends on its neighbours in the row"

@@ -60,7 +60,9 @@ def initialize(
         size = min(BUCKET, sum(parameter.numel() for _, parameter in trainable))
         config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
     stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio)
+    scales = [group[LR_SCALE] for group in stepper.param_groups]  # a loaded checkpoint replaces the groups' options
     engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config)
+    engine.lr_scales = scales
     if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _use_fused_grad_norm(engine.optimizer)
     # DeepSpeed would update the scale before it divides the gradients by it: a step that doubles the scale would
@@ -100,14 +102,17 @@ def forget_gradients(engine: Any) -> None:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate * group.get(LR_SCALE, 1.0)  # none in a checkpoint of an earlier version
+    for group, scale in zip(engine.optimizer.param_groups, engine.lr_scales, strict=True):
+        group["lr"] = learning_rate * scale
 
 
 def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:
     """Replace the options that a loaded checkpoint restored."""
     for group in engine.optimizer.param_groups:
         group["weight_decay"] = weight_decay
+    for state in engine.optimizer.optimizer.state.values():
+        # A universal checkpoint gives all parts of a ZeRO-3 model one counter, which each part would then increase.
+        state["step"] = state["step"].clone()
     engine.optimizer.clip_grad = max_grad_norm
 
 

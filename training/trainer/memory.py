@@ -30,6 +30,7 @@ HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
 # More values per token during the backward pass through one layer: gradients and recomputed activations.
 BACKWARD_HIDDEN, BACKWARD_INTERMEDIATE = 3.0, 3.5
 OVERHEAD = 1.0 * GIB  # CUDA context and allocator
+QUANTIZED_BYTES = {None: 0.0, "nf4": 0.55, "fp8": 2.0}  # fp8 keeps a second copy for the backward pass
 LOOK_AHEAD = 32  # steps whose rows are packed to find the largest
 
 
@@ -52,7 +53,8 @@ class Estimate:
 class Sizes:
     parameters: int
     trainable: int
-    quantized: int  # number of the parameters that have 4 bits
+    quantized: int  # number of the parameters that are quantized
+    quantized_bytes: float  # of each of them
     layers: int
     hidden: int
     attention: int  # query, key and value of one token
@@ -146,6 +148,7 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         parameters=parameters + whole,
         trainable=_adapter_size(linears, adapter) + whole if adapter else parameters,
         quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
+        quantized_bytes=QUANTIZED_BYTES[quantization],
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         attention=size * (text.num_attention_heads + 2 * key_heads),
@@ -160,7 +163,7 @@ def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> float:
 
 
 def _weight_bytes(sizes: Sizes, value_bytes: int) -> float:
-    return (sizes.parameters - sizes.quantized) * value_bytes + sizes.quantized * 0.55
+    return (sizes.parameters - sizes.quantized) * value_bytes + sizes.quantized * sizes.quantized_bytes
 
 
 def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int:

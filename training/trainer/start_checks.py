@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.models.loading import dropout_attributes
-from training.models.logps import LOGP_TOLERANCE, Scorer, row_logps
+from training.models.logps import Scorer, TokenLogps, logp_tolerance, row_logps
 from training.models.parity import shorten
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps
@@ -50,30 +50,31 @@ def _seeded_logps(scorer: Scorer, row: PackedRow, seed: int, device: torch.devic
         return row_logps(scorer, row).logps
 
 
-@torch.no_grad()
 def check_start(
-    policy: nn.Module, objective: Objective, pairs: Sequence[Pair], row_tokens: int, device: torch.device
+    policy: nn.Module,
+    objective: Objective,
+    pairs: Sequence[Pair],
+    row_tokens: int,
+    device: torch.device,
+    as_in_training: bool = False,
 ) -> dict[str, float]:
     """Check that the policy equals the reference before the first update; returns the largest differences.
 
     On a sample of pairs, every token must be within rounding of the stored reference, rewards must be near 0, and each
-    loss must have its expected first value (ln 2 for sigmoid). An adapter's dropout is off. A collective under ZeRO-3.
+    loss must have its expected first value (ln 2 for sigmoid). A collective under ZeRO-3.
     """
-    training = policy.training
-    policy.eval()
     sample = _sample_pairs(pairs, 8, row_tokens)
     row = build_row(sample, range(len(sample))).to(device)
-    tokens = row_logps(policy, row)
-    policy.train(training)
+    tokens = _start_logps(policy, row, as_in_training)
     logps = pair_logps(row, tokens, objective)
     beta = float(objective.options.get("beta", 1.0))
     token = (tokens.logps - row.ref_logps).abs().max().item()
     reward = beta * torch.cat([logps.chosen_ratio, logps.rejected_ratio]).abs().mean().item()
-    dtype = next(policy.parameters()).dtype
+    dtype, rounding = next(policy.parameters()).dtype, logp_tolerance(policy)
     # Rounding goes up as often as down, so that its sum over a response grows with the square root of the tokens.
-    random_walk = LOGP_TOLERANCE[dtype] * math.sqrt(len(row.response_index) / (2 * len(sample)))
+    random_walk = rounding * math.sqrt(len(row.response_index) / (2 * len(sample)))
     tolerance = max(TOLERANCE[dtype], beta * random_walk)
-    if not (reward <= tolerance and _within_rounding(tokens.logps, row.ref_logps, dtype)):
+    if not (reward <= tolerance and _within_rounding(tokens.logps, row.ref_logps, rounding)):
         raise ReferenceMismatch(
             f"the stored reference log-probabilities differ by up to {token:.3g} from those of the model that is about "
             f"to be trained, and its first rewards by {reward:.3g} from 0 (pairs "
@@ -83,11 +84,24 @@ def check_start(
     return {"token": token, "reward": reward, "loss": loss}
 
 
-def _within_rounding(logps: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _start_logps(policy: nn.Module, row: PackedRow, as_in_training: bool) -> TokenLogps:
+    """By a pass as in training, so that layers are compiled once; otherwise without gradients and dropout."""
+    if as_in_training:
+        tokens = row_logps(policy, row)
+        return TokenLogps(tokens.logps.detach(), tokens.entropy, tokens.collision)
+    training = policy.training
+    policy.eval()
+    with torch.no_grad():
+        tokens = row_logps(policy, row)
+    policy.train(training)
+    return tokens
+
+
+def _within_rounding(logps: Tensor, expected: Tensor, rounding: float) -> bool:
     if not torch.isfinite(logps).all():
         return False
     difference = (logps - expected).abs()
-    return difference.mean().item() <= LOGP_TOLERANCE[dtype] and difference.max().item() <= 20 * LOGP_TOLERANCE[dtype]
+    return difference.mean().item() <= rounding and difference.max().item() <= 20 * rounding
 
 
 def _check_first_loss(

@@ -1,0 +1,86 @@
+"""Frozen linear layers whose matrix products are in 8-bit floating point (e4m3), for LoRA on GPUs that have it.
+
+Each row of activations and of gradients gets a scale of its own when it is rounded, so that a token's values do not
+depend on its neighbours in a packed row. The weights are rounded once, with a scale for each output of the forward pass
+and, in a second copy, for each output of the backward pass. So they take as much memory as in 16 bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.models.dtypes import DTYPES
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+MULTIPLE = 16  # of both sizes of a weight, as the GPU's matrix product needs
+
+
+class Fp8Linear(nn.Linear):
+    """A frozen nn.Linear. Its tensors are stored as integers, so that no cast of the model changes them."""
+
+    weight_backward: Tensor
+    scale: Tensor
+    scale_backward: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.bias = linear.bias
+        weight, scale = round_rows(linear.weight.detach())
+        backward, scale_backward = round_rows(linear.weight.detach().T)
+        self.weight = nn.Parameter(weight.view(torch.uint8), requires_grad=False)
+        self.register_buffer("weight_backward", backward.view(torch.uint8), persistent=False)
+        self.register_buffer("scale", scale.view(torch.int32), persistent=False)
+        self.register_buffer("scale_backward", scale_backward.view(torch.int32), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Product.apply(input, self.weight, self.scale, self.weight_backward, self.scale_backward)
+        return output if self.bias is None else output + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight_backward, scale_backward)
+        return _product(x, weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _product(gradient, *ctx.saved_tensors), None, None, None, None
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x (..., inputs) times the transpose of a weight (outputs, inputs), in the dtype of x."""
+    rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
+    columns, column_scales = weight.view(FP8).T, scale.view(torch.float32).T  # (inputs, outputs), (1, outputs)
+    if x.is_cuda:
+        product = torch._scaled_mm(
+            rows, columns, scales, column_scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        ).to(x.dtype)
+    else:  # the same values, for tests
+        product = ((rows.float() @ columns.float()) * scales * column_scales).to(x.dtype)
+    return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, columns) in e4m3, and the scale of each row, (rows, 1) in float32."""
+    scale = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
+
+
+def use_fp8(model: nn.Module, dtype: str) -> None:
+    """Replace the linear layers of a model, except its head."""
+    if DTYPES[dtype] == torch.float16:
+        raise ValueError("quantization: fp8 needs dtype bfloat16: float16 gradients overflow")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        raise ValueError(
+            "quantization: fp8 needs a GPU with 8-bit matrix products (Ada, Hopper or newer): set it to null"
+        )
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    for name, linear in linears:
+        if linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0:
+            model.set_submodule(name, Fp8Linear(linear))
