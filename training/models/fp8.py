@@ -35,40 +35,50 @@ class Fp8Linear(nn.Linear):
         self.register_buffer("scale_backward", scale_backward.view(torch.int32), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _Product.apply(input, self.weight, self.scale, self.weight_backward, self.scale_backward)
+        rows = input.reshape(-1, self.in_features)
+        output = product(rows, self.weight, self.scale, self.weight_backward, self.scale_backward)
+        output = output.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(weight_backward, scale_backward)
-        return _product(x, weight, scale)
+@torch.library.custom_op("dpo::fp8_product", mutates_args=())
+def product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
+    """x (rows, inputs) times the transpose of a weight (outputs, inputs), in the dtype of x.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _product(gradient, *ctx.saved_tensors), None, None, None, None
-
-
-def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x (..., inputs) times the transpose of a weight (outputs, inputs), in the dtype of x."""
-    rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
+    An operator of its own, because torch cannot compile an autograd.Function with rows of any number.
+    """
+    rows, scales = _round_on_gpu(x) if x.is_cuda else round_rows(x)
     columns, column_scales = weight.view(FP8).T, scale.view(torch.float32).T  # (inputs, outputs), (1, outputs)
     if x.is_cuda:
-        product = torch._scaled_mm(
-            rows, columns, scales, column_scales, out_dtype=torch.bfloat16, use_fast_accum=True
-        ).to(x.dtype)
-    else:  # the same values, for tests
-        product = ((rows.float() @ columns.float()) * scales * column_scales).to(x.dtype)
-    return product.reshape(*x.shape[:-1], weight.shape[0])
+        options = (scales, column_scales, None, None, torch.bfloat16, True)  # no bias, fast accumulation
+        return torch._scaled_mm(rows, columns, *options).to(x.dtype)
+    return ((rows.float() @ columns.float()) * scales * column_scales).to(x.dtype)  # the same values, for tests
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    weight, scale, weight_backward, scale_backward = ctx.saved_tensors
+    return product(gradient.contiguous(), weight_backward, scale_backward, weight, scale), None, None, None, None
+
+
+product.register_autograd(_input_gradient, setup_context=_keep_operands)
 
 
 def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, columns) in e4m3, and the scale of each row, (rows, 1) in float32."""
     scale = values.abs().amax(dim=-1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     return (values.float() / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
+
+
+_round_on_gpu = torch.compile(round_rows, dynamic=True)
 
 
 def use_fp8(model: nn.Module, dtype: str) -> None:

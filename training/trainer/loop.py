@@ -127,11 +127,7 @@ class TrainRun:
             if not self.resumed.own:
                 self.state.reset_monitoring()
         elif settings.objective.needs_reference:
-            has_dropout = bool(settings.adapter and settings.adapter.get("dropout"))
-            compiled = self.device.type == "cuda" and settings.zero_stage < 3
-            largest = check_start(
-                self.policy, settings.objective, pairs, settings.row_tokens, self.device, compiled and not has_dropout
-            )
+            largest = check_start(self.policy, settings.objective, pairs, settings.row_tokens, self.device)
             self.notify(
                 f"the policy starts as the reference: tokens within {largest['token']:.1g}, "
                 f"loss within {largest['loss']:.1g}"

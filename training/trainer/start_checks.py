@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.models.loading import dropout_attributes
-from training.models.logps import Scorer, TokenLogps, logp_tolerance, row_logps
+from training.models.logps import Scorer, logp_tolerance, row_logps
 from training.models.parity import shorten
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps
@@ -50,22 +50,21 @@ def _seeded_logps(scorer: Scorer, row: PackedRow, seed: int, device: torch.devic
         return row_logps(scorer, row).logps
 
 
+@torch.no_grad()
 def check_start(
-    policy: nn.Module,
-    objective: Objective,
-    pairs: Sequence[Pair],
-    row_tokens: int,
-    device: torch.device,
-    as_in_training: bool = False,
+    policy: nn.Module, objective: Objective, pairs: Sequence[Pair], row_tokens: int, device: torch.device
 ) -> dict[str, float]:
     """Check that the policy equals the reference before the first update; returns the largest differences.
 
     On a sample of pairs, every token must be within rounding of the stored reference, rewards must be near 0, and each
-    loss must have its expected first value (ln 2 for sigmoid). A collective under ZeRO-3.
+    loss must have its expected first value (ln 2 for sigmoid). An adapter's dropout is off. A collective under ZeRO-3.
     """
+    training = policy.training
+    policy.eval()
     sample = _sample_pairs(pairs, 8, row_tokens)
     row = build_row(sample, range(len(sample))).to(device)
-    tokens = _start_logps(policy, row, as_in_training)
+    tokens = row_logps(policy, row)
+    policy.train(training)
     logps = pair_logps(row, tokens, objective)
     beta = float(objective.options.get("beta", 1.0))
     token = (tokens.logps - row.ref_logps).abs().max().item()
@@ -82,19 +81,6 @@ def check_start(
         )
     loss = _check_first_loss(objective, logps, sample, tolerance / beta, TOLERANCE[dtype])
     return {"token": token, "reward": reward, "loss": loss}
-
-
-def _start_logps(policy: nn.Module, row: PackedRow, as_in_training: bool) -> TokenLogps:
-    """By a pass as in training, so that layers are compiled once; otherwise without gradients and dropout."""
-    if as_in_training:
-        tokens = row_logps(policy, row)
-        return TokenLogps(tokens.logps.detach(), tokens.entropy, tokens.collision)
-    training = policy.training
-    policy.eval()
-    with torch.no_grad():
-        tokens = row_logps(policy, row)
-    policy.train(training)
-    return tokens
 
 
 def _within_rounding(logps: Tensor, expected: Tensor, rounding: float) -> bool:
