@@ -104,6 +104,22 @@ def test_dropout_needs_an_adapter_that_leaves_the_base_model_alone():
     assert "the policy would not start as the reference: set dropout to 0.0, or use_dora to false" in message
 
 
+def test_pissa_needs_a_base_model_whose_weights_it_may_change():
+    pissa = {"train.adapter.init": "pissa"}
+    assert params(**pissa).train.adapter.init == "pissa"
+    for other in ({"train.adapter.dropout": 0.05}, {"train.adapter.use_dora": True}):
+        message = refusal(**pissa, **other)
+        assert "set dropout to 0.0 and use_dora to false, or init to zero" in message
+    quantized = dict.fromkeys(("train.quantization", "reference.quantization"), "fp8")
+    assert "changes weights that `quantization` has rounded: set one of them only" in refusal(**pissa, **quantized)
+
+
+def test_vllm_is_refused_for_an_adapter_that_it_cannot_load():
+    saved = {"train.adapter.modules_to_save": ["embed_tokens"]}
+    assert params(**saved).evaluate.engine == "auto"
+    assert "set evaluate.engine to auto or transformers" in refusal(**saved, **{"evaluate.engine": "vllm"})
+
+
 def test_the_gate_compares_by_a_number_or_auto():
     for allowed in (0.02, "auto"):
         assert params(**{"promote.max_regression": {"rewards/accuracies": allowed}})

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.support.settings import make_settings
+from training.models.dtypes import DTYPES
 from training.models.parity import make_scorer
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
@@ -40,6 +41,33 @@ def test_activation_checkpointing_computes_every_layer_again_in_the_backward_pas
     assert len(computed) == LAYERS
     loss.sum().backward()
     assert len(computed) == (2 * LAYERS if recomputes else LAYERS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pissa_starts_as_the_reference_and_trains_the_principal_part(tmp_path, dtype):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **shape)).to(DTYPES[dtype])
+    model.save_pretrained(tmp_path)
+    settings = make_settings(model=str(tmp_path), folder=str(tmp_path), adapter={**LORA, "init": "pissa"}, dtype=dtype)
+    policy, ids = build_policy(settings, CPU), torch.tensor([[1, 2, 3, 4]])
+    difference = (policy(ids).logits - model(ids).logits).abs().max().item()
+    assert difference < (1e-6 if dtype == "float32" else 2e-2)
+    layer = policy.get_base_model().model.layers[0].self_attn.q_proj
+    principal = layer.get_delta_weight("default").float()
+    weight = model.model.layers[0].self_attn.q_proj.weight.float()
+    values = torch.linalg.svdvals(weight)
+    rest = torch.linalg.matrix_norm(weight - principal, 2).item()
+    assert rest == pytest.approx(values[LORA["rank"]].item(), rel=0.02)
+
+
+def test_a_module_that_does_not_exist_is_named(tmp_path):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **shape)).save_pretrained(tmp_path)
+    adapter = {**LORA, "modules_to_save": ["embeddings"]}
+    with pytest.raises(ValueError, match=r"the model has no module embeddings; it has .*embed_tokens.*lm_head"):
+        build_policy(make_settings(model=str(tmp_path), folder=str(tmp_path), adapter=adapter), CPU)
 
 
 def test_an_adapters_dropout_acts_in_training_alone_and_not_at_the_start(tmp_path):

@@ -309,6 +309,14 @@ def test_checkpoints_are_ranked_only_where_evaluations_rank_them(tmp_path, monke
         train.train(None)
 
 
+@pytest.mark.parametrize("option", [{"init": "pissa"}, {"modules_to_save": ["embed_tokens"]}])
+def test_adapters_that_read_whole_weights_are_refused_under_zero_3(tmp_path, monkeypatch, option):
+    options = {f"train.adapter.{name}": value for name, value in option.items()}
+    monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster={"actor_train.zero_stage": 3}, **options))
+    with pytest.raises(UserError, match=r"Set it to 2, or train.adapter.init to zero and modules_to_save to \[\]"):
+        train.train(None)
+
+
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):
     path = save(tmp_path / "first", 62, origin)
     size = path / "state" / "rank0.pt"

@@ -43,6 +43,15 @@ def test_parameter_counts_match_the_model(folder, targets):
     assert memory.model_sizes(folder, None).trainable == sizes.parameters
 
 
+def test_modules_that_are_trained_whole_count_twice_as_weights_and_once_as_trained(folder):
+    lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}
+    model = adapters.add_adapter(AutoModelForCausalLM.from_config(CONFIG), **lora, seed=0)
+    sizes, without = memory.model_sizes(folder, lora), memory.model_sizes(folder, LORA)
+    trainable, _ = model.get_nb_trainable_parameters()
+    assert sizes.trainable == trainable
+    assert sizes.parameters - without.parameters == sizes.trainable - without.trainable > 0
+
+
 def test_optimizer_states_take_twelve_bytes_per_parameter_and_are_sharded(folder):
     count = memory.model_sizes(folder, None).parameters
     one = memory.estimate(settings(folder, dtype="bfloat16", zero_stage=1), world=1).parts
