@@ -34,8 +34,11 @@ def follow(folder: Path) -> bool:
     pending = True
     while pending:
         with file_lock(folder / "forward.lock", wait=False) as acquired:
-            if not acquired or not _follow(folder):
+            if not acquired:
                 return False
+            with wandb_mirror.mirrored(folder):
+                if not _follow(folder):
+                    return False
         pending = unsent(folder)  # a stage that started while we decided to end found the lock taken
     return True
 
@@ -196,9 +199,7 @@ def main() -> None:
     """The uploader process of one run: its folder is the argument."""
     limit_waiting()
     folder = Path(sys.argv[1])
-    with wandb_mirror.mirrored(folder):
-        sent_all = follow(folder)
-    if not sent_all:
+    if not follow(folder):
         sys.exit(1)
     send_all(folder.parent, but=folder, patience=0.0)  # the server answers: send what earlier runs could not
 

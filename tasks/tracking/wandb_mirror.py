@@ -77,7 +77,7 @@ class Mirror:
 
     def close(self) -> None:
         if self.run:
-            self.run.finish(quiet=True)
+            self.run.finish()
 
     def _send(self, journal: Path) -> None:
         state = {"id": uuid.uuid4().hex[:12], "sent": {}, **recall(self.folder / STATE)}
