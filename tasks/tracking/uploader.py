@@ -190,7 +190,8 @@ def sync() -> None:
         print(f"error: MLflow still refuses {name}: {reason} Start it (`dpo up`), then `dpo sync`.")
     not_mirrored = wandb_mirror.send_left(runs)
     if not_mirrored:
-        print(f"error: Weights & Biases refuses {', '.join(not_mirrored)}, for the reason above. Then `dpo sync`.")
+        names = ", ".join(not_mirrored)
+        print(f"error: {names} did not reach Weights & Biases, for the reason above; `dpo sync` tries again.")
     if failed or not_mirrored:
         sys.exit(1)
 

@@ -38,7 +38,7 @@ def check_installed(project: str | None) -> None:
 @contextmanager
 def mirrored(folder: Path) -> Iterator[None]:
     """A process that copies the run's journals to W&B, as they grow. It ends by itself, soon after the caller."""
-    if not unsent(folder, growing=True):
+    if not _project(folder):
         yield
         return
     process = subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE)
@@ -56,12 +56,15 @@ def send_left(runs: Path) -> list[str]:
     return [f.name for f in folders if subprocess.run([*command, str(f)], stdin=subprocess.DEVNULL).returncode]
 
 
-def unsent(folder: Path, growing: bool = False) -> bool:
-    """Whether the run has a project of W&B, and lines for it, or will have."""
-    if not recall(folder / "settings.json").get("wandb_project"):
-        return False
+def unsent(folder: Path) -> bool:
+    """Whether the run has lines that its project of W&B has not got."""
     sent = recall(folder / STATE).get("sent", {})
-    return growing or any(read_lines(path, sent.get(path.stem, 0))[0] for path in folder.glob("*.jsonl"))
+    journals = folder.glob("*.jsonl") if _project(folder) else ()
+    return any(read_lines(path, sent.get(path.stem, 0))[0] for path in journals)
+
+
+def _project(folder: Path) -> str | None:
+    return recall(folder / "settings.json").get("wandb_project")
 
 
 class Mirror:
@@ -94,7 +97,7 @@ class Mirror:
         import wandb
 
         run = wandb.init(
-            project=read_json(self.folder / "settings.json")["wandb_project"],
+            project=_project(self.folder),
             id=run_id,
             name=self.folder.name,
             resume="allow",
