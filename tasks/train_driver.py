@@ -41,7 +41,14 @@ from training.trainer import checkpoint
 from training.trainer.settings import Settings
 
 KEYS_OF_TRAIN = re.compile(r"\btrain\.(?=\w)")  # in messages of training/
-SPEED_METRICS = ("tokens_per_second", "pairs_per_second", "mfu", "peak_memory_gib", "checkpoint_seconds")
+SPEED_METRICS = (
+    "tokens_per_second",
+    "pairs_per_second",
+    "mfu",
+    "mfu_datasheet",
+    "peak_memory_gib",
+    "checkpoint_seconds",
+)
 PREFERENCE_METRICS = re.compile(r"(^|/)(rewards/|logps/|sft_loss$)")  # without meaning for a single answer
 
 

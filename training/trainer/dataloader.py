@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from training.objectives import batches
@@ -18,7 +19,9 @@ class StepBatch:
     step: int  # from 0
     pair_numbers: list[int]  # of the global batch
     weight: float  # sum of the weights of the global batch's pairs
-    tokens: int  # to compute for the global batch
+    tokens: int  # to compute for the global batch, and of these:
+    targets: int  # tokens to predict
+    attended_tokens: int  # sum over all tokens of those that each attends to
     rows: list[PackedRow]  # this rank's rows
 
 
@@ -48,5 +51,8 @@ class StepLoader:
         rows = [build_row(self.pairs, *row) for row in assigned]
         if device.type == "cuda":
             rows = [row.pinned() for row in rows]
-        weight, tokens = sum(self.columns.weight[numbers].tolist()), int(self.columns.lengths[numbers].sum())
-        return StepBatch(step, numbers, weight, tokens, rows)
+        batch = self.columns.select(np.asarray(numbers))
+        tokens, targets, attended = (
+            int(values.sum()) for values in (batch.lengths, batch.targets, batch.attended_tokens)
+        )
+        return StepBatch(step, numbers, sum(batch.weight.tolist()), tokens, targets, attended, rows)

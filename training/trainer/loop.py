@@ -52,10 +52,11 @@ def train(
     run = TrainRun(settings, pairs, held_out, log, notify, key)
     run.evaluate_start()
     last_step = run.done if run.resumed and run.should_stop() else run.total_steps
-    speed = Speed(run.policy.module, run.device, run.world, run.state.window.sums())
+    speed = Speed(run.policy.module.causal, run.device, run.world, run.state.window.sums())
     preemption = PreemptionSignal(stop_requested, run.device)
     for batch in run.loader.steps(run.done, last_step, run.rank, run.world, run.device):
         zeros = run.step(batch)
+        speed.count(batch)
         if run.log_due() and (means := run.state.window.means()):
             run.report(means, {**run.health(zeros), **speed.since(means)})
         if run.eval_due():

@@ -3,9 +3,75 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+from training.trainer.dataloader import StepBatch
+
+# Dense bfloat16 FLOP/s of GPUs, from their datasheets, by a part of the name that CUDA gives them.
+DATASHEET = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a training step: the matrix products of the layers, of the head, and of attention.
+
+    Recomputed activations do not count, and of a mixture of experts only those that a token visits. A weight takes 2
+    in the forward pass, 2 in the backward pass to the input, and 2 more if it is trainable.
+    """
+
+    per_token: float
+    per_target: float
+    per_attended_token: float
+
+    def of(self, batch: StepBatch) -> float:
+        counts = (batch.tokens, batch.targets, batch.attended_tokens)
+        return sum(
+            a * b for a, b in zip(counts, (self.per_token, self.per_target, self.per_attended_token), strict=True)
+        )
+
+
+def model_flops(model: Any) -> Flops:
+    """Of a causal language model of transformers, with or without an adapter inside."""
+    config = model.config.get_text_config()
+    head, inputs = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    layers = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if p is not head and p is not inputs and "original_module" not in name and _dimensions(p) > 1
+    ]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Flops(
+        per_token=sum(
+            _size(p) * _per_weight(p) * (_active_share(config) if ".experts." in name else 1) for name, p in layers
+        ),
+        per_target=_size(head) * _per_weight(head),
+        per_attended_token=12.0 * size * config.num_attention_heads * attention_layers,
+    )
+
+
+def _per_weight(parameter: nn.Parameter) -> int:
+    return 6 if parameter.requires_grad else 4
+
+
+def _active_share(config: Any) -> float:
+    """The share of its experts that a token visits."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    total = next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
+    return (getattr(config, "num_experts_per_tok", None) or total) / total
 
 
 class Speed:
@@ -16,9 +82,9 @@ class Speed:
 
     def __init__(self, model: nn.Module, device: torch.device, world: int, before: Mapping[str, float]) -> None:
         self.on_gpu, self.world, self.before = device.type == "cuda", world, before
-        # FLOPs per token: 2 per weight forward, 2 backward to the input, and 2 to the weight if it is trainable.
-        self.flops_per_token = sum(_size(p) * (6 if p.requires_grad else 4) for p in model.parameters())
-        self.peak = matrix_peak(device) if self.on_gpu else None
+        self.flops_of = model_flops(model).of
+        self.flops = 0.0
+        self.peaks: dict[str, float] = peaks(device) if self.on_gpu else {}
         self.begun = time.monotonic()
 
     @contextmanager
@@ -27,17 +93,34 @@ class Speed:
         yield
         self.begun += time.monotonic() - pause
 
+    def count(self, batch: StepBatch) -> None:
+        self.flops += self.flops_of(batch)
+
     def since(self, values: Mapping[str, float]) -> dict[str, float]:
         now = time.monotonic()
         seconds, self.begun = max(now - self.begun, 1e-9), now
+        flops, self.flops = self.flops, 0.0
         tokens, pairs = (values[name] - self.before.get(name, 0.0) for name in ("tokens", "pairs"))
         self.before = {}
         rates = {"tokens_per_second": tokens / seconds, "pairs_per_second": pairs / seconds}
-        if self.peak:
-            rates["mfu"] = self.flops_per_token * rates["tokens_per_second"] / self.world / self.peak
+        rates |= {name: flops / seconds / self.world / peak for name, peak in self.peaks.items()}
         if self.on_gpu:
             rates["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return rates
+
+
+def peaks(device: torch.device) -> dict[str, float]:
+    """FLOP/s that a metric is relative to: measured, and of the datasheet where we know it."""
+    name = torch.cuda.get_device_name(device)
+    datasheet = next((flops for part, flops in DATASHEET.items() if part in name), None)
+    return {"mfu": matrix_peak(device)} | ({"mfu_datasheet": datasheet} if datasheet else {})
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: norms and biases have one."""
+    if (packed := getattr(parameter, "quant_state", None)) is not None:
+        return len(packed.shape)
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _size(parameter: nn.Parameter) -> int:
