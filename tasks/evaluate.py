@@ -45,8 +45,9 @@ def evaluate(run: Run) -> None:
     prompt_ids = [row["prompt_ids"] for row in prompts]
     with evaluator_pool(cluster, "evaluate") as workers:
         models = base, policy = _models(params, workers)
-        with Bar("evaluate", 2 * len(prompts) + len(pairs), "answers and pairs") as bar:
+        with Bar("evaluate", 2 * len(prompts), "answers") as bar:
             answers = [sample_answers(workers, params.evaluate, model, prompt_ids, bar.more) for model in models]
+        with Bar("evaluate", len(pairs), "pairs") as bar:
             tokens = token_values(workers, policy, pairs, bar.more)
         metrics, values = _pair_metrics(params, workers, pairs, tokens, rows)
         pair_lines = disagreements(values, rows, lambda ids: workers.map("decode", [(base, ids)])[0])

@@ -75,8 +75,9 @@ def reevaluate(
     """The answers of the exported model in a folder to the set's prompts, and its margins on the set's pairs."""
     prompts = held_out_prompts(held_out.rows, params.evaluate.prompts)
     weights = evaluated_weights(workers, params, folder, manifest)
-    with Bar(workers.stage, len(prompts) + len(held_out.pairs), "answers and held-out pairs") as bar:
+    with Bar(workers.stage, len(prompts), "answers") as bar:
         answers = sample_answers(workers, params.evaluate, weights, [row["prompt_ids"] for row in prompts], bar.more)
+    with Bar(workers.stage, len(held_out.pairs), "held-out pairs") as bar:
         tokens = token_values(workers, weights, held_out.pairs, bar.more)
     records = judge_answers(workers, params.evaluate, prompts, answers) if prompts else []
     _, values = pair_values(workers, _objective(manifest), held_out.pairs, tokens) if held_out.pairs else ({}, [])

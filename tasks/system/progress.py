@@ -47,6 +47,8 @@ class Bar:
 
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total. The speed counts from the first update: no start-up, no steps before a resume."""
+        if done == self.done == self.total:  # said already
+            return
         self.began, self.done = self.began or (time.monotonic(), done), done
         if done == self.total or time.monotonic() - self.noted >= NOTE_SECONDS:
             self._note(done)
