@@ -27,7 +27,7 @@ def test_no_field_of_the_form_is_a_boolean_or_has_a_default() -> None:
     fields = schema()["properties"]
     assert fields["prepare.apply_loss_mask"]["enum"] == [True, False]
     assert fields["train.wpo"]["enum"] == [True, False, None]
-    assert fields["train.quantization"]["enum"] == ["nf4", None]
+    assert fields["train.quantization"]["enum"] == ["nf4", "fp8", None]
     for name, field in fields.items():
         kinds = [field, *field.get("anyOf", [])]
         assert not [kind for kind in kinds if kind.get("type") == "boolean" or {"default", "const"} & set(kind)], name
