@@ -69,7 +69,7 @@ def reference(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
     if params.reference.quantization and cluster.reference.zero_stage == 3:
         raise UserError(
-            "infra/cluster.yaml: reference.zero_stage 3 cannot shard a 4-bit base model. Set it to 0, or set "
+            "infra/cluster.yaml: reference.zero_stage 3 cannot shard a quantized base model. Set it to 0, or set "
             "reference.quantization and train.quantization to null."
         )
     inputs = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}

@@ -92,7 +92,7 @@ def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
     group = cluster.actor_train
     if train.quantization and group.zero_stage == 3:
         raise UserError(
-            "infra/cluster.yaml: actor_train.zero_stage 3 cannot shard a 4-bit base model. Set it to 2, or set "
+            "infra/cluster.yaml: actor_train.zero_stage 3 cannot shard a quantized base model. Set it to 2, or set "
             f"{stage}.quantization and reference.quantization to null."
         )
     if train.adapter and group.zero_stage == 3 and (train.adapter.init == "pissa" or train.adapter.modules_to_save):

@@ -176,8 +176,8 @@ class Evaluator(Worker):
 
         if self.zero3 and weights.quantization:
             raise UserError(
-                "infra/cluster.yaml: evaluate.zero_stage is 3, which cannot shard a 4-bit base model. Set it to 0, or "
-                "train.quantization to null."
+                "infra/cluster.yaml: evaluate.zero_stage is 3, which cannot shard a quantized base model. Set it to 0, "
+                "or train.quantization to null."
             )
         self._drop()
         reward_model.load.cache_clear()

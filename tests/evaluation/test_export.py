@@ -79,7 +79,7 @@ def test_the_merged_model_equals_the_policy_and_keeps_tied_or_untied_embeddings(
     assert (out / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.parametrize("kind", gguf.FILE_TYPES)
+@pytest.mark.parametrize("kind", gguf.MIXTURES)
 def test_gguf_read_back_by_transformers_equals_the_model(exported, kind: str):
     _, out, _, logits = exported
     target = out / f"model-{kind}.gguf"
@@ -93,7 +93,7 @@ def test_gguf_read_back_by_transformers_equals_the_model(exported, kind: str):
         assert again(text)["input_ids"] == load_tokenizer(out)(text)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", gguf.FILE_TYPES)
+@pytest.mark.parametrize("kind", gguf.MIXTURES)
 def test_gguf_read_by_llama_cpp_equals_the_model(exported, kind: str):
     import xllamacpp
 

@@ -23,13 +23,6 @@ from training.models.adapters import next_token_difference, prompt_logits
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # transformers' model_type: GGUF's architecture
 # Largest mean KL of next-token distributions between the model and its GGUF: what rounding explains.
 MAX_KL = {"f16": 1e-4, "q8_0": 1e-2, "q6_k": 3e-2, "q5_k_m": 0.1, "q4_k_m": 0.3}
-FILE_TYPES = {
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-    "q6_k": gguf.LlamaFileType.MOSTLY_Q6_K,
-    "q5_k_m": gguf.LlamaFileType.MOSTLY_Q5_K_M,
-    "q4_k_m": gguf.LlamaFileType.MOSTLY_Q4_K_M,
-}
 Q = gguf.GGMLQuantizationType
 # llama.cpp's mixtures: the type of most weights, and of those that suffer most from rounding.
 MIXTURES = {
@@ -48,7 +41,7 @@ class Unsupported(ValueError):
 
 
 def write(folder: Path, target: Path, kind: str) -> None:
-    """Write the model as one of `FILE_TYPES`; norms and biases stay float32, as llama.cpp expects."""
+    """Write the model as one of `MIXTURES`; norms and biases stay float32, as llama.cpp expects."""
     config, tokenizer = (auto.from_pretrained(folder, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
     family = _family(config)
     writer = gguf.GGUFWriter(str(target), family)
@@ -109,7 +102,7 @@ def _add_shape(writer: Any, config: Any, kind: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:

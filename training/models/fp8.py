@@ -5,6 +5,7 @@ depend on its neighbours in a packed row. The weights are rounded once, with a s
 and, in a second copy, for each output of the backward pass. So they take as much memory as in 16 bits.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, s
 
     An operator of its own, because torch cannot compile an autograd.Function with rows of any number.
     """
-    rows, scales = _round_on_gpu(x) if x.is_cuda else round_rows(x)
+    rows, scales = _compiled_round_rows()(x) if x.is_cuda else round_rows(x)
     columns, column_scales = weight.view(FP8).T, scale.view(torch.float32).T  # (inputs, outputs), (1, outputs)
     if x.is_cuda:
         options = (scales, column_scales, None, None, torch.bfloat16, True)  # no bias, fast accumulation
@@ -78,7 +79,9 @@ def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.float() / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
 
 
-_round_on_gpu = torch.compile(round_rows, dynamic=True)
+@cache
+def _compiled_round_rows() -> Any:
+    return torch.compile(round_rows, dynamic=True)  # not at import: it loads the compiler
 
 
 def use_fp8(model: nn.Module, dtype: str) -> None:

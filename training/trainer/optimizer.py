@@ -24,10 +24,10 @@ def make_optimizer(
 ) -> Any:
     """An optimizer of named parameters. LoRA+: matrices B learn `lora_plus_ratio` times as fast as the others."""
     trainable = list(parameters)
-    groups = [{"params": [p for n, p in trainable if "lora_B" not in n], LR_SCALE: 1.0}]
-    groups.append({"params": [p for n, p in trainable if "lora_B" in n], LR_SCALE: lora_plus_ratio})
-    if lora_plus_ratio == 1.0:
-        groups = [{"params": [p for _, p in trainable], LR_SCALE: 1.0}]
+    by_scale: dict[float, list[Tensor]] = {}
+    for parameter_name, parameter in trainable:
+        by_scale.setdefault(lora_plus_ratio if "lora_B" in parameter_name else 1.0, []).append(parameter)
+    groups = [{"params": parameters, LR_SCALE: scale} for scale, parameters in by_scale.items()]
     if name == "adamw_bf16":
         return AdamWBf16(groups, lr=learning_rate, weight_decay=weight_decay)
     fused = trainable[0][1].is_cuda

@@ -46,6 +46,7 @@ def model_flops(model: Any) -> Flops:
     """Of a causal language model of transformers, with or without an adapter inside."""
     config = model.config.get_text_config()
     head, inputs = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    heads = getattr(config, "num_attention_heads", None) or 0  # recurrent models may have none
     layers = [
         (name, p)
         for name, p in model.named_parameters()
@@ -53,13 +54,13 @@ def model_flops(model: Any) -> Flops:
     ]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     return Flops(
         per_token=sum(
             _size(p) * _per_weight(p) * (_active_share(config) if ".experts." in name else 1) for name, p in layers
         ),
         per_target=_size(head) * _per_weight(head),
-        per_attended_token=12.0 * size * config.num_attention_heads * attention_layers,
+        per_attended_token=12.0 * size * heads * attention_layers,
     )
 
 
