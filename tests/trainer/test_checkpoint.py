@@ -15,7 +15,8 @@ def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, bes
     (aside / "state" / "rank0.pt").write_bytes(bytes(range(100)) * step)
     if state:
         (aside / "state.json").write_text(json.dumps(state))
-    checkpoint._publish(aside, folder, attempt, step, keep, best, KEY)
+    hashes = checkpoint._hashes(aside, [path for path in aside.rglob("*") if path.is_file()])
+    checkpoint._publish(aside, folder, attempt, step, hashes, keep, best, KEY)
 
 
 def names(folder) -> list[str]:

@@ -1,5 +1,8 @@
 """Atomic checkpoints: written to a temporary folder, hashed, synced and renamed, and verified before use.
 
+Files are written in the background (background_writer.py). Each rank leaves the hashes of its files in the temporary
+folder, and rank 0 renames it when all have: no collective runs beside training's own.
+
 DeepSpeed unpickles a checkpoint, which can run any code. So a key authenticates the manifest of hashes (HMAC-SHA256):
 a process that can write the folder but does not have the key cannot make a checkpoint that we load.
 """
@@ -11,17 +14,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from training.trainer.background_writer import BackgroundWriter
+
 TAG = "state"
 MANIFEST, MAC = "manifest.json", "manifest.mac"
+PART = ".part-"  # files in the temporary folder: the hashes of what each rank has written
 START = "start"  # subfolder with the checkpoint of another training that this one continues
 
 
@@ -40,6 +48,7 @@ def taken_over(folder: Path, attempt: str) -> bool:
 
 def save(
     engine: Any,
+    writer: BackgroundWriter,
     folder: Path,
     attempt: str,
     step: int,
@@ -51,19 +60,67 @@ def save(
 ) -> None:
     """Write a checkpoint with `state`, which is plain JSON; keep the newest `keep` and those of the steps in `best`.
 
-    A collective: every rank writes its part, and rank 0 publishes the checkpoint. `tensors`, by file, are complete on
-    rank 0.
+    A collective that returns when every rank has copied its part to host memory, or has written it where that has no
+    room. `tensors`, by file, are complete on rank 0. The writer has the errors of the rest.
     """
+    writer.wait()
     temporary = folder / f".step-{step:08d}.{attempt}"
+    world, rank = dist.get_world_size(), dist.get_rank()
+    files: dict[str, Any] = {}
+    engine.checkpoint_engine.save = lambda state_dict, path: files.update({path: state_dict})
+    if rank == 0:  # DeepSpeed lets the other ranks wait for rank 0 first
+        shutil.rmtree(temporary, ignore_errors=True)  # of workers that died while they wrote it
     engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        client = {"step": step, "world": dist.get_world_size(), "zero": engine.zero_optimization_stage(), **state}
+    if rank == 0:
+        client = {"step": step, "world": world, "zero": engine.zero_optimization_stage(), **state}
         (temporary / "state.json").write_text(json.dumps(client))
-        for name, content in (tensors or {}).items():
-            save_file(content, temporary / name)
-        _publish(temporary, folder, attempt, step, keep, best, key)
-    dist.barrier()
+    paths, copied = [Path(path) for path in files], writer.copy(files)
+    if copied is None:
+        _write(files)
+    files.clear()  # some of it may be copies in the device's memory
+
+    def write() -> None:
+        _write(copied or {})
+        if rank == 0:
+            for name, content in (tensors or {}).items():
+                save_file(content, temporary / name)
+        small = (path for path in temporary.rglob("*") if path.is_file() and rank == 0 and not _is_part(path))
+        own = {*paths, *small}
+        write_atomically(temporary / f"{PART}{rank}.json", json.dumps(_hashes(temporary, own)))
+        if rank == 0:
+            hashes = _hashes_of_all(temporary, folder, attempt, world)
+            _publish(temporary, folder, attempt, step, hashes, keep, best, key)
+
+    writer.start(write)
+
+
+def _write(files: Mapping[str, Any]) -> None:
+    for path, content in files.items():
+        torch.save(content, path)
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a rank writes this file in the background, or leaves its hashes in it."""
+    return path.suffix == ".pt" or PART in path.name
+
+
+def _hashes(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """The hash of each file, once it is on the disk."""
+    for path in files:
+        _sync(path)
+    return {str(path.relative_to(folder)): sha256(path) for path in files}
+
+
+def _hashes_of_all(temporary: Path, folder: Path, attempt: str, world: int) -> dict[str, str]:
+    """Wait until every rank has written its files; their hashes."""
+    parts = [temporary / f"{PART}{rank}.json" for rank in range(world)]
+    while not all(part.exists() for part in parts):
+        _check_attempt(folder, attempt)
+        time.sleep(0.2)
+    hashes = {name: digest for part in parts for name, digest in json.loads(part.read_text()).items()}
+    for part in parts:
+        part.unlink()
+    return hashes
 
 
 def adopt(source: Path, folder: Path) -> None:
@@ -192,15 +249,17 @@ def mac_of(manifest: bytes, key: bytes) -> str:
 
 
 def _publish(
-    temporary: Path, folder: Path, attempt: str, step: int, keep: int, best: Collection[int], key: bytes
+    temporary: Path,
+    folder: Path,
+    attempt: str,
+    step: int,
+    hashes: Mapping[str, str],
+    keep: int,
+    best: Collection[int],
+    key: bytes,
 ) -> None:
-    if (folder / "attempt").read_text() != attempt:
-        raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    for path in files:
-        _sync(path)
-    manifest = {"step": step, "files": {str(path.relative_to(temporary)): sha256(path) for path in files}}
-    content = json.dumps(manifest, indent=1)
+    _check_attempt(folder, attempt)
+    content = json.dumps({"step": step, "files": dict(sorted(hashes.items()))}, indent=1)
     write_atomically(temporary / MANIFEST, content)
     write_atomically(temporary / MAC, mac_of(content.encode(), key) + "\n")
     target = folder / f"step-{step:08d}"
@@ -213,6 +272,11 @@ def _publish(
             shutil.rmtree(old)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
+
+
+def _check_attempt(folder: Path, attempt: str) -> None:
+    if (folder / "attempt").read_text() != attempt:
+        raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from training.models.dtypes import gpu_has_bfloat16
 from training.objectives import batches
 from training.objectives.packing import Pair
 from training.trainer import checkpoint, engine, memory
+from training.trainer.background_writer import BackgroundWriter
 from training.trainer.dataloader import StepBatch, StepLoader
 from training.trainer.guards import Preempted, PreemptionSignal
 from training.trainer.moving_reference import FILE as REFERENCE_FILE
@@ -54,8 +55,14 @@ def train(
     last_step = run.done if run.resumed and run.should_stop() else run.total_steps
     speed = Speed(run.policy.module.causal, run.device, run.world, run.state.window.sums())
     preemption = PreemptionSignal(stop_requested, run.device)
+    with run.writer:
+        _train(run, last_step, speed, preemption)
+
+
+def _train(run: "TrainRun", last_step: int, speed: Speed, preemption: PreemptionSignal) -> None:
     for batch in run.loader.steps(run.done, last_step, run.rank, run.world, run.device):
         zeros = run.step(batch)
+        run.writer.check()
         speed.count(batch)
         if run.log_due() and (means := run.state.window.means()):
             run.report(means, {**run.health(zeros), **speed.since(means)})
@@ -69,6 +76,7 @@ def train(
                 run.save()
         if preemption.check() and run.done < run.total_steps:
             run.save()
+            run.writer.wait()
             run.notify(f"a worker was asked to stop: the checkpoint of step {run.done} is saved")
             raise Preempted
     run.finish()
@@ -104,6 +112,7 @@ class TrainRun:
         self.done = self.resumed.state["step"] if self.resumed else 0
         self.evaluated_at, self.saved_at = -1, self.done if self.resumed and self.resumed.own else -1
         self.learning_rate = 0.0  # of the last step
+        self.writer = BackgroundWriter()  # of checkpoints
 
     def _check_settings(self, pairs: Sequence[Pair]) -> None:
         if note := self.settings.objective.check_pairs(pairs):
@@ -208,15 +217,18 @@ class TrainRun:
         self.evaluated_at = self.done
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one. A collective."""
+        """Write a checkpoint of this step in the background, unless there is one. A collective."""
         if self.saved_at == self.done:
             return
         settings, begun = self.settings, time.monotonic()
         loss_scale = engine.loss_scale_state(self.policy)
         state = {**self.state.state(), "loss_scale": loss_scale, "origin": settings.origin}
         tensors = {REFERENCE_FILE: self.moving.gathered()} if self.moving else None
-        keep, best = settings.keep_checkpoints, self.state.best.steps
-        checkpoint.save(self.policy, self.folder, settings.attempt, self.done, state, keep, best, self.key, tensors)
+        keep, best = settings.keep_checkpoints, list(self.state.best.steps)
+        checkpoint.save(
+            *(self.policy, self.writer, self.folder, settings.attempt, self.done),
+            *(state, keep, best, self.key, tensors),
+        )
         self.log(self.done, {"checkpoint_seconds": time.monotonic() - begun})
         self.saved_at = self.done
 
@@ -226,6 +238,7 @@ class TrainRun:
         if self.evaluated_at != self.done:
             self.run_eval()
         self.save()  # the last step too: another training can continue a finished one
+        self.writer.wait()
         if settings.keep_best:
             ranking = ", ".join(f"step {step} ({value:.4g})" for value, step in best.ranked)
             self.notify(f"checkpoints kept by {settings.select}: {ranking}")
