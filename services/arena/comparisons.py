@@ -1,0 +1,190 @@
+"""The comparisons of an arena: computed ahead of the raters, shown once to each of them, and their votes."""
+
+import hmac
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from services.arena.results import results
+from tasks.feedback.answers import AnswerSource, Prompt, stable_id
+from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.journal import FeedbackJournal
+from tasks.redact import redact
+
+BATCH = 8  # prompts answered together
+RESERVED = 600.0  # seconds in which a comparison on a rater's screen counts as voted on
+WITHDRAWN = "withdrawn"
+
+
+class NotReady(Exception):
+    """Answers are still being loaded or computed."""
+
+
+class Comparison(NamedTuple):
+    id: str
+    first: Answer
+    second: Answer
+
+
+class Arena:
+    """Thread-safe. `votes` are those of earlier sessions; `typed` keeps the prompts that raters typed."""
+
+    def __init__(
+        self,
+        answers: AnswerSource,
+        journal: FeedbackJournal,
+        prompts: Iterable[Prompt] = (),
+        votes: Iterable[Feedback] = (),
+        *,
+        secret: bytes,
+        overlap: float = 0.2,
+        typed: Path | None = None,
+    ) -> None:
+        self.answers, self.journal, self.secret, self.overlap, self.typed = answers, journal, secret, overlap, typed
+        self.comparisons: dict[str, Comparison] = {}
+        self.votes: dict[str, dict[str, str]] = {}  # value by comparison and rater
+        self.known: set[str] = set()  # ids of votes
+        self.reserved: dict[tuple[str, str], float] = {}  # when a comparison was sent to a rater
+        self.prompts: set[str] = set()
+        self.queue: deque[Prompt] = deque()
+        self.identical, self.failure, self.stopped = 0, "", False
+        self.lock, self.wake = threading.RLock(), threading.Event()
+        for vote in sorted(votes, key=lambda vote: vote.time):
+            self._count(vote)
+        for prompt in [*self._typed_prompts(), *prompts]:
+            self._enqueue(prompt)
+
+    def work(self) -> None:
+        """Compute answers until `stop` is called; runs in a thread of its own."""
+        try:
+            while not self.stopped:
+                self._answer_batch()
+        except Exception as error:
+            self.failure = redact(f"{type(error).__name__}: {error}")
+            print(f"arena: answers cannot be computed: {self.failure}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.wake.set()
+
+    def _answer_batch(self) -> None:
+        with self.lock:
+            size = BATCH if self.comparisons else 1  # the first rater waits for one prompt only
+            batch = list(self.queue)[:size]
+        if not batch:
+            self.wake.wait()
+            self.wake.clear()
+            return
+        pairs = self.answers.pairs(batch)
+        with self.lock:
+            for prompt, (first, second) in zip(batch, pairs, strict=True):
+                self.queue.remove(prompt)
+                self._add(first, second)
+
+    def _add(self, first: Answer, second: Answer) -> None:
+        if first.text == second.text:  # a tie that nobody has to read
+            self.identical += 1
+            return
+        key = stable_id(first.id, second.id)
+        self.comparisons[key] = Comparison(key, first, second)
+
+    def ask(self, rater: str, text: str) -> None:
+        """Add a prompt that a rater typed; its answers are computed next."""
+        messages = [{"role": "user", "content": text}]
+        with self.lock:
+            if self.typed:
+                self.typed.parent.mkdir(parents=True, exist_ok=True)
+                with self.typed.open("a") as file:
+                    file.write(json.dumps({"messages": messages, "user": rater}) + "\n")
+            self._enqueue(Prompt(messages, rater), first=True)
+        self.wake.set()
+
+    def _typed_prompts(self) -> list[Prompt]:
+        lines = self.typed.read_text().splitlines() if self.typed and self.typed.exists() else []
+        return [Prompt(**json.loads(line)) for line in lines if line.endswith("}")]
+
+    def _enqueue(self, prompt: Prompt, first: bool = False) -> None:
+        key = stable_id(prompt.messages, prompt.user)
+        if key not in self.prompts:
+            self.prompts.add(key)
+            (self.queue.appendleft if first else self.queue.append)(prompt)
+
+    def next(self, rater: str, skip: Collection[str]) -> Comparison | None:
+        """A comparison that the rater has not voted on: own prompts, then the fewest votes first, in random order."""
+        now = time.monotonic()
+        with self.lock:
+            self.reserved = {key: since for key, since in self.reserved.items() if now - since < RESERVED}
+            unseen = [
+                comparison
+                for key, comparison in self.comparisons.items()
+                if key not in skip and rater not in self.votes.get(key, {})
+            ]
+            chosen = min(unseen, key=partial(self._rank, rater), default=None)
+            if chosen:
+                self.reserved[chosen.id, rater] = now
+            return chosen
+
+    def _rank(self, rater: str, comparison: Comparison) -> tuple[bool, int, float]:
+        key = comparison.id
+        others = {*self.votes.get(key, {}), *(who for held, who in self.reserved if held == key)} - {rater}
+        is_shared = self._random("shared", key) < self.overlap  # all raters get it, which measures their agreement
+        return comparison.first.user != rater, 0 if is_shared else len(others), self._random("order", rater, key)
+
+    def _random(self, *content: str) -> float:
+        """A number in [0, 1) that is always the same and that nobody can compute without the secret."""
+        digest = hmac.digest(self.secret, json.dumps(content).encode(), "sha256")
+        return int.from_bytes(digest[:6]) / 2**48
+
+    def is_swapped(self, rater: str, comparison: str) -> bool:
+        """Whether this rater sees the second answer on the left."""
+        return self._random("side", rater, comparison) < 0.5
+
+    def vote(self, rater: str, key: str, comparison: str, choice: str) -> None:
+        """Store a vote. `key` is the page's id of it: a request that is sent again has no effect."""
+        left, right = ("second", "first") if self.is_swapped(rater, comparison) else ("first", "second")
+        self._store(rater, key, comparison, {"left": left, "right": right}.get(choice, choice))
+
+    def undo(self, rater: str, key: str, comparison: str) -> None:
+        """Withdraw a vote. The journal only grows: a rater's last word on a comparison counts."""
+        if rater in self.votes.get(comparison, {}):
+            self._store(rater, key, comparison, WITHDRAWN)
+
+    def _store(self, rater: str, key: str, comparison: str, value: str) -> None:
+        with self.lock:
+            if comparison not in self.comparisons:
+                raise NotReady if self.queue else KeyError(comparison)
+            _, first, second = self.comparisons[comparison]
+            vote = Feedback(
+                id=stable_id(rater, key),
+                time=time.time(),
+                answer=first.id,
+                rater=rater,
+                kind="preference",
+                value=value,
+                other=second.id,
+            )
+            if vote.id not in self.known:
+                for event in [vote] if comparison in self.votes else [first, second, vote]:
+                    self.journal.append(event)
+                self._count(vote)
+
+    def _count(self, vote: Feedback) -> None:
+        self.known.add(vote.id)
+        votes = self.votes.setdefault(stable_id(vote.answer, vote.other), {})
+        if vote.value == WITHDRAWN:
+            votes.pop(vote.rater, None)
+        else:
+            votes[vote.rater] = vote.value
+
+    def progress(self, rater: str) -> dict[str, Any]:
+        with self.lock:
+            votes = [dict(self.votes.get(key, {})) for key in self.comparisons]
+            second = next((comparison.second.role for comparison in self.comparisons.values()), "")
+            total, identical = len(self.prompts) - self.identical, self.identical
+        return {"rater": rater, "total": total, "second": second, **results(votes, identical)}
