@@ -91,11 +91,10 @@ def create_router(
     *,
     token: str,
     overlap: float = 0.2,
-    typed: Path | None = None,
 ) -> APIRouter:
     """Page and API, with relative addresses: it also works below a prefix. Answers are computed while the app runs."""
     sessions = Sessions(token)
-    arena = Arena(answers, journal, prompts, votes, secret=sessions.key, overlap=overlap, typed=typed)
+    arena = Arena(answers, journal, prompts, votes, secret=sessions.key, overlap=overlap)
     Rater = Annotated[str, Depends(sessions.rater)]
 
     @asynccontextmanager

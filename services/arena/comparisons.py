@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.arena.results import results
@@ -33,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 class Arena:
-    """Thread-safe. `votes` are those of earlier sessions; `typed` keeps the prompts that raters typed."""
+    """Thread-safe. `votes` are those of earlier sessions."""
 
     def __init__(
         self,
@@ -44,9 +43,8 @@ class Arena:
         *,
         secret: bytes,
         overlap: float = 0.2,
-        typed: Path | None = None,
     ) -> None:
-        self.answers, self.journal, self.secret, self.overlap, self.typed = answers, journal, secret, overlap, typed
+        self.answers, self.journal, self.secret, self.overlap = answers, journal, secret, overlap
         self.comparisons: dict[str, Comparison] = {}
         self.votes: dict[str, dict[str, str]] = {}  # value by comparison and rater
         self.known: set[str] = set()  # ids of votes
@@ -57,7 +55,7 @@ class Arena:
         self.lock, self.wake = threading.RLock(), threading.Event()
         for vote in sorted(votes, key=lambda vote: vote.time):
             self._count(vote)
-        for prompt in [*self._typed_prompts(), *prompts]:
+        for prompt in prompts:
             self._enqueue(prompt)
 
     def work(self) -> None:
@@ -93,21 +91,20 @@ class Arena:
             return
         key = stable_id(first.id, second.id)
         self.comparisons[key] = Comparison(key, first, second)
+        if first.user:  # a prompt that somebody typed is in no file: the next session finds it in the journal
+            self._journal_answers(key)
+
+    def _journal_answers(self, key: str) -> None:
+        if key not in self.votes:
+            self.journal.append(self.comparisons[key].first)
+            self.journal.append(self.comparisons[key].second)
+            self.votes[key] = {}
 
     def ask(self, rater: str, text: str) -> None:
         """Add a prompt that a rater typed; its answers are computed next."""
-        messages = [{"role": "user", "content": text}]
         with self.lock:
-            if self.typed:
-                self.typed.parent.mkdir(parents=True, exist_ok=True)
-                with self.typed.open("a") as file:
-                    file.write(json.dumps({"messages": messages, "user": rater}) + "\n")
-            self._enqueue(Prompt(messages, rater), first=True)
+            self._enqueue(Prompt([{"role": "user", "content": text}], rater), first=True)
         self.wake.set()
-
-    def _typed_prompts(self) -> list[Prompt]:
-        lines = self.typed.read_text().splitlines() if self.typed and self.typed.exists() else []
-        return [Prompt(**json.loads(line)) for line in lines if line.endswith("}")]
 
     def _enqueue(self, prompt: Prompt, first: bool = False) -> None:
         key = stable_id(prompt.messages, prompt.user)
@@ -170,8 +167,8 @@ class Arena:
                 other=second.id,
             )
             if vote.id not in self.known:
-                for event in [vote] if comparison in self.votes else [first, second, vote]:
-                    self.journal.append(event)
+                self._journal_answers(comparison)
+                self.journal.append(vote)
                 self._count(vote)
 
     def _count(self, vote: Feedback) -> None:

@@ -24,6 +24,7 @@ from tasks.system.files import known_sha256, recall, write_json
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
 
+ARENA = "arena"  # the parameter that marks answers of an arena
 WEIGHTS = (".safetensors", ".json", ".jinja")  # files that determine an answer
 
 
@@ -57,6 +58,18 @@ class Side:
     model: str
     version: str = ""
     run: str = ""
+
+
+def cache_folder() -> Path:
+    return home() / ".scratch" / "arena"
+
+
+def erase(user: str) -> int:
+    """Delete the cached answers to a person's prompts; returns how many."""
+    theirs = [path for path in cache_folder().glob("*/*.json") if recall(path).get("user") == user]
+    for path in theirs:
+        path.unlink()
+    return len(theirs)
 
 
 def stable_id(*content: Any) -> str:
@@ -94,7 +107,7 @@ class ModelAnswers:
 
     def __init__(self, first: Side, second: Side, cache: Path | None = None) -> None:
         self.sides = first, second
-        self.cache = cache or home() / ".scratch" / "arena" / "answers"
+        self.cache = cache or cache_folder()
         self.hashes = {side.folder: _model_hash(side.folder) for side in self.sides}
         self.models: dict[Path, ChatModel] = {}
         self.computed = 0
@@ -112,12 +125,12 @@ class ModelAnswers:
                 [prompts[n].messages for n in missing], how.max_new_tokens, how.temperature, how.top_p, how.seed
             )
             for number, text in zip(missing, texts, strict=True):
-                write_json(files[number], {"text": text, "time": time.time()})
+                write_json(files[number], {"text": text, "time": time.time(), "user": prompts[number].user})
             self.computed += len(missing)
         return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
 
     def _file(self, side: Side, prompt: Prompt) -> Path:
-        key = stable_id(self.hashes[side.folder], prompt.messages, asdict(side.sampling))
+        key = stable_id(self.hashes[side.folder], prompt.messages, asdict(side.sampling), prompt.user)
         return self.cache / key[:2] / f"{key}.json"
 
     def _model(self, folder: Path) -> "ChatModel":
@@ -131,7 +144,7 @@ class ModelAnswers:
 def _answer(side: Side, prompt: Prompt, file: Path) -> Answer:
     cached = recall(file)
     return Answer(
-        id=stable_id(file.stem, side.role, side.model, side.version, prompt.user),
+        id=stable_id(file.stem, side.role, side.model, side.version),
         time=cached["time"],
         messages=prompt.messages,
         text=cached["text"],
@@ -140,7 +153,7 @@ def _answer(side: Side, prompt: Prompt, file: Path) -> Answer:
         run=side.run,
         role=side.role,
         user=prompt.user,
-        parameters={"name": side.name, **asdict(side.sampling)},
+        parameters={ARENA: side.name, **asdict(side.sampling)},
     )
 
 
