@@ -258,10 +258,12 @@ def _assessment(feedback: Feedback) -> Any:
     return made
 
 
-def read(cluster: "Cluster", experiment: str) -> Iterator[Event]:
+def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Iterator[Event]:
     """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
     with _store(cluster, "writer") as store:
         if (found := store.client.get_experiment_by_name(experiment)) is None:
+            if missing_ok:
+                return
             names = sorted(one.name for one in _experiments(store))
             others = f"There is feedback in {', '.join(names)}." if names else "No feedback was collected yet."
             raise UserError(f"MLflow has no experiment {experiment}. {others} Serve the model with `dpo serve` first.")

@@ -173,29 +173,17 @@ def test_closed_to_everybody_without_the_token(tmp_path: Path) -> None:
     assert votes(tmp_path) == []
 
 
-@pytest.fixture(scope="session")
-def challenger(once, tiny_base: Path, adapter: Path) -> Path:
-    """The tiny model with the adapter merged into it."""
-    from peft import PeftModel
-
-    from training.models.loading import load_model, load_tokenizer
-
-    def make(folder: Path) -> None:
-        PeftModel.from_pretrained(load_model(tiny_base, "float32"), adapter).merge_and_unload().save_pretrained(folder)
-        load_tokenizer(tiny_base).save_pretrained(folder)
-
-    return once("challenger", make)
-
-
 def test_models_answer_once_and_a_restart_reads_answers_and_votes(
     tmp_path: Path, tiny_base: Path, challenger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPO_HOME", str(tmp_path))
     how = Sampling(max_new_tokens=8)
-    both = [Side(role, role, folder, how, "m") for role, folder in (("champion", tiny_base), ("challenger", challenger))]
+    both = [
+        Side(role, role, folder, how, "m") for role, folder in (("champion", tiny_base), ("challenger", challenger))
+    ]
     prompts = [Prompt([{"role": "user", "content": f"Where is the {thing}?"}]) for thing in ("cup", "key", "book")]
     for session in range(2):
-        answers = ModelAnswers(both[0], both[1])
+        answers = ModelAnswers(first, second)
         with arena(tmp_path / "journal", answers, prompts, overlap=1.0) as address:
             rater = Rater(address, f"rater {session}")
             while shown := rater.next():

@@ -112,5 +112,3 @@ class Rater:
     def prefer(self, shown: dict[str, Any], word: str) -> dict[str, Any]:
         """Vote for the side whose text has this word."""
         return self.vote(shown["id"], "left" if word in shown["left"] else "right")
-
-
