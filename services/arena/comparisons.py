@@ -48,7 +48,7 @@ class Arena:
         self.comparisons: dict[str, Comparison] = {}
         self.votes: dict[str, dict[str, str]] = {}  # value by comparison and rater
         self.known: set[str] = set()  # ids of votes
-        self.reserved: dict[tuple[str, str], float] = {}  # when a comparison was sent to a rater
+        self.sent: dict[str, dict[str, float]] = {}  # when a comparison was sent, by comparison and rater
         self.prompts: set[str] = set()
         self.queue: deque[Prompt] = deque()
         self.identical, self.failure, self.stopped = 0, "", False
@@ -114,9 +114,7 @@ class Arena:
 
     def next(self, rater: str, skip: Collection[str]) -> Comparison | None:
         """A comparison that the rater has not voted on: own prompts, then the fewest votes first, in random order."""
-        now = time.monotonic()
         with self.lock:
-            self.reserved = {key: since for key, since in self.reserved.items() if now - since < RESERVED}
             unseen = [
                 comparison
                 for key, comparison in self.comparisons.items()
@@ -124,12 +122,13 @@ class Arena:
             ]
             chosen = min(unseen, key=partial(self._rank, rater), default=None)
             if chosen:
-                self.reserved[chosen.id, rater] = now
+                self.sent.setdefault(chosen.id, {})[rater] = time.monotonic()
             return chosen
 
     def _rank(self, rater: str, comparison: Comparison) -> tuple[bool, int, float]:
-        key = comparison.id
-        others = {*self.votes.get(key, {}), *(who for held, who in self.reserved if held == key)} - {rater}
+        key, oldest = comparison.id, time.monotonic() - RESERVED
+        reading = {who for who, since in self.sent.get(key, {}).items() if since > oldest}
+        others = {*self.votes.get(key, {}), *reading} - {rater}
         is_shared = self._random("shared", key) < self.overlap  # all raters get it, which measures their agreement
         return comparison.first.user != rater, 0 if is_shared else len(others), self._random("order", rater, key)
 

@@ -9,6 +9,7 @@ let queue = []; // the first one is shown
 let past = []; // voted on in this tab, for undo
 let state = "waiting"; // of the server, once the queue is empty
 let [filling, sending, lastVote, failures] = [false, false, 0, 0];
+let [fillTimer, sendTimer] = [0, 0];
 
 // Requests
 
@@ -65,7 +66,8 @@ async function send() {
 function retry() {
   failures += 1;
   showSaved();
-  setTimeout(send, Math.min(500 * 2 ** failures, 10000));
+  clearTimeout(sendTimer);
+  sendTimer = setTimeout(send, Math.min(500 * 2 ** failures, 10000));
 }
 
 // Comparisons
@@ -80,7 +82,7 @@ async function fill() {
       const answer = await api("next?" + new URLSearchParams([...skip].map((id) => ["skip", id])));
       if (!answer.comparison) {
         state = answer.state;
-        if (state === "waiting") pause = 1000;
+        pause = state === "waiting" ? 1000 : 10000; // somebody may type a prompt
         break;
       }
       queue.push(answer.comparison);
@@ -92,7 +94,8 @@ async function fill() {
   }
   filling = false;
   if (rater) show();
-  if (pause) setTimeout(fill, pause);
+  clearTimeout(fillTimer);
+  if (pause) fillTimer = setTimeout(fill, pause);
 }
 
 let shown = null;
@@ -283,7 +286,7 @@ $("votes").addEventListener("click", (event) => {
 const KEYS = { 1: "left", ArrowLeft: "left", 2: "right", ArrowRight: "right", 3: "tie", 4: "both_bad" };
 
 document.addEventListener("keydown", (event) => {
-  const typing = event.target.closest("input, textarea, summary");
+  const typing = event.target.closest("input, textarea");
   if (!rater || typing || event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
   if (KEYS[event.key]) choose(KEYS[event.key]);
   else if (event.key.toLowerCase() === "u") undo();
