@@ -32,10 +32,9 @@ def arena(
 ) -> None:
     """Serve a page on which people vote which of two answers is better, blind and in random order."""
     from services.arena.server import serve
-    from tasks.feedback.answers import Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    serve(champion, challenger, prompts, traces, sampling, overlap, rater_token, bind, port)
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    serve((champion, challenger), prompts, traces, sampling, overlap, rater_token, (bind, port))
 
 
 COMMANDS = (arena,)

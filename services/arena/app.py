@@ -6,28 +6,25 @@ import hmac
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from pydantic import BaseModel, Field
 
-from services.arena.comparisons import Arena, NotReady
-from tasks.feedback.answers import AnswerSource, Prompt
-from tasks.feedback.events import Feedback
+from services.arena.comparisons import Arena
+from tasks.feedback.answers import AnswerSource
 from tasks.feedback.journal import FeedbackJournal
 
-COOKIE = "dpo_arena"
-MONTH = 30 * 24 * 3600
-TYPED = 20  # unanswered prompts of one rater
-FOLDER = Path(__file__).parent
-PAGE, SCRIPT = (FOLDER / "page.html").read_text(), (FOLDER / "page.js").read_text()
-STYLE = base64.b64encode(hashlib.sha256(re.search(r"<style>(.*?)</style>", PAGE, re.S)[1].encode()).digest())  # type: ignore[index]
+COOKIE, MONTH = "dpo_arena", 30 * 24 * 3600
+PAGE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.html", "page.js"))
+STYLE = hashlib.sha256("".join(re.findall("<style>(.*?)</style>", PAGE, re.DOTALL)).encode()).digest()
 HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'sha256-{STYLE.decode()}'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; img-src data:; "
+    f"style-src 'sha256-{base64.b64encode(STYLE).decode()}'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -64,45 +61,34 @@ class Sessions:
     """Signed cookies. The key is derived from the token: a new token logs everybody out, a restart nobody."""
 
     def __init__(self, token: str) -> None:
-        self.token, self.key = token, hashlib.sha256(b"arena session " + token.encode()).digest()
+        self.key = hashlib.sha256(b"arena session " + token.encode()).digest()
 
     def cookie(self, name: str) -> str:
-        return f"{base64.urlsafe_b64encode(name.encode()).decode()}.{self._signature(name)}"
+        return self._signed(name.encode().hex())
 
-    def _signature(self, name: str) -> str:
-        return hmac.new(self.key, name.encode(), "sha256").hexdigest()
+    def _signed(self, text: str) -> str:
+        return f"{text}.{hmac.new(self.key, text.encode(), 'sha256').hexdigest()}"
 
     def rater(self, request: Request) -> str:
-        encoded, _, signature = request.cookies.get(COOKIE, "").partition(".")
-        try:
-            name = base64.urlsafe_b64decode(encoded).decode()
-        except ValueError:
-            name = ""
-        if not name or not hmac.compare_digest(signature.encode(), self._signature(name).encode()):
+        cookie = request.cookies.get(COOKIE, "")
+        text = cookie.partition(".")[0]
+        if not hmac.compare_digest(cookie.encode(), self._signed(text).encode()):
             raise HTTPException(401, "Log in with your name and the arena's token.")
-        return name
+        return bytes.fromhex(text).decode()
 
 
-def create_router(
-    answers: AnswerSource,
-    journal: FeedbackJournal,
-    prompts: Iterable[Prompt] = (),
-    votes: Iterable[Feedback] = (),
-    *,
-    token: str,
-    overlap: float = 0.2,
-) -> APIRouter:
-    """Page and API, with relative addresses: it also works below a prefix. Answers are computed while the app runs."""
+def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:
+    """Page and API, at relative addresses. Answers are computed while the app runs. `options` are those of Arena."""
     sessions = Sessions(token)
-    arena = Arena(answers, journal, prompts, votes, secret=sessions.key, overlap=overlap)
-    Rater = Annotated[str, Depends(sessions.rater)]
+    arena = Arena(answers, journal, sessions.key, **options)
+    rater = Depends(sessions.rater)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         worker = threading.Thread(target=arena.work, daemon=True)
         worker.start()
         yield
-        arena.stop()
+        arena.stopped.set()
         worker.join()
 
     router = APIRouter(dependencies=[Depends(guard)], lifespan=lifespan)
@@ -129,53 +115,36 @@ def create_router(
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
 
     @router.get("/api/progress")
-    def progress(rater: Rater) -> dict[str, Any]:
-        return arena.progress(rater)
+    def progress(name: str = rater) -> dict[str, Any]:
+        return arena.progress(name)
 
     @router.get("/api/next")
-    def next_comparison(rater: Rater, skip: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
-        """Without ids and models: nothing in it tells which answer is whose."""
-        if (found := arena.next(rater, skip)) is None:
-            state = "failed" if arena.failure else "waiting" if arena.queue else "done"
-            return {"comparison": None, "state": state}
-        texts = [found.first.text, found.second.text]
-        left, right = reversed(texts) if arena.is_swapped(rater, found.id) else texts
+    def next_comparison(skip: Annotated[tuple[str, ...], Query()] = (), name: str = rater) -> dict[str, Any]:
+        """Nothing in it tells which answer is whose."""
+        if (found := arena.next(name, skip)) is None:
+            return {"comparison": None, "state": "failed" if arena.failed else "waiting" if arena.queue else "done"}
+        left, right = (found.first.text, found.second.text)[:: -1 if arena.is_swapped(name, found.id) else 1]
         return {"comparison": {"id": found.id, "messages": found.first.messages, "left": left, "right": right}}
 
     @router.post("/api/vote")
-    def vote(form: Vote, rater: Rater) -> dict[str, Any]:
-        with _as_http():
-            arena.vote(rater, form.id, form.comparison, form.choice)
-        return arena.progress(rater)
+    def vote(form: Vote, name: str = rater) -> dict[str, Any]:
+        arena.vote(name, form.id, form.comparison, form.choice)
+        return arena.progress(name)
 
     @router.post("/api/undo")
-    def undo(form: Undo, rater: Rater) -> dict[str, Any]:
-        with _as_http():
-            arena.undo(rater, form.id, form.comparison)
-        return arena.progress(rater)
+    def undo(form: Undo, name: str = rater) -> dict[str, Any]:
+        arena.undo(name, form.id, form.comparison)
+        return arena.progress(name)
 
     @router.post("/api/prompt")
-    def prompt(form: Question, rater: Rater) -> None:
-        if sum(waiting.user == rater for waiting in list(arena.queue)) >= TYPED:
-            raise HTTPException(429, f"{TYPED} of your prompts wait for their answers. Try again later.")
-        arena.ask(rater, form.text.strip())
+    def prompt(form: Question, name: str = rater) -> None:
+        arena.ask(name, form.text.strip())
 
     return router
 
 
-@contextmanager
-def _as_http() -> Iterator[None]:
-    """503: the page tries again. 404: it never will succeed."""
-    try:
-        yield
-    except NotReady:
-        raise HTTPException(503, "The answers are being loaded.") from None
-    except KeyError:
-        raise HTTPException(404, "This arena has no such comparison.") from None
-
-
 def create_app(router: APIRouter) -> FastAPI:
-    """The arena standing alone. FastAPI's own pages about the API would load scripts from elsewhere."""
-    app = FastAPI(title="dpo arena", docs_url=None, redoc_url=None, openapi_url=None)
+    """The arena standing alone, without FastAPI's own pages, which load scripts from elsewhere."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(router)
     return app

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from fastapi import HTTPException
+
 from services.arena.results import results
 from tasks.feedback.answers import AnswerSource, Prompt, stable_id
 from tasks.feedback.events import Answer, Feedback
@@ -17,12 +19,10 @@ from tasks.feedback.journal import FeedbackJournal
 from tasks.redact import redact
 
 BATCH = 8  # prompts answered together
-RESERVED = 600.0  # seconds in which a comparison on a rater's screen counts as voted on
+IDLE = 0.2  # seconds between two looks for new prompts
+READING = 600.0  # seconds in which a comparison on a rater's screen counts as voted on
+TYPED = 20  # prompts of one rater that may wait for their answers
 WITHDRAWN = "withdrawn"
-
-
-class NotReady(Exception):
-    """Answers are still being loaded or computed."""
 
 
 class Comparison(NamedTuple):
@@ -32,56 +32,52 @@ class Comparison(NamedTuple):
 
 
 class Arena:
-    """Thread-safe. `votes` are those of earlier sessions."""
+    """Thread-safe. `votes` are those of earlier sessions; every rater gets the share `overlap` of the comparisons."""
 
     def __init__(
         self,
         answers: AnswerSource,
         journal: FeedbackJournal,
+        secret: bytes,
         prompts: Iterable[Prompt] = (),
         votes: Iterable[Feedback] = (),
-        *,
-        secret: bytes,
         overlap: float = 0.2,
     ) -> None:
         self.answers, self.journal, self.secret, self.overlap = answers, journal, secret, overlap
         self.comparisons: dict[str, Comparison] = {}
         self.votes: dict[str, dict[str, str]] = {}  # value by comparison and rater
+        self.sent: dict[str, dict[str, float]] = {}  # time by comparison and rater
         self.known: set[str] = set()  # ids of votes
-        self.sent: dict[str, dict[str, float]] = {}  # when a comparison was sent, by comparison and rater
         self.prompts: set[str] = set()
         self.queue: deque[Prompt] = deque()
-        self.identical, self.failure, self.stopped = 0, "", False
-        self.lock, self.wake = threading.RLock(), threading.Event()
+        self.identical, self.failed = 0, False
+        self.lock, self.stopped = threading.RLock(), threading.Event()
         for vote in sorted(votes, key=lambda vote: vote.time):
             self._count(vote)
         for prompt in prompts:
-            self._enqueue(prompt)
+            self._enqueue(prompt, len(self.queue))
+
+    def _enqueue(self, prompt: Prompt, place: int) -> None:
+        if (key := stable_id(prompt.messages, prompt.user)) not in self.prompts:
+            self.prompts.add(key)
+            self.queue.insert(place, prompt)
 
     def work(self) -> None:
-        """Compute answers until `stop` is called; runs in a thread of its own."""
+        """Compute answers until `stopped` is set; runs in a thread of its own."""
         try:
-            while not self.stopped:
+            while not self.stopped.is_set():
                 self._answer_batch()
         except Exception as error:
-            self.failure = redact(f"{type(error).__name__}: {error}")
-            print(f"arena: answers cannot be computed: {self.failure}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.wake.set()
+            self.failed, reason = True, redact(f"{type(error).__name__}: {error}")
+            print(f"arena: answers cannot be computed: {reason}", file=sys.stderr, flush=True)
 
     def _answer_batch(self) -> None:
         with self.lock:
-            size = BATCH if self.comparisons else 1  # the first rater waits for one prompt only
-            batch = list(self.queue)[:size]
+            batch = list(self.queue)[: BATCH if self.comparisons else 1]  # the first rater waits for one prompt only
         if not batch:
-            self.wake.wait()
-            self.wake.clear()
-            return
-        pairs = self.answers.pairs(batch)
-        with self.lock:
-            for prompt, (first, second) in zip(batch, pairs, strict=True):
+            self.stopped.wait(IDLE)
+        for prompt, (first, second) in zip(batch, self.answers.pairs(batch), strict=True):
+            with self.lock:
                 self.queue.remove(prompt)
                 self._add(first, second)
 
@@ -103,34 +99,27 @@ class Arena:
     def ask(self, rater: str, text: str) -> None:
         """Add a prompt that a rater typed; its answers are computed next."""
         with self.lock:
-            self._enqueue(Prompt([{"role": "user", "content": text}], rater), first=True)
-        self.wake.set()
-
-    def _enqueue(self, prompt: Prompt, first: bool = False) -> None:
-        key = stable_id(prompt.messages, prompt.user)
-        if key not in self.prompts:
-            self.prompts.add(key)
-            (self.queue.appendleft if first else self.queue.append)(prompt)
+            if sum(prompt.user == rater for prompt in self.queue) >= TYPED:
+                raise HTTPException(429, f"{TYPED} of your prompts wait for their answers. Try again later.")
+            self._enqueue(Prompt([{"role": "user", "content": text}], rater), 0)
 
     def next(self, rater: str, skip: Collection[str]) -> Comparison | None:
         """A comparison that the rater has not voted on: own prompts, then the fewest votes first, in random order."""
         with self.lock:
-            unseen = [
-                comparison
-                for key, comparison in self.comparisons.items()
-                if key not in skip and rater not in self.votes.get(key, {})
-            ]
-            chosen = min(unseen, key=partial(self._rank, rater), default=None)
-            if chosen:
-                self.sent.setdefault(chosen.id, {})[rater] = time.monotonic()
-            return chosen
+            unseen = [key for key in self.comparisons if key not in skip and rater not in self.votes.get(key, {})]
+            if not unseen:
+                return None
+            chosen = min(unseen, key=partial(self._rank, rater))
+            self.sent.setdefault(chosen, {})[rater] = time.monotonic()
+            return self.comparisons[chosen]
 
-    def _rank(self, rater: str, comparison: Comparison) -> tuple[bool, int, float]:
-        key, oldest = comparison.id, time.monotonic() - RESERVED
+    def _rank(self, rater: str, key: str) -> tuple[bool, int, float]:
+        oldest = time.monotonic() - READING
         reading = {who for who, since in self.sent.get(key, {}).items() if since > oldest}
         others = {*self.votes.get(key, {}), *reading} - {rater}
-        is_shared = self._random("shared", key) < self.overlap  # all raters get it, which measures their agreement
-        return comparison.first.user != rater, 0 if is_shared else len(others), self._random("order", rater, key)
+        is_shared = self._random("shared", key) < self.overlap
+        is_other = self.comparisons[key].first.user != rater
+        return is_other, 0 if is_shared else len(others), self._random("order", rater, key)
 
     def _random(self, *content: str) -> float:
         """A number in [0, 1) that is always the same and that nobody can compute without the secret."""
@@ -153,18 +142,11 @@ class Arena:
 
     def _store(self, rater: str, key: str, comparison: str, value: str) -> None:
         with self.lock:
-            if comparison not in self.comparisons:
-                raise NotReady if self.queue else KeyError(comparison)
+            if comparison not in self.comparisons:  # the page repeats a 503, and gives up on a 404
+                raise HTTPException(503 if self.queue else 404, "The arena does not have this comparison.")
             _, first, second = self.comparisons[comparison]
-            vote = Feedback(
-                id=stable_id(rater, key),
-                time=time.time(),
-                answer=first.id,
-                rater=rater,
-                kind="preference",
-                value=value,
-                other=second.id,
-            )
+            pair = {"answer": first.id, "other": second.id, "rater": rater, "kind": "preference", "value": value}
+            vote = Feedback(id=stable_id(rater, key), time=time.time(), **pair)
             if vote.id not in self.known:
                 self._journal_answers(comparison)
                 self.journal.append(vote)
@@ -173,10 +155,9 @@ class Arena:
     def _count(self, vote: Feedback) -> None:
         self.known.add(vote.id)
         votes = self.votes.setdefault(stable_id(vote.answer, vote.other), {})
+        votes[vote.rater] = vote.value
         if vote.value == WITHDRAWN:
-            votes.pop(vote.rater, None)
-        else:
-            votes[vote.rater] = vote.value
+            del votes[vote.rater]
 
     def progress(self, rater: str) -> dict[str, Any]:
         with self.lock:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import UUID
@@ -40,21 +40,13 @@ class AnswerSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    max_new_tokens: int = 512
-    temperature: float = 0.7
-    top_p: float = 0.95
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Side:
     """Who gives one of the two answers."""
 
     role: str
     name: str  # as on the command line
     folder: Path
-    sampling: Sampling
+    sampling: dict[str, Any]  # max_new_tokens, temperature, top_p, seed
     model: str
     version: str = ""
     run: str = ""
@@ -78,20 +70,20 @@ def stable_id(*content: Any) -> str:
     return UUID(bytes=digest[:16], version=4).hex
 
 
-def sides(champion: str, challenger: str | None, sampling: Sampling) -> tuple[Side, Side]:
+def sides(champion: str, challenger: str | None, sampling: dict[str, Any]) -> tuple[Side, Side]:
     """Champion and challenger; without a challenger two samples of one model."""
     if challenger is None:
-        if sampling.temperature == 0:
+        if sampling["temperature"] == 0:
             raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
         one = _side("sample", champion, sampling)
-        return one, replace(one, sampling=replace(sampling, seed=sampling.seed + 1))
+        return one, replace(one, sampling={**sampling, "seed": sampling["seed"] + 1})
     first, second = _side("champion", champion, sampling), _side("challenger", challenger, sampling)
     if second.model != first.model:  # feedback on a pair is kept with the champion's model
         second = replace(second, model=first.model, version="", run="")
     return first, second
 
 
-def _side(role: str, name: str, sampling: Sampling) -> Side:
+def _side(role: str, name: str, sampling: dict[str, Any]) -> Side:
     folder = model_folder(name)
     default = load_params().promote.model_name
     if (Path(name) / "config.json").exists() or name == "base" or name.endswith("/base"):
@@ -120,17 +112,14 @@ class ModelAnswers:
         files = [self._file(side, prompt) for prompt in prompts]
         missing = [number for number, file in enumerate(files) if not recall(file)]
         if missing:
-            how = side.sampling
-            texts = self._model(side.folder).answers(
-                [prompts[n].messages for n in missing], how.max_new_tokens, how.temperature, how.top_p, how.seed
-            )
+            texts = self._model(side.folder).answers([prompts[n].messages for n in missing], **side.sampling)
             for number, text in zip(missing, texts, strict=True):
                 write_json(files[number], {"text": text, "time": time.time(), "user": prompts[number].user})
             self.computed += len(missing)
         return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
 
     def _file(self, side: Side, prompt: Prompt) -> Path:
-        key = stable_id(self.hashes[side.folder], prompt.messages, asdict(side.sampling), prompt.user)
+        key = stable_id(self.hashes[side.folder], prompt.messages, side.sampling, prompt.user)
         return self.cache / key[:2] / f"{key}.json"
 
     def _model(self, folder: Path) -> "ChatModel":
@@ -153,7 +142,7 @@ def _answer(side: Side, prompt: Prompt, file: Path) -> Answer:
         run=side.run,
         role=side.role,
         user=prompt.user,
-        parameters={ARENA: side.name, **asdict(side.sampling)},
+        parameters={ARENA: side.name, **side.sampling},
     )
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from tasks.errors import UserError
 from tasks.feedback.agreement import agreement
-from tasks.feedback.answers import ModelAnswers, Prompt, Sampling, Side, sides
+from tasks.feedback.answers import ModelAnswers, Prompt, Side, sides
 from tasks.feedback.events import Answer
 from tests.support.arena import FixedAnswers, Rater, arena, questions, stored, votes
+
+SHORT = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.95, "seed": 0}
 
 
 def test_a_vote_names_the_answer_whatever_side_it_was_on(tmp_path: Path) -> None:
@@ -177,10 +179,8 @@ def test_models_answer_once_and_a_restart_reads_answers_and_votes(
     tmp_path: Path, tiny_base: Path, challenger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPO_HOME", str(tmp_path))
-    how = Sampling(max_new_tokens=8)
-    both = [
-        Side(role, role, folder, how, "m") for role, folder in (("champion", tiny_base), ("challenger", challenger))
-    ]
+    first = Side("champion", "a", tiny_base, SHORT, "m")
+    second = Side("challenger", "b", challenger, SHORT, "m")
     prompts = [Prompt([{"role": "user", "content": f"Where is the {thing}?"}]) for thing in ("cup", "key", "book")]
     for session in range(2):
         answers = ModelAnswers(first, second)
@@ -198,10 +198,10 @@ def test_models_answer_once_and_a_restart_reads_answers_and_votes(
 
 def test_two_samples_of_one_model_differ_by_their_seed(tmp_path: Path, tiny_base: Path, monkeypatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    first, second = sides(str(tiny_base), None, Sampling(max_new_tokens=8))
+    first, second = sides(str(tiny_base), None, SHORT)
     assert (first.role, second.role) == ("sample", "sample")
-    assert (first.sampling.seed, second.sampling.seed) == (0, 1)
+    assert (first.sampling["seed"], second.sampling["seed"]) == (0, 1)
     ((one, other),) = ModelAnswers(first, second, tmp_path).pairs([Prompt([{"role": "user", "content": "Why?"}])])
     assert one.id != other.id
     with pytest.raises(UserError, match="at temperature 0 are equal"):
-        sides(str(tiny_base), None, Sampling(temperature=0.0))
+        sides(str(tiny_base), None, {**SHORT, "temperature": 0.0})

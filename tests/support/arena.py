@@ -73,7 +73,8 @@ def arena(
     folder: Path, answers: AnswerSource, prompts: Sequence[Prompt], port: int | None = None, **options: Any
 ) -> Iterator[str]:
     """Its address. The folder is that of the journal: a second arena on it continues the first one's work."""
-    router = create_router(answers, FeedbackJournal(folder), prompts, votes(folder), token=TOKEN, **options)
+    options = {"prompts": prompts, "votes": votes(folder), **options}
+    router = create_router(answers, FeedbackJournal(folder), token=TOKEN, **options)
     port = port or free_port()
     server = uvicorn.Server(uvicorn.Config(create_app(router), port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
