@@ -86,12 +86,12 @@ def _sync_folder(folder: Path) -> None:
 
 def read_events(journal: Path, offset: int = 0, most: int | None = None) -> tuple[list[Event], int]:
     """At most `most` events behind a byte offset, and the offset behind them."""
-    events = list[Event]()
-    for event, _, offset in _lines(journal, offset):
+    events, behind = list[Event](), offset
+    for event, _, behind in _lines(journal, offset):  # noqa: B007 - returned
         events += [event] if event else []
         if len(events) == most:
             break
-    return events, offset
+    return events, behind
 
 
 def _lines(journal: Path, offset: int = 0) -> Iterator[tuple[Event | None, int, int]]:

@@ -1,7 +1,6 @@
 """Answers and feedback reach MLflow once each, come back as they were, and can be erased."""
 
 import shutil
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 import pytest
 
 from tasks.config.cluster import Cluster, load_cluster
-from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback
-from tasks.feedback.journal import FeedbackJournal, read_events
+from tasks.feedback.journal import FeedbackJournal
 from tasks.tracking import traces
-from tests.support.workspaces import wait_for
 
 NOW = 1_700_000_000.125
 At = Callable[[str], Cluster]
