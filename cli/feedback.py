@@ -15,13 +15,10 @@ def raters(
     from tasks.config.params import load_params
     from tasks.errors import UserError
     from tasks.feedback import raters
-    from tasks.feedback.events import Feedback
     from tasks.tracking import traces
 
     experiment = traces.experiment_name(model or load_params().promote.model_name)
-    events = traces.read(load_cluster(), experiment)
-    found = raters.raters(event for event in events if isinstance(event, Feedback))
-    if not found:
+    if not (found := raters.raters(traces.read(load_cluster(), experiment))):
         raise UserError(f"The experiment {experiment} has no feedback yet. Collect some with `dpo arena`.")
     print(raters.table(found))
 

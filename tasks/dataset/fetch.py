@@ -48,7 +48,7 @@ def check_address(key: str, address: str) -> None:
     if not path.exists():
         raise UserError(
             f"{key}: there is no file {address}. Set a file or folder, `demo`, a URL such as s3://bucket/pairs.jsonl, "
-            "or a data set of the hub as `hub:owner/name@revision`."
+            "a data set of the hub as `hub:owner/name@revision`, or feedback as `feedback:MODEL`."
         )
     if path.is_file() and suffix_of(path) not in SUFFIXES:
         raise UserError(f"{key}: {address} must end in one of {', '.join(SUFFIXES)} (and {', '.join(COMPRESSED)}).")

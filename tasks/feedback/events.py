@@ -11,7 +11,8 @@ ID = re.compile(r"[0-9a-f]{32}")  # uuid4().hex
 MODEL = re.compile(r"[\w.-][\w. -]{0,199}")  # part of an experiment's name and of an address
 ROLES = ("champion", "challenger", "sample")
 SPEAKERS = ("system", "user", "assistant", "tool")
-VALUES = {"thumb": ("up", "down"), "edit": (), "preference": ("first", "second", "tie", "both_bad")}
+PREFERENCES = ("first", "second", "tie", "both_bad", "withdrawn")  # a rater's last one on two answers counts
+VALUES = {"thumb": ("up", "down"), "edit": (), "preference": PREFERENCES}
 LONGEST_NAME, LONGEST_TEXT, LONGEST_PROMPT = 250, 200_000, 1_000_000  # characters; MLflow takes 250 of a rater's name
 
 

@@ -6,10 +6,10 @@ A rater who agrees less often than a coin, by an exact binomial test, is called 
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
-from tasks.feedback.events import Feedback
+from tasks.feedback.events import Answer, Event, Feedback
 
 LEVEL = 0.01  # chance of naming any honest rater, over all raters (Bonferroni)
 DECIDED = ("first", "second")
@@ -29,10 +29,31 @@ class Rater:
     contradicts: bool
 
 
+def split(events: Iterable[Event]) -> tuple[dict[str, Answer], list[Feedback]]:
+    every = list(events)
+    answers = {event.id: event for event in every if isinstance(event, Answer)}
+    return answers, [event for event in every if isinstance(event, Feedback)]
+
+
+def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
+    """The id by which we know each answer: equal answers to equal prompts are one, whoever asked."""
+    first = dict[str, str]()
+    contents = {id_: repr((answers[id_].messages, answers[id_].text)) for id_ in sorted(answers)}
+    return {id_: first.setdefault(content, id_) for id_, content in contents.items()}
+
+
+def renamed(feedback: Iterable[Feedback], known_as: Mapping[str, str]) -> list[Feedback]:
+    """Feedback under those ids, without feedback on answers that are gone and votes between equal answers."""
+    known = (one for one in feedback if {one.answer, one.other} - {""} <= known_as.keys())
+    named = (replace(one, answer=known_as[one.answer], other=known_as.get(one.other, "")) for one in known)
+    return [one for one in named if one.answer != one.other]
+
+
 def last_votes(feedback: Iterable[Feedback], kind: str) -> list[Feedback]:
-    """A rater's last word on each answer or two answers, oldest first."""
+    """A rater's last word on each answer or two answers, unless it was withdrawn."""
     ordered = sorted((one for one in feedback if one.kind == kind), key=lambda one: (one.time, one.id))
-    return list({(one.rater, _pair(one)): one for one in ordered}.values())
+    last = {(one.rater, _pair(one)): one for one in ordered}
+    return [one for one in last.values() if kind != "preference" or one.value != "withdrawn"]
 
 
 def _pair(one: Feedback) -> Pair:
@@ -78,9 +99,10 @@ def below_chance(compared: int, agreed: int) -> float:
     return sum(comb(compared, count) for count in range(agreed + 1)) / 2**compared
 
 
-def raters(feedback: Iterable[Feedback]) -> list[Rater]:
+def raters(events: Iterable[Event]) -> list[Rater]:
     """Everybody who gave feedback, those with most votes first."""
-    every = list(feedback)
+    answers, feedback = split(events)
+    every = renamed(feedback, same_answers(answers))
     compared = comparisons(every)
     counts, named = agreement(compared), contradicting(compared)
     votes = Counter(rater for on_one in compared.values() for rater in on_one)

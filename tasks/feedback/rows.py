@@ -16,10 +16,11 @@ from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback
-from tasks.feedback.raters import comparisons, contradicting, last_votes, shares
+from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
 from tasks.tracking import traces
 
 FEEDBACK = "feedback:"
+KINDS = {"pairs": ("preference", "edit"), "thumbs": ("thumb",)}  # of feedback, by kind of rows
 VOTE = {"first": 1, "second": 2, "tie": 0}  # PandaLM's numbers, as the row shape `votes` reads them
 Row = dict[str, Any]
 
@@ -48,7 +49,7 @@ def parse(key: str, address: str) -> Query:
         "until": _time,
         "version": _names,
         "rater": _names,
-        "kind": lambda text: {"pairs": "pairs", "thumbs": "thumbs"}[text],
+        "kind": lambda text: {name: name for name in KINDS}[text],
         "min_agreement": _share,
         "min_raters": int,
         "exclude_contradicting": lambda text: {"true": True, "false": False}[text],
@@ -101,24 +102,35 @@ def lines(key: str, address: str) -> str:
 
 
 def rows(events: Iterable[Event], query: Query) -> list[Row]:
-    answers, feedback = dict[str, Answer](), list[Feedback]()
-    for event in events:
-        if isinstance(event, Answer):
-            answers[event.id] = event
-        else:
-            feedback.append(event)
-    left_out = contradicting(comparisons(feedback)) if query.exclude_contradicting else frozenset()
-    used = [one for one in feedback if one.rater not in left_out and _selected(one, answers, query)]
-    made = _unpaired(used, answers, query) if query.kind == "thumbs" else [*_votes(used, answers, query)]
-    if query.kind == "pairs":
-        made += _edits(used, answers)
-    return sorted(made, key=lambda row: (row["traces"], json.dumps(row)))
+    answers, feedback = split(events)
+    known_as = same_answers(answers)
+    left_out = contradicting(comparisons(renamed(feedback, known_as))) if query.exclude_contradicting else frozenset()
+    selected = [one for one in feedback if one.rater not in left_out and _selected(one, answers, query)]
+    used = renamed(selected, known_as)
+    made = [*_votes(used, answers, query), *_edits(used, answers), *_unpaired(used, answers, query)]
+    people = _people(selected, answers, known_as)
+    named = [{**row, "raters": "\n".join(sorted(_of(row, people) - {row["user"]}))} for row in made]
+    return sorted(named, key=lambda row: (row["traces"], json.dumps(row)))
+
+
+def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], known_as: dict[str, str]) -> dict[str, set[str]]:
+    """Who asked for or rated each answer: erasing a person must find every row with a part of theirs."""
+    found = defaultdict[str, set[str]](set)
+    for one in feedback:
+        for id_ in filter(None, (one.answer, one.other)):
+            found[known_as[id_]] |= {one.rater, answers[id_].user} - {""}
+    return found
+
+
+def _of(row: Row, people: dict[str, set[str]]) -> set[str]:
+    return {name for id_ in row["traces"].split() for name in people[id_]}
 
 
 def _selected(one: Feedback, answers: dict[str, Answer], query: Query) -> bool:
     about = [answers[id_] for id_ in (one.answer, one.other) if id_ in answers]
     return (
-        len(about) == (2 if one.other else 1)
+        one.kind in KINDS[query.kind]
+        and len(about) == (2 if one.other else 1)
         and query.since <= one.time < query.until
         and (not query.rater or one.rater in query.rater)
         and (not query.version or any(answer.version in query.version for answer in about))
@@ -156,17 +168,15 @@ def _same(one: str, other: str) -> bool:
     return one.strip() == other.strip() or not one.strip() or not other.strip()
 
 
-def _unpaired(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Query) -> list[Row]:
+def _unpaired(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Query) -> Iterator[Row]:
     """The majority of an answer's thumbs; an even split gives no row."""
     thumbs = defaultdict[str, list[bool]](list)
     for one in last_votes(feedback, "thumb"):
         thumbs[one.answer].append(one.value == "up")
-    made = []
     for id_, votes in thumbs.items():
         share, answer = sum(votes) / len(votes), answers[id_]
         agreed = share != 0.5 and max(share, 1 - share) >= query.min_agreement
         if agreed and len(votes) >= query.min_raters and answer.text.strip():
             completion = [{"role": "assistant", "content": answer.text}]
             sides = {"prompt": answer.messages, "completion": completion, "label": share > 0.5}
-            made.append({**sides, "user": answer.user, "traces": id_})
-    return made
+            yield {**sides, "user": answer.user, "traces": id_}

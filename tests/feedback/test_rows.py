@@ -43,6 +43,18 @@ def test_the_second_answer_can_win_and_the_last_vote_of_a_rater_counts():
     assert preferences(*votes) == [("bad", "good", 1.0)]
 
 
+def test_a_withdrawn_vote_does_not_count():
+    assert made(vote(A, B, "r1", "first"), vote(B, A, "r1", "withdrawn", time=NOW + 9)) == []
+
+
+def test_equal_answers_to_equal_prompts_are_one_and_the_row_names_everybody_who_took_part():
+    again = answer(id="d" * 32, text="good", user="zoe")
+    events = [again, vote(A, B, "r1", "first"), vote(again, B, "r2 b", "second"), vote(A, again, "r1", "first")]
+    (row,) = made(*events)
+    assert preferences(*events) == []  # a tie
+    assert (row["traces"], row["user"], row["raters"].split("\n")) == (f"{A.id} {B.id}", "ann", ["r1", "r2 b", "zoe"])
+
+
 def test_two_bad_answers_different_prompts_and_unknown_answers_make_no_pair():
     assert made(vote(A, B, "r1", "both_bad"), vote(A, B, "r2", "first"), vote(A, C, "r1", "first")) == []
     assert made(vote(A, answer(), "r1", "first"), feedback(answer(), kind="edit", value="x")) == []
