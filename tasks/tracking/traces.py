@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
 SENT, WAITING, LOCK = "sent.json", "waiting.json", "send.lock"
-CHUNK = 500  # events between two notes of what was sent
+CHUNK = 200  # events of a journal between two notes of what was sent
 PAGE = 500  # traces per search; MLflow's limit
 WAIT_DAYS = 7.0  # for the answer that a feedback names: another machine may send it later
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
