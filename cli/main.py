@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import chat, data, experiments, operations, release, run, runs
+from cli import arena, chat, data, experiments, feedback, operations, release, run, runs
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ for panel, module in (
     ("Runs and data", data),
     ("Release a model", release),
     ("Use a model", chat),
+    ("Use a model", arena),
+    ("Use a model", feedback),
     ("Services", operations),
 ):
     for command in module.COMMANDS:

@@ -19,13 +19,14 @@ SHOWN = FILE.with_suffix(".shown")  # exists once `dpo up` has printed them
 CLIENT = ROOT / "prefect.toml"
 OURS = "# Written by `dpo up`, removed by `dpo down`: how the `prefect` command reaches the server.\n"
 PREFECT_USER = "admin"
+ARENA = "arena/rater"  # the token of `dpo arena`
 MLFLOW_USERS = ("admin", "writer", "forwarder", "reader")  # tasks/tracking/mlflow_server.py defines their rights
 
 
 def load() -> dict[str, str]:
     """Passwords by `server/user`; missing ones are generated."""
     passwords = json.loads(FILE.read_text()) if FILE.exists() else {}
-    names = [f"prefect/{PREFECT_USER}", *(f"mlflow/{user}" for user in MLFLOW_USERS)]
+    names = [f"prefect/{PREFECT_USER}", ARENA, *(f"mlflow/{user}" for user in MLFLOW_USERS)]
     if missing := [name for name in names if name not in passwords]:
         passwords |= {name: secrets.token_urlsafe(24) for name in missing}
         background.make_folder()

@@ -107,7 +107,7 @@ def generate(
     file: Path, name: str | None, out: Path | None, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> Path:
     """Answers to the prompts of a file, one JSON line each. An interrupted run continues with the same command."""
-    prompts = list(_prompts(file))
+    prompts = list(read_prompts(file))
     out = out or file.with_name(f"{file.stem}.answers.jsonl")
     done = _done(out, prompts)
     (model,) = _load([name] if name else []).values()
@@ -115,7 +115,7 @@ def generate(
         bar.update(done)
         for start in range(done, len(prompts), BATCH):
             batch = prompts[start : start + BATCH]
-            answers = model.answers([_messages(prompt) for prompt in batch], max_new_tokens, temperature, top_p, seed)
+            answers = model.answers([as_messages(prompt) for prompt in batch], max_new_tokens, temperature, top_p, seed)
             for prompt, answer in zip(batch, answers, strict=True):
                 written.write(json.dumps({"prompt": prompt, "response": answer}, ensure_ascii=False) + "\n")
             written.flush()
@@ -123,7 +123,7 @@ def generate(
     return out
 
 
-def _prompts(file: Path) -> Iterator[Any]:
+def read_prompts(file: Path) -> Iterator[Any]:
     """One prompt a line: plain text, a JSON string, or an object with `prompt` or `messages`."""
     if not file.exists():
         raise UserError(f"{file} does not exist. Give a file with one prompt a line (text, or JSON with `prompt`).")
@@ -149,7 +149,7 @@ def _is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all({"role", "content"} <= set(turn) for turn in prompt)
 
 
-def _messages(prompt: Any) -> list[dict[str, str]]:
+def as_messages(prompt: Any) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

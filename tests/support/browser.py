@@ -89,6 +89,12 @@ class Page:
             time.sleep(0.3)
         self.evaluate(f"{find}.click()")
 
+    def press(self, key: str) -> None:
+        """Press and release a key, such as `1` or `ArrowLeft`."""
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 

@@ -1,0 +1,77 @@
+"""`dpo arena`: serve the arena alone, and send its votes to MLflow in the background."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from services import background, passwords
+from services.arena.app import create_app, create_router
+from tasks.chat import as_messages, read_prompts
+from tasks.config.access import LOOPBACK_NAMES
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.errors import UserError
+from tasks.feedback.answers import ARENA, ModelAnswers, Prompt, sides
+from tasks.feedback.events import Answer, Event, Feedback
+from tasks.feedback.journal import FeedbackJournal, feedback_folder, read_events
+from tasks.tracking import traces
+
+SHORTEST_TOKEN = 16
+
+
+def serve(
+    names: tuple[str, str | None],
+    prompts: Path | None,
+    from_traces: bool,
+    sampling: dict[str, Any],
+    overlap: float,
+    token: str | None,
+    address: tuple[str, int],
+) -> None:
+    """Compare champion and challenger (`names`) until Ctrl-C."""
+    import uvicorn
+
+    host, port = address
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise UserError(f"The token has {len(token)} characters. Give at least {SHORTEST_TOKEN}, or leave it out.")
+    if not background.is_free(host, port):
+        raise UserError(f"Port {port} of {host} is in use by {background.port_holder(port)}. Give another --port.")
+    texts = [Prompt(as_messages(prompt)) for prompt in (read_prompts(prompts) if prompts else ())]
+    first, second = sides(*names, sampling)
+    cluster, journal, stop = load_cluster(), FeedbackJournal(), threading.Event()
+    events = _stored(cluster, first.model)
+    asked = [event for event in events if isinstance(event, Answer) and (from_traces or _is_typed(event))]
+    router = create_router(
+        ModelAnswers(first, second),
+        journal,
+        token=token or passwords.load()[passwords.ARENA],
+        prompts=[*texts, *(Prompt(answer.messages, answer.user) for answer in asked)],
+        votes=[event for event in events if isinstance(event, Feedback)],
+        overlap=overlap,
+    )
+    sender = threading.Thread(target=traces.follow, args=(journal.folder, cluster, stop), daemon=True)
+    sender.start()
+    _announce(host, port, token)
+    uvicorn.run(create_app(router), host=host, port=port, log_level="warning")
+    stop.set()
+    sender.join()
+
+
+def _stored(cluster: Cluster, model: str) -> list[Event]:
+    """Answers and votes of earlier sessions. The journal first: the sender deletes a file once MLflow has it."""
+    local = [event for path in sorted(feedback_folder().glob("*.jsonl")) for event in read_events(path)[0]]
+    sent = traces.read(cluster, traces.experiment_name(model), missing_ok=True)
+    return list({event.id: event for event in [*local, *sent]}.values())
+
+
+def _is_typed(answer: Answer) -> bool:
+    """Whether a rater typed the prompt in an earlier session."""
+    return ARENA in answer.parameters and answer.user != ""
+
+
+def _announce(host: str, port: int, token: str | None) -> None:
+    """The token follows a #, which browsers send to no server."""
+    link = "" if token else f"#token={passwords.load()[passwords.ARENA]}"
+    print(f"The arena is at http://{f'[{host}]' if ':' in host else host}:{port}/{link}", flush=True)
+    print("Raters log in with any name and the token. Ctrl-C stops it; nothing is lost.", flush=True)
+    if host not in LOOPBACK_NAMES:
+        print("Traffic is not encrypted: put a proxy with TLS in front of it.", flush=True)

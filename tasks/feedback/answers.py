@@ -1,0 +1,150 @@
+"""Two answers to the same prompt, to be compared by people: of two models, or two samples of one.
+
+Texts are cached under a content hash of model, prompt and sampling, so a restarted arena computes nothing again. Answer
+ids are derived from the same content: an answer that is journaled twice has the same id.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from uuid import UUID
+
+from tasks.chat import model_folder
+from tasks.config.params import load_params
+from tasks.config.paths import home
+from tasks.errors import UserError
+from tasks.feedback.events import Answer, Messages
+from tasks.release.model_names import registered_version
+from tasks.system.files import known_sha256, recall, write_json
+
+if TYPE_CHECKING:
+    from training.evaluation.chat import ChatModel
+
+ARENA = "arena"  # the parameter that marks answers of an arena
+WEIGHTS = (".safetensors", ".json", ".jinja")  # files that determine an answer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    messages: Messages
+    user: str = ""  # the person to whom it belongs
+
+
+class AnswerSource(Protocol):
+    def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
+        """The first (champion) and the second (challenger) answer to each prompt."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who gives one of the two answers."""
+
+    role: str
+    name: str  # as on the command line
+    folder: Path
+    sampling: dict[str, Any]  # max_new_tokens, temperature, top_p, seed
+    model: str
+    version: str = ""
+    run: str = ""
+
+
+def cache_folder() -> Path:
+    return home() / ".scratch" / "arena"
+
+
+def erase(user: str) -> int:
+    """Delete the cached answers to a person's prompts; returns how many."""
+    theirs = [path for path in cache_folder().glob("*/*.json") if recall(path).get("user") == user]
+    for path in theirs:
+        path.unlink()
+    return len(theirs)
+
+
+def stable_id(*content: Any) -> str:
+    """A UUID in hex that is a function of the content."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+    return UUID(bytes=digest[:16], version=4).hex
+
+
+def sides(champion: str, challenger: str | None, sampling: dict[str, Any]) -> tuple[Side, Side]:
+    """Champion and challenger; without a challenger two samples of one model."""
+    if challenger is None:
+        if sampling["temperature"] == 0:
+            raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
+        one = _side("sample", champion, sampling)
+        return one, replace(one, sampling={**sampling, "seed": sampling["seed"] + 1})
+    first, second = _side("champion", champion, sampling), _side("challenger", challenger, sampling)
+    if second.model != first.model:  # feedback on a pair is kept with the champion's model
+        second = replace(second, model=first.model, version="", run="")
+    return first, second
+
+
+def _side(role: str, name: str, sampling: dict[str, Any]) -> Side:
+    folder = model_folder(name)
+    default = load_params().promote.model_name
+    if (Path(name) / "config.json").exists() or name == "base" or name.endswith("/base"):
+        return Side(role, name, folder, sampling, default)
+    if folder.is_relative_to(home() / ".scratch" / "worktrees"):  # a run that has not registered its model
+        return Side(role, name, folder, sampling, default, run=name)
+    with registered_version(name) as (promote, _, version):
+        return Side(role, name, folder, sampling, promote.model_name, version.number, version.tags.get("run", ""))
+
+
+class ModelAnswers:
+    """Answers of models in this process. A model is loaded when the first answer is missing from the cache."""
+
+    def __init__(self, first: Side, second: Side, cache: Path | None = None) -> None:
+        self.sides = first, second
+        self.cache = cache or cache_folder()
+        self.hashes = {side.folder: _model_hash(side.folder) for side in self.sides}
+        self.models: dict[Path, ChatModel] = {}
+        self.computed = 0
+
+    def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
+        first, second = (self._answers(side, prompts) for side in self.sides)
+        return list(zip(first, second, strict=True))
+
+    def _answers(self, side: Side, prompts: Sequence[Prompt]) -> list[Answer]:
+        files = [self._file(side, prompt) for prompt in prompts]
+        missing = [number for number, file in enumerate(files) if not recall(file)]
+        if missing:
+            texts = self._model(side.folder).answers([prompts[n].messages for n in missing], **side.sampling)
+            for number, text in zip(missing, texts, strict=True):
+                write_json(files[number], {"text": text, "time": time.time(), "user": prompts[number].user})
+            self.computed += len(missing)
+        return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
+
+    def _file(self, side: Side, prompt: Prompt) -> Path:
+        key = stable_id(self.hashes[side.folder], prompt.messages, side.sampling, prompt.user)
+        return self.cache / key[:2] / f"{key}.json"
+
+    def _model(self, folder: Path) -> "ChatModel":
+        from training.evaluation.chat import ChatModel  # torch: only if an answer is missing
+
+        if folder not in self.models:
+            self.models[folder] = ChatModel(folder)
+        return self.models[folder]
+
+
+def _answer(side: Side, prompt: Prompt, file: Path) -> Answer:
+    cached = recall(file)
+    return Answer(
+        id=stable_id(file.stem, side.role, side.model, side.version),
+        time=cached["time"],
+        messages=prompt.messages,
+        text=cached["text"],
+        model=side.model,
+        version=side.version,
+        run=side.run,
+        role=side.role,
+        user=prompt.user,
+        parameters={ARENA: side.name, **side.sampling},
+    )
+
+
+def _model_hash(folder: Path) -> dict[str, str]:
+    return {path.name: known_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in WEIGHTS}
