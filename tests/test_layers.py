@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("source", "prepare", "sft", "reference", "train", "evaluate", "export")
+STAGES = ("source", "sample", "prepare", "sft", "reference", "train", "evaluate", "export")
 
 # Who may import whom, besides the standard library.
 LAYERS = {
