@@ -8,6 +8,7 @@ from tasks.errors import UserError
 from tasks.system.files import known_sha256, read_json
 
 HUB = "hub:"
+REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
 DIFFERS = {
     "source": "is not the file that the source stage read",
     "sft": "is not the file that the sft stage wrote",
@@ -83,8 +84,15 @@ def hub_snapshot(name: str, revision: str | None, local_files_only: bool = False
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
 
 
+def registered_name(address: str) -> tuple[str, str | None]:
+    """The name of a version in `registry:NAME|ADDRESS`, and the address to use while there is no such version."""
+    name, _, first = address.removeprefix(REGISTRY).partition("|")
+    return name, first or None
+
+
 def _source_path(address: str, manifest: dict[str, Any]) -> Path:
-    if address == "demo" or manifest.get("adapter"):  # made by `source`
+    address = manifest["model"] if address.startswith(REGISTRY) else address  # the version, or what stands in for it
+    if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):  # made by `source`
         return BASE
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)

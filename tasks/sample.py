@@ -196,8 +196,8 @@ def _publish(pairs: list[dict[str, Any]], facts: dict[str, Any], figures: dict[s
     if not pairs:
         raise UserError(
             f"sample: the judge {facts['judge']} sees no difference of at least sample.min_margin between any two "
-            "answers to a prompt. Raise sample.answers or sample.temperature, lower sample.min_margin, or choose another "
-            "judge."
+            "answers to a prompt. Raise sample.answers or sample.temperature, lower sample.min_margin, or choose "
+            "another judge."
         )
     with publish(SAMPLE) as out:
         (out / FILE).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))

@@ -63,6 +63,12 @@ class Source(Section):
             raise ValueError("a mixture needs at least one source; each name must be unique and not `eval` or `sample`")
         return self
 
+    @model_validator(mode="after")
+    def _check_adapter(self) -> "Source":
+        if self.adapter and self.model.startswith("registry:"):
+            raise ValueError("`adapter` belongs to another model than the registered one: set it to null")
+        return self
+
     def addresses(self) -> list[str]:
         return [self.data] if isinstance(self.data, str) else [source.data for source in self.data]
 

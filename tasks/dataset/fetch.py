@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from tasks.config.access import check_protocol, configured, guarded_client
+from tasks.config.params import RUN
 from tasks.config.paths import home
 from tasks.dataset import demo
 from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
 from tasks.models import HUB, hub_address, local_path
+from tasks.runs.run_data import copy_rows, run_commit
 from tasks.system.files import fingerprint, known_sha256
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ METADATA_FILES = (
 
 def check_address(key: str, address: str) -> None:
     """UserError for an address that cannot work, before anything is fetched."""
-    if address == "demo" or address.startswith(HUB) or REMOTE in address:
+    if address == "demo" or address.startswith((HUB, RUN)) or REMOTE in address:
         return
     path = local_path(address)
     if not path.exists():
@@ -55,6 +57,8 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
     if address == "demo":
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in demo.rows(seed))
         (folder / "pairs.jsonl").write_text("".join(lines))
+    elif address.startswith(RUN):
+        copy_rows(key, address.removeprefix(RUN), folder)
     elif address.startswith(HUB):
         _fetch_hub(key, address, folder / "rows.parquet")
     elif REMOTE in address:
@@ -91,6 +95,8 @@ def data_sources(params: "Source") -> list[dict[str, Any]]:
 
 def content_id(key: str, address: str) -> str:
     """Identifies the content behind an address: a hash of local files, or the version that a remote store reports."""
+    if address.startswith(RUN):
+        return run_commit(key, address.removeprefix(RUN))
     if REMOTE in address or address.startswith(HUB):
         return remote_version(key, address)
     check_address(key, address)
