@@ -14,7 +14,16 @@ from tasks.dataset import demo
 from tasks.dataset.fetch import check_address, data_sources, errors_of_stores, fetch
 from tasks.dataset.readers import count_rows, read_chunks
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, file_hashes, hub_address, hub_snapshot, local_path, registered_name
+from tasks.models import (
+    HUB,
+    OTHER_REFERENCE,
+    REGISTRY,
+    file_hashes,
+    hub_address,
+    hub_snapshot,
+    local_path,
+    registered_name,
+)
 from tasks.release.start_model import copy_start_model
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
@@ -31,6 +40,8 @@ def source(run: Run) -> None:
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
         model = fetch_model(params, base, template)
+        if load_params().train.reference_model == "base" and model["model"].startswith(REGISTRY):
+            _fetch_reference(params, base, template)
     print(f"source: {data['rows']} rows from {data['source']}, model {model['model']} ({model['sha256'][:12]})")
     run.dataset("raw", digest=data["sha256"], source=data["source"])
     run.tags(lineage())
@@ -133,6 +144,21 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
     manifest = {**origin, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
     return manifest
+
+
+def _fetch_reference(params: Source, base: Path, template: str) -> None:
+    """The model behind the bar of `registry:NAME|ADDRESS`, beside the start model."""
+    from training.models.loading import load_tokenizer  # heavy: transformers
+
+    address, other = str(registered_name(params.model)[1]), base / OTHER_REFERENCE.name
+    other.mkdir()
+    fetch_model(params.model_copy(update={"model": address}), other, template)
+    folder = other if address == "demo" else model_folder(address, template)
+    if load_tokenizer(folder).get_vocab() != load_tokenizer(base).get_vocab():
+        raise UserError(
+            f"train.reference_model: {address} has another vocabulary than the model that the run starts from, so its "
+            "log-probabilities are of other tokens. Set source.model to the base model of the registered one."
+        )
 
 
 def _merge(folder: Path, adapter: Path, base: Path) -> None:

@@ -308,6 +308,16 @@ class Params(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_reference_model(self) -> "Params":
+        named = self.source.model.startswith("registry:") and "|" in self.source.model
+        if self.train.reference_model == "base" and (self.sft or not named):
+            raise ValueError(
+                "`train.reference_model` base is the model behind the bar of `source.model: registry:NAME|ADDRESS`, "
+                f"and source.model is {self.source.model}{' with sft' if self.sft else ''}. Set it to start"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_sample(self) -> "Params":
         if self.sample and self.sft:
             raise ValueError(
