@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import arena, chat, data, experiments, feedback, operations, release, run, runs
+from cli import arena, chat, data, experiments, feedback, operations, release, rounds, run, runs
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 for panel, module in (
     ("Run the pipeline", run),
+    ("Run the pipeline", rounds),
     ("Experiments", experiments),
     ("Runs and data", runs),
     ("Runs and data", data),

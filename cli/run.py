@@ -52,7 +52,8 @@ def follow(
     deployment: Annotated[
         str,
         typer.Argument(
-            metavar="DEPLOYMENT", help="The deployment to start: dpo/full, dpo/smoke, dpo/nightly or sweep/grid."
+            metavar="DEPLOYMENT",
+            help="The deployment to start: dpo/full, dpo/smoke, dpo/nightly, sweep/grid or rounds/on-policy.",
         ),
     ] = "dpo/full",
     run: Annotated[

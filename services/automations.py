@@ -26,7 +26,9 @@ NOTIFY_FAILURE, NOTIFY_PROMOTION = "dpo: notify of failure", "dpo: notify of pro
 BLOCK = "dpo-webhook"
 START_TIMEOUT = 900  # seconds between a run's submission and its first heartbeat
 RUN = ResourceSpecification(root={"prefect.resource.id": "prefect.flow-run.*"})
-OUR_FLOWS = ResourceSpecification(root={"prefect.resource.role": "flow", "prefect.resource.name": ["dpo", "sweep"]})
+OUR_FLOWS = ResourceSpecification(
+    root={"prefect.resource.role": "flow", "prefect.resource.name": ["dpo", "sweep", "rounds"]}
+)
 DEPLOYMENT = ResourceSpecification(root={"prefect.resource.id": "prefect.deployment.*"})
 MODEL = ResourceSpecification(root={"prefect.resource.id": "dpo.model.*"})
 ENDED = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Cached")}

@@ -50,7 +50,7 @@ def prepare(
         dotted({key: _absolute(key, value) for key, value in changes.items()}),
     )
     _write(root / CLUSTER, Cluster, ROOT / CLUSTER, recipes["cluster"], dotted(dict(cluster or {})))
-    _run(root, "source", "prepare")
+    _run(root, "source", "sample", "prepare")
     return read_json(root / CARD / "report.json")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
 from tasks.errors import UserError
-from tasks.models import HUB, base_folder, hub_address, hub_snapshot, local_path
+from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path
 from tasks.release.model_names import registered_version, weights_of
 from tasks.release.verify import require_intact_version
 from tasks.runs.open_run import open_run
@@ -47,7 +47,7 @@ def _base_of(name: str) -> Path:
     if "sft" in manifest:
         return open_run(version.tags["run"]) / SFT
     address, made_by_source = manifest["base"]["model"], manifest["params"]["source"]["adapter"] is not None
-    if address == "demo" or made_by_source:
+    if address == "demo" or address.startswith(REGISTRY) or made_by_source:
         return open_run(version.tags["run"]) / BASE
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["base"]["revision"], local_files_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
-from tasks.models import hub_address, hub_snapshot, local_path
+from tasks.models import REGISTRY, hub_address, hub_snapshot, local_path
 from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
 
@@ -48,7 +48,8 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> f
     from tasks.train_driver import make_settings  # both load torch, which takes seconds
     from training.trainer import memory
 
-    folder = root / BASE if params.source.model == "demo" else local_path(params.source.model)
+    address = params.source.model
+    folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
     if params.source.model.startswith("hub:"):
         folder = _cached_snapshot(params.source.model) or folder
     if stage not in ("train", "evaluate") or not (folder / "config.json").exists():

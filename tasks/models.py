@@ -5,9 +5,11 @@ from typing import Any
 
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
-from tasks.system.files import known_sha256, read_json
+from tasks.system.files import known_sha256, read_json, recall
 
 HUB = "hub:"
+REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
+OTHER_REFERENCE = BASE / "reference"  # with train.reference_model: base
 DIFFERS = {
     "source": "is not the file that the source stage read",
     "sft": "is not the file that the sft stage wrote",
@@ -43,6 +45,18 @@ def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
                 "check-cache --fix`, which removes damaged objects, and try again."
             )
     return folder
+
+
+def reference_folder(address: str) -> Path:
+    """The folder of the reference model: the base model, unless train.reference_model names another one."""
+    manifest = recall(OTHER_REFERENCE / "manifest.json")
+    if not manifest:
+        return base_folder(address)
+    return _checked(_source_path(manifest["model"], manifest, made=OTHER_REFERENCE), manifest)
+
+
+def reference_hash() -> str:
+    return recall(OTHER_REFERENCE / "manifest.json").get("sha256") or base_hash()
 
 
 def base_hash() -> str:
@@ -83,9 +97,16 @@ def hub_snapshot(name: str, revision: str | None, local_files_only: bool = False
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
 
 
-def _source_path(address: str, manifest: dict[str, Any]) -> Path:
-    if address == "demo" or manifest.get("adapter"):  # made by `source`
-        return BASE
+def registered_name(address: str) -> tuple[str, str | None]:
+    """The name of a version in `registry:NAME|ADDRESS`, and the address to use while there is no such version."""
+    name, _, first = address.removeprefix(REGISTRY).partition("|")
+    return name, first or None
+
+
+def _source_path(address: str, manifest: dict[str, Any], made: Path = BASE) -> Path:
+    address = manifest["model"] if address.startswith(REGISTRY) else address  # the version, or what stands in for it
+    if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):  # made by `source`
+        return made
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)
     return local_path(address)

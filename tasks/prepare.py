@@ -5,7 +5,6 @@ quarantine.jsonl with the rows that cannot be used. Worker processes read the ro
 duplicates are found by hashes when all chunks are done.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks import stage
-from tasks.config.params import Params, Prepare, load_cluster, load_params
-from tasks.config.paths import CARD, PAIRS, RAW
+from tasks.config.params import RUN, Layout, Prepare, load_cluster, load_params
+from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset.card import data_card, row_stats
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
@@ -30,14 +29,16 @@ from tasks.dataset.rows.preference import PairingOptions
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow
 from tasks.dataset.selection import first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import write_splits
-from tasks.dataset.tokenization import ChatTemplate, choose_template
+from tasks.dataset.templates import load_template
+from tasks.dataset.tokenization import ChatTemplate
 from tasks.errors import UserError
-from tasks.models import source_folder
-from tasks.system.files import hash_files, publish, read_json, sha256, write_json
+from tasks.system.files import hash_files, publish, read_json, recall, sha256, write_json
 from tasks.system.process_pool import available_cpus, map_in_order
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 
+SAMPLED = "sample"  # the key of the pairs that the stage `sample` made
+SAMPLED_LAYOUT = Layout(format="pairs", columns={})
 EXAMPLE_ROWS = 20  # to find three pairs in
 ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
 
@@ -60,7 +61,7 @@ class Processed(NamedTuple):
 
 
 def prepare(run: Run) -> None:
-    params, raw = load_params(), read_json(RAW / "manifest.json")
+    params, raw = load_params(), _with_sampled_pairs(read_json(RAW / "manifest.json"))
     template = load_template(params)
     for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
         shutil.rmtree(leftover)  # of a run that was killed
@@ -78,6 +79,32 @@ def prepare(run: Run) -> None:
         report["warnings"] = [*warnings, *report["warnings"]]
         data_card.write_card(card, report, pairs, template.tokenizer)
     _log(run, report)
+
+
+def _with_sampled_pairs(raw: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of data/raw with the pairs of the stage `sample`, which take the place of the source's or join them.
+
+    Held-out pairs always are those of the source, so that the models of all rounds are compared on the same pairs.
+    """
+    sampled = recall(SAMPLE / "manifest.json")
+    if not sampled:
+        return raw
+    entries = raw["sources"]
+    if not sampled["settings"]["keep_source"]:
+        entries = [{**entry, "replaced": _is_replaced(entry)} for entry in entries]
+    file = sampled["file"]
+    entry = {"key": SAMPLED, "name": "sample", "address": "sampled answers", "weight": 1.0, "share": 1.0}
+    source = f"{raw['source']} + sampled answers"
+    return {
+        **raw,
+        "source": source,
+        "rows": raw["rows"] + file["rows"],
+        "sources": [*entries, {**entry, "files": [file]}],
+    }
+
+
+def _is_replaced(entry: dict[str, Any]) -> bool:
+    return entry["key"] == "source.data" and not entry["address"].startswith(RUN)
 
 
 def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards: Path, quarantine: Path) -> Processed:
@@ -102,19 +129,9 @@ def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards
     return Processed(sources, stats, results, columns, kept, splits)
 
 
-def load_template(params: Params) -> ChatTemplate:
-    from training.models.loading import load_tokenizer  # heavy: transformers
-
-    # Processes share the work, not threads: the tokenizer's threads would not survive a fork.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(source_folder(params.source.model))
-    options = params.prepare
-    return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
-
-
 def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
     return [
-        RawFile(number, RAW / entry["name"] / file["file"], file["called"])
+        RawFile(number, (SAMPLE if entry["key"] == SAMPLED else RAW / entry["name"]) / file["file"], file["called"])
         for number, entry in enumerate(entries)
         for file in entry["files"]
     ]
@@ -123,13 +140,15 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
 def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     rows = _first_rows(entry)
-    layout = find_layout(rows, _raw_files([entry])[0].name, params.by_source.get(entry["name"], params))
+    wanted = SAMPLED_LAYOUT if entry["key"] == SAMPLED else params.by_source.get(entry["name"], params)
+    layout = find_layout(rows, _raw_files([entry])[0].name, wanted)
     options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
     if examples := describe(decode(rows[:EXAMPLE_ROWS], layout, options)[:EXAMPLES]):
         how = f"{layout.shape}{_decided_by(layout)}"
         print(f"prepare: {entry['name']} is read as {how}. Check three pairs (+ chosen, - rejected):")
         print("\n".join(f"  {line}" for line in examples))
-    return RowSource(entry["name"], layout, entry["weight"], entry["share"], entry["key"] == "source.eval")
+    held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
+    return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
 
 
 def _first_rows(entry: dict[str, Any]) -> list[RawRow]:

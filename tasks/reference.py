@@ -30,7 +30,7 @@ from tasks.dataset.logp_shards import (
 )
 from tasks.dataset.pairs import SPLITS, PairTable, open_table, pairs_file, read_pairs
 from tasks.errors import UserError
-from tasks.models import base_folder, base_hash
+from tasks.models import reference_folder, reference_hash
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
@@ -72,7 +72,7 @@ def reference(run: Run) -> None:
             "infra/cluster.yaml: reference.zero_stage 3 cannot shard a quantized base model. Set it to 0, or set "
             "reference.quantization and train.quantization to null."
         )
-    inputs = {"base": base_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
+    inputs = {"base": reference_hash(), **params.reference.model_dump(), "numerics": NUMERICS}
     folder = home() / cluster.output_dir / "reference" / fingerprint(inputs)
     if not params.train.needs_reference:
         print(f"reference: loss {', '.join(params.train.loss)} uses no reference model; nothing to compute")
@@ -132,7 +132,7 @@ def _compute(missing: Sequence[Shard], progress: "Progress", params: Params, clu
     group, config, bar = cluster.reference, params.reference, progress.bar
     warn_of_slow_dtype("reference", config.dtype, group.gpus_per_worker)
     with WorkerPool(cluster, group, ReferenceScorer, "reference", len(missing), bar.say) as pool:
-        path = str(pool.shared_path(base_folder(params.source.model)))
+        path = str(pool.shared_path(reference_folder(params.source.model)))
         model = BaseModel(path, config.dtype, config.quantization, group.compile)
         root = str(pool.shared_path(Path.cwd(), PAIRS))
         tasks = [(model, root, *shard, str(folder), group.row_tokens) for shard in missing]

@@ -55,7 +55,8 @@ def with_sft_as_train(params: Params) -> Params:
     """The parameters with the section `sft` in place of `train`, and the loss of SFT."""
     assert params.sft
     unused = dict.fromkeys(Train.model_fields.keys() - type(params.sft).model_fields.keys())
-    values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "stop_on_alarm": False}
+    values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "reference_model": "start"}
+    values |= {"stop_on_alarm": False}
     return params.model_copy(update={"train": Train.model_validate(values)})
 
 

@@ -14,7 +14,17 @@ from tasks.dataset import demo
 from tasks.dataset.fetch import check_address, data_sources, errors_of_stores, fetch
 from tasks.dataset.readers import count_rows, read_chunks
 from tasks.errors import UserError
-from tasks.models import HUB, file_hashes, hub_address, hub_snapshot, local_path
+from tasks.models import (
+    HUB,
+    OTHER_REFERENCE,
+    REGISTRY,
+    file_hashes,
+    hub_address,
+    hub_snapshot,
+    local_path,
+    registered_name,
+)
+from tasks.release.start_model import copy_start_model
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
@@ -30,7 +40,9 @@ def source(run: Run) -> None:
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
         model = fetch_model(params, base, template)
-    print(f"source: {data['rows']} rows from {data['source']}, model {params.model} ({model['sha256'][:12]})")
+        if load_params().train.reference_model == "base" and model["model"].startswith(REGISTRY):
+            _fetch_reference(params, base, template)
+    print(f"source: {data['rows']} rows from {data['source']}, model {model['model']} ({model['sha256'][:12]})")
     run.dataset("raw", digest=data["sha256"], source=data["source"])
     run.tags(lineage())
     run.summary({"rows": data["rows"]})
@@ -40,13 +52,14 @@ def check_addresses(params: Source, template: str = "auto") -> None:
     """UserError for an address that cannot work, before anything is fetched."""
     for entry in data_sources(params):
         check_address(entry["key"], entry["address"])
-    model = params.model
+    model = (registered_name(params.model)[1] or "demo") if params.model.startswith(REGISTRY) else params.model
     if not model.startswith(HUB) and model != "demo":
         folder = local_path(model)
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"source.model: there is no model in {model} (no config.json). Set a folder that "
-                "`save_pretrained` wrote, `demo`, or a model of the hub as `hub:owner/name@revision`."
+                "`save_pretrained` wrote, `demo`, a model of the hub as `hub:owner/name@revision`, or a registered "
+                "one as `registry:champion`."
             )
         if not list(folder.glob("*.safetensors")):
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
@@ -112,11 +125,15 @@ def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str, Any]:
     """The base model's manifest. data/base holds the files only if this stage makes them."""
-    address = params.model
+    address, revision = params.model, None
+    if address.startswith(REGISTRY):
+        version = copy_start_model(address, base)
+        address, revision = version or (str(registered_name(address)[1]), None)  # the revision is the manifest's hash
     if address == "demo":
         _make_demo_model(base, params.seed)
-    folder = base if address == "demo" else model_folder(address, template)
-    revision = folder.name if address.startswith(HUB) else None  # the cache names a snapshot by its commit
+    folder = base if address == "demo" or address.startswith(REGISTRY) else model_folder(address, template)
+    if address.startswith(HUB):
+        revision = folder.name  # the cache names a snapshot by its commit
     origin = {"model": address, "revision": revision, "origin": fingerprint(file_hashes(folder))}
     if params.adapter:
         origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
@@ -127,6 +144,21 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
     manifest = {**origin, "sha256": fingerprint(files), "files": files, "sizes": sizes}
     write_json(base / "manifest.json", manifest)
     return manifest
+
+
+def _fetch_reference(params: Source, base: Path, template: str) -> None:
+    """The model behind the bar of `registry:NAME|ADDRESS`, beside the start model."""
+    from training.models.loading import load_tokenizer  # heavy: transformers
+
+    address, other = str(registered_name(params.model)[1]), base / OTHER_REFERENCE.name
+    other.mkdir()
+    fetch_model(params.model_copy(update={"model": address}), other, template)
+    folder = other if address == "demo" else model_folder(address, template)
+    if load_tokenizer(folder).get_vocab() != load_tokenizer(base).get_vocab():
+        raise UserError(
+            f"train.reference_model: {address} has another vocabulary than the model that the run starts from, so its "
+            "log-probabilities are of other tokens. Set source.model to the base model of the registered one."
+        )
 
 
 def _merge(folder: Path, adapter: Path, base: Path) -> None:

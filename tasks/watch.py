@@ -14,7 +14,8 @@ from tasks.config.params import Source, load_params
 from tasks.config.paths import WATCH, home
 from tasks.dataset.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.errors import UserError
-from tasks.models import HUB, file_hashes, local_path
+from tasks.models import HUB, REGISTRY, file_hashes, local_path, registered_name
+from tasks.release.start_model import start_version
 from tasks.system.files import fingerprint, recall, write_json, write_text
 
 ContentIds = dict[str, str]  # by key and address, "source.data pairs.jsonl": a hash, an ETag or a commit
@@ -71,6 +72,9 @@ def _changeable(source: Source) -> Iterator[tuple[str, partial[str]]]:
 
 
 def _model_id(key: str, address: str) -> str:
+    if address.startswith(REGISTRY):
+        version, first = start_version(address), registered_name(address)[1]
+        return " ".join(version) if version else "demo" if first == "demo" else _model_id(key, str(first))
     if address.startswith(HUB):
         return remote_version(key, address, "model")
     if not (folder := local_path(address)).is_dir():

@@ -32,8 +32,9 @@ def configured() -> Access:
 def check(params: "Params") -> None:
     """Refuse forbidden parameters before a stage starts, not after hours of training."""
     access = configured()
-    if params.evaluate.endpoint:
-        check_endpoint(params.evaluate.endpoint, access)
+    for endpoint in (params.evaluate.endpoint, params.sample and params.sample.endpoint):
+        if endpoint:
+            check_endpoint(endpoint, access)
     if params.promote.push:
         check_push(params.promote.push, access)
 

@@ -20,6 +20,7 @@ from tasks.redact import is_secret
 
 __all__ = ["Cluster", "Optimization", "Params", "Train", "dotted", "load_cluster", "overlay", "read_yaml", "validate"]
 
+RUN = "run:"  # an address of data: the pairs of an earlier run
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
 RECIPES = Path(__file__).resolve().parents[2] / "flows" / "recipes"
 
@@ -58,9 +59,22 @@ class Source(Section):
     @model_validator(mode="after")
     def _check_mixture_names(self) -> "Source":
         names = [source.name for source in self.data] if isinstance(self.data, list) else ["data"]
-        if not names or len({*names, "eval"}) <= len(names):
-            raise ValueError("a mixture needs at least one source; each name must be unique and not `eval`")
+        if not names or len({*names, "eval", "sample"}) <= len(names) + 1:
+            raise ValueError("a mixture needs at least one source; each name must be unique and not `eval` or `sample`")
         return self
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> "Source":
+        if self.adapter and self.model.startswith("registry:"):
+            raise ValueError("`adapter` belongs to another model than the registered one: set it to null")
+        return self
+
+    def addresses(self) -> list[str]:
+        return [self.data] if isinstance(self.data, str) else [source.data for source in self.data]
+
+    def is_demo(self) -> bool:
+        """Whether all prompts are the demo's, also those of pairs that earlier runs sampled."""
+        return all(address == "demo" or address.startswith(RUN) for address in self.addresses())
 
 
 class Layout(Section):
@@ -150,13 +164,45 @@ class Evaluate(Section):
 
     @model_validator(mode="after")
     def _check_judge(self) -> "Evaluate":
-        for judge, option in (("reward", "reward_model"), ("endpoint", "endpoint")):
-            is_set = getattr(self, option) is not None
-            if is_set and self.judge != judge:
-                raise ValueError(f"`{option}` has no effect on judge {self.judge}: set it to null, or judge to {judge}")
-            if self.judge == judge and not is_set:
-                raise ValueError(f"judge {judge} needs `{option}`: set it")
+        check_judge(self)
         return self
+
+
+def check_judge(section: "Evaluate | Sample") -> None:
+    for judge, option in (("reward", "reward_model"), ("endpoint", "endpoint")):
+        is_set = getattr(section, option) is not None
+        if is_set and section.judge != judge:
+            raise ValueError(f"`{option}` has no effect on judge {section.judge}: set it to null, or judge to {judge}")
+        if section.judge == judge and not is_set:
+            raise ValueError(f"judge {judge} needs `{option}`: set it")
+
+
+class Sample(Section):
+    """On-policy pairs: answers of the start model, which a judge compares."""
+
+    prompts: Count | None = None
+    answers: Annotated[int, Field(ge=2, le=64)] = 4
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    min_margin: Annotated[float, Field(ge=0.0)] = 0.0
+    keep_source: bool = False
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    max_new_tokens: Count | None = None
+    judge: Literal["evaluate", "demo", "reward", "endpoint"] = "evaluate"
+    reward_model: RewardModel | None = None
+    endpoint: Endpoint | None = None
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> "Sample":
+        check_judge(self)
+        return self
+
+    def as_evaluate(self, evaluate: Evaluate) -> Evaluate:
+        """The section `evaluate` with the sampling settings and the judge of this one."""
+        names = ["temperature", "top_p", "seed"] + (["max_new_tokens"] if self.max_new_tokens else [])
+        names += [] if self.judge == "evaluate" else ["judge", "reward_model", "endpoint"]
+        return evaluate.model_copy(update={name: getattr(self, name) for name in names})
 
 
 class Export(Section):
@@ -196,6 +242,7 @@ class Promote(Section):
 
 class Params(Section):
     source: Source
+    sample: Sample | None = None
     prepare: Prepare
     sft: Sft | None = None
     reference: Reference
@@ -251,12 +298,36 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _check_judge_and_metrics(self) -> "Params":
-        if self.evaluate.judge == "demo" and self.source.data != "demo":
+        judges = [self.evaluate.judge, self.sample.judge if self.sample else ""]
+        if "demo" in judges and not self.source.is_demo():
             raise ValueError(
                 "`evaluate.judge` demo knows the answers to the demo's questions only, and `source.data` is other "
                 "data. Set evaluate.judge to auto, reward or endpoint"
             )
         metrics.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_reference_model(self) -> "Params":
+        named = self.source.model.startswith("registry:") and "|" in self.source.model
+        if self.train.reference_model == "base" and (self.sft or not named):
+            raise ValueError(
+                "`train.reference_model` base is the model behind the bar of `source.model: registry:NAME|ADDRESS`, "
+                f"and source.model is {self.source.model}{' with sft' if self.sft else ''}. Set it to start"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sample(self) -> "Params":
+        if self.sample and self.sft:
+            raise ValueError(
+                "`sample` draws answers of the model at `source.model`, and `sft` changes that model afterwards: set "
+                "one of them to null. To sample from a tuned model, run sft first, then start from its champion"
+            )
+        if self.sample and self.sample.as_evaluate(self.evaluate).judge == "none":
+            raise ValueError(
+                "`sample` needs a judge, and there is none: set evaluate.judge or sample.judge to reward or endpoint"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
 WATCH = Path("data/watch.json")
 RAW = Path("data/raw")
 BASE = Path("data/base")
+SAMPLE = Path("data/sample")
 PAIRS = Path("data/pairs")
 CARD = Path("data/card")
 SFT = Path("data/sft")

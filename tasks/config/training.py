@@ -139,6 +139,7 @@ class Train(Optimization):
     margin_scale: Positive | None
     ld_alpha: Fraction | None
     wpo: bool | None
+    reference_model: Literal["start", "base"] = "start"
     reference_update: ReferenceUpdate | None
     router_aux_loss_coef: Positive | None
     kl_limit: Positive | None
@@ -156,6 +157,8 @@ class Train(Optimization):
     @model_validator(mode="after")
     def _check_loss_options(self) -> "Train":
         options.check(self.loss, self.loss_options())
+        if self.reference_model == "base" and (self.reference_update or not self.needs_reference):
+            raise ValueError("`reference_model: base` needs a loss with a reference, and reference_update null")
         for name in ("kl_limit", "reference_update"):
             if getattr(self, name) and not self.needs_reference:
                 raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference model")

@@ -49,6 +49,7 @@ class RowSource:
     weight: float
     share: float
     held_out: bool
+    replaced: bool = False  # by sampled answers: only its held-out pairs stay
     sampled: float = 1.0  # share of the pairs to tokenize, the first by sample_rank: enough for prepare.max_pairs
 
 
@@ -159,7 +160,12 @@ class ChunkWorker:
     def _is_sampled(self, source: RowSource, candidate: Candidate) -> bool:
         in_share = source.share == 1.0 or int(candidate.pair_id, 16) < source.share * preference.HASH_RANGE
         rank = preference.sample_rank(candidate.pair_id, self.params.seed) if source.sampled < 1.0 else 0
-        return in_share and rank < source.sampled * preference.HASH_RANGE
+        return in_share and rank < source.sampled * preference.HASH_RANGE and not self._is_replaced(source, candidate)
+
+    def _is_replaced(self, source: RowSource, candidate: Candidate) -> bool:
+        fraction = self.params.eval_fraction
+        held_out = fraction is not None and preference.is_held_out(preference.prompt_hash(candidate.prompt), fraction)
+        return source.replaced and not held_out
 
     def _tokenize(self, candidates: list[Candidate], result: ChunkResult) -> Iterator[tuple[Candidate, TokenizedPair]]:
         tokenized = tokenize(self.template, [candidate.preference for candidate in candidates])

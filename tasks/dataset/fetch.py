@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from tasks.config.access import check_protocol, configured, guarded_client
+from tasks.config.params import RUN
 from tasks.config.paths import home
 from tasks.dataset import demo
 from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
@@ -21,6 +22,7 @@ from tasks.errors import UserError
 from tasks.feedback import rows as feedback
 from tasks.feedback.rows import FEEDBACK
 from tasks.models import HUB, hub_address, local_path
+from tasks.runs.run_data import copy_rows, run_commit
 from tasks.system.files import fingerprint, known_sha256
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def check_address(key: str, address: str) -> None:
     if address.startswith(FEEDBACK):
         feedback.parse(key, address)
         return
-    if address == "demo" or address.startswith(HUB) or REMOTE in address:
+    if address == "demo" or address.startswith((HUB, RUN)) or REMOTE in address:
         return
     path = local_path(address)
     if not path.exists():
@@ -64,6 +66,8 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
         (folder / "pairs.jsonl").write_text("".join(lines))
     elif address.startswith(FEEDBACK):
         _fetch_feedback(key, address, folder / "feedback.jsonl")
+    elif address.startswith(RUN):
+        copy_rows(key, address.removeprefix(RUN), folder)
     elif address.startswith(HUB):
         _fetch_hub(key, address, folder / "rows.parquet")
     elif REMOTE in address:
@@ -111,6 +115,8 @@ def content_id(key: str, address: str) -> str:
     """Identifies the content behind an address: a hash of local files, or the version that a remote store reports."""
     if address.startswith(FEEDBACK):
         return fingerprint(feedback.lines(key, address))
+    if address.startswith(RUN):
+        return run_commit(key, address.removeprefix(RUN))
     if REMOTE in address or address.startswith(HUB):
         return remote_version(key, address)
     check_address(key, address)

@@ -5,6 +5,7 @@ both. An outcome is 1 if the second answer is better, 0 if the first is, 0.5 for
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tasks.cluster.worker_pool import WorkerPool
@@ -42,29 +43,35 @@ def outcomes(
     if params.endpoint:
         texts = [(p, a["text"], b["text"]) for p, a, b in zip(prompts, first, second, strict=True)]
         return EndpointJudge(params.endpoint).compare(texts, report)
-    return [_outcome(_score(a), _score(b)) for a, b in zip(first, second, strict=True)]
+    return [_outcome(score(a), score(b)) for a, b in zip(first, second, strict=True)]
 
 
 def _outcome(first: float, second: float) -> float:
     return 0.5 if first == second else float(second > first)
 
 
-def _score(answer: Verdicts) -> float:
+def score(answer: Verdicts) -> float:
     """The reward, or the number of the program's verdicts that are true."""
     return float(answer["reward"]) if "reward" in answer else float(sum(answer[name] for name in ("kind", "correct")))
 
 
 def _rewards(workers: WorkerPool, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
     assert params.reward_model is not None
-    address, label = params.reward_model.model, params.reward_model.label
+    address, label, folder = params.reward_model.model, params.reward_model.label, reward_folder(params)
+    try:
+        exchanges = list(zip(prompts, answers, strict=True))
+        return sharding.reward_scores(workers, str(workers.shared_path(folder)), label, exchanges, params.dtype)
+    except ValueError as error:
+        raise UserError(f"evaluate.reward_model: {address}: {error}.") from error
+
+
+def reward_folder(params: Evaluate) -> Path:
+    assert params.reward_model is not None
+    address = params.reward_model.model
     folder = hub_snapshot(*hub_address(address)) if address.startswith(HUB) else local_path(address)
     if not (folder / "config.json").is_file():
         raise UserError(
             f"evaluate.reward_model.model: {address} contains no model (no config.json). Set it to the folder of a "
             "sequence-classification model, or to `hub:owner/name@revision`."
         )
-    try:
-        exchanges = list(zip(prompts, answers, strict=True))
-        return sharding.reward_scores(workers, str(workers.shared_path(folder)), label, exchanges, params.dtype)
-    except ValueError as error:
-        raise UserError(f"evaluate.reward_model: {address}: {error}.") from error
+    return folder

@@ -4,7 +4,7 @@ The tasks do not depend on the number of workers: each batch of prompts and each
 results, bit for bit on a CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tasks.cluster.worker_pool import WorkerPool
@@ -36,7 +36,7 @@ def sample_answers(
     does an adapter with `modules_to_save`, which vLLM does not load.
     """
     sampling = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
-    if prompts and _uses_vllm(workers, params, weights):
+    if prompts and uses_vllm(workers, params, weights):
         return _sample_by_vllm(workers, weights, prompts, sampling, report)
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))  # for little padding
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
@@ -44,7 +44,23 @@ def sample_answers(
     return _in_order(batches, workers.map("sample", tasks, lambda task: report(len(batches[task]))))
 
 
-def _uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
+def draw_batches(
+    workers: WorkerPool, params: Evaluate, weights: Weights, batches: Sequence[tuple[Sequence[Sequence[int]], int]]
+) -> Iterator[tuple[int, list[Answer]]]:
+    """The answers to each batch of prompts, drawn with the batch's seed: (number of the batch, answers), as they come.
+
+    A batch is one task. One for vLLM should be large, because each starts an engine.
+    """
+    settings = (params.max_new_tokens, params.temperature, params.top_p)
+    tasks: list[Any] = [(weights, prompts, Sampling(*settings, seed)) for prompts, seed in batches]
+    if not uses_vllm(workers, params, weights):
+        yield from ((number, answers) for number, (answers, *_) in workers.results("sample", tasks))
+        return
+    tasks = [(*task, workers.cluster.evaluate.gpu_memory_utilization) for task in tasks]
+    yield from ((number, answers) for number, ((answers, _), *_) in workers.results("sample_by_vllm", tasks))
+
+
+def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
     if params.engine == "transformers" or (params.engine == "auto" and workers.zero3):
         return False
     if workers.zero3:

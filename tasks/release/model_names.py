@@ -13,7 +13,7 @@ from tasks.config.params import RECIPES, Promote, load_cluster, load_params, rea
 from tasks.config.paths import MODEL, home
 from tasks.errors import UserError
 from tasks.system.files import recall, sha256
-from tasks.tracking.registry import Registry, Version, is_registered, registry
+from tasks.tracking.registry import NotRegistered, Registry, Version, is_registered, registry
 
 
 def promote_params(name: str | None) -> Promote:
@@ -43,11 +43,11 @@ def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]
             return
         versions = ", ".join(f"{version.number} (run {version.tags.get('run')})" for version in models.versions())
         if version_name == params.alias and versions:
-            raise UserError(
+            raise NotRegistered(
                 f"{models.name} has no {params.alias}: no version passed the gate. Its versions: {versions}. "
                 f"Name one of them, as in {models.name}/{models.versions()[-1].number}."
             )
-        raise UserError(
+        raise NotRegistered(
             f"There is no model '{name}': {models.name} has no version, alias or run {version_name}. Its versions: "
             f"{versions or 'none'}. {models.others()}".rstrip()
         )

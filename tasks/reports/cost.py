@@ -39,7 +39,7 @@ def gpu_hours(cluster: Cluster, logs: Path) -> dict[str, float]:
 def gpus(cluster: Cluster, stage: str) -> float:
     """That the workers of a stage hold."""
     group = _groups(cluster).get(stage, cluster.evaluate)
-    if stage not in ("sft", "reference", "train", "evaluate", "export", "promote"):
+    if stage not in ("sample", "sft", "reference", "train", "evaluate", "export", "promote"):
         return 0.0
     alone = stage == "export" and cluster.evaluate.zero_stage != 3  # otherwise the group shares the model
     return group.gpus_per_worker * (1 if alone else group.num_workers)
@@ -91,7 +91,8 @@ def _workers(cluster: Cluster, stage: str) -> int:
 
 def _groups(cluster: Cluster) -> dict[str, Any]:
     train = cluster.actor_train
-    return {"sft": train, "reference": cluster.reference, "train": train, "evaluate": cluster.evaluate}
+    evaluate = cluster.evaluate
+    return {"sample": evaluate, "sft": train, "reference": cluster.reference, "train": train, "evaluate": evaluate}
 
 
 def _pair_tokens(root: Path) -> float | None:

@@ -86,7 +86,7 @@ def stages(root: Path) -> dict[str, Entry]:
 
 def is_off(stage: str, params: Mapping[str, Any]) -> bool:
     """Whether the content of params.yaml leaves out an optional stage."""
-    return stage == "sft" and params.get("sft") is None
+    return stage in ("sample", "sft") and params.get(stage) is None
 
 
 def stage_code(stage: str, prefix: str) -> dict[str, str]:

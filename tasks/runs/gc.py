@@ -115,7 +115,7 @@ def _unused_folders(output: Path, kept: list[Run]) -> Iterable[Path]:
     """Checkpoints and reference shards that no kept run used (a finished training can be continued), and copies of
     inputs for nodes without our disk: the next run copies them again."""
     used = {line for run in kept for line in _addresses(run)}
-    for kind in ("sft", "train", "reference", "inputs"):
+    for kind in ("sample", "sft", "train", "reference", "inputs"):
         for folder in sorted((output / kind).glob("*/")):
             if kind == "inputs" or f"{kind}/{folder.name}" not in used:
                 yield folder

@@ -30,6 +30,7 @@ SMALL_RESULTS = (  # what reports, comparisons and drift checks read
     "data/metrics",
     "data/raw/manifest.json",
     "data/base/manifest.json",
+    "data/sample/manifest.json",
     "data/sft/manifest.json",
     "data/card/report.json",
     "data/model/manifest.json",

@@ -41,6 +41,10 @@ ABOUT = (
 PREVIOUS, CHALLENGER = "previous", "challenger"
 
 
+class NotRegistered(UserError):
+    """The registry is reachable and has no such model or version, or there is no registry yet."""
+
+
 @dataclass(frozen=True)
 class Moves:
     """What aliases (None: no such alias) and tags of versions shall become."""
@@ -254,7 +258,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
             client.create_registered_model(name, description=ABOUT)
         if not _is_there(client, name):
             others = _others(client, name) or "Run the pipeline first."
-            raise UserError(f"The registry has no model {name}. {others}")
+            raise NotRegistered(f"The registry has no model {name}. {others}")
         found = Registry(client, name)
         found.settle()
         yield found
@@ -305,7 +309,7 @@ def open_client(uri: str, run: Path | None) -> Any:
             return client
     file = uri.removeprefix("sqlite:///")
     if file != uri and not Path(file).exists():
-        raise UserError(f"There is no registry yet ({file}). Run the pipeline first.")
+        raise NotRegistered(f"There is no registry yet ({file}). Run the pipeline first.")
     return MlflowClient(uri, registry_uri=uri)
 
 

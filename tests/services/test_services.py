@@ -39,7 +39,7 @@ from tests.support.workspaces import wait_for
 
 SILENCE = 60
 PATIENCE = 400  # seconds, for a busy machine
-DEPLOYED = ("dpo/full", "dpo/smoke", "dpo/nightly", "sweep/grid")
+DEPLOYED = ("dpo/full", "dpo/smoke", "dpo/nightly", "sweep/grid", "rounds/on-policy")
 
 
 @dataclass
@@ -257,7 +257,8 @@ def test_mlflow_has_readers_a_writer_and_a_forwarder(up: Up) -> None:
 def test_deployments_match_their_file(up: Up) -> None:
     deployments = {name: up.api(f"deployments/name/{name}") for name in DEPLOYED}
     for name, deployment in deployments.items():
-        assert deployment["entrypoint"] == ("flows.sweep.sweep" if name == "sweep/grid" else "flows.dpo.dpo")
+        flow = name.split("/")[0]
+        assert deployment["entrypoint"] == f"flows.{flow}.{flow}"
         assert (deployment["work_pool_name"], deployment["enforce_parameter_schema"]) == ("dpo", True)
         assert deployment["job_variables"] == {}
         assert "dpo" in deployment["tags"]
@@ -347,7 +348,10 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
     output = up.dpo("up")
     assert output.count(": running since ") == 4
     assert up.login("prefect/admin") not in output
-    assert "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid\nAutomations unchanged\n" in output
+    assert (
+        "Deployments unchanged: dpo/full, dpo/smoke, dpo/nightly, sweep/grid, rounds/on-policy\nAutomations unchanged\n"
+        in output
+    )
     assert f"Prefect  {up.record('prefect')['address']} " in output
     assert (up.pids(), [up.api(f"deployments/name/{name}")["updated"] for name in DEPLOYED]) == before
     access = {"PREFECT_API_URL": f"{up.record('prefect')['address']}/api"}

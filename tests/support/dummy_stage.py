@@ -77,8 +77,8 @@ if stage == "evaluate":
     (output / "evaluate.json").write_text(json.dumps(metrics))
     sample = {
         "prompt": "<script>alert(1)</script> [a](http://b.c) | x",
-        "base": {"text": "no"},
-        "policy": {"text": "*yes*"},
+        "base": {"text": "no", "kind": False, "correct": True},
+        "policy": {"text": "*yes*", "kind": True, "correct": True},
     }
     (output / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     metrics_folder = Path("data") / "metrics"

@@ -10,6 +10,7 @@ PLAIN: dict[str, Any] = {
     "model_name": "test",
     "attempt": "test",
     "objective": Objective({"sigmoid": 1.0}, {"beta": 0.1}),
+    "reference_model": "start",
     "reference_update": None,
     "router_aux_loss_coef": None,
     "adapter": None,

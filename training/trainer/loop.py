@@ -136,6 +136,8 @@ class TrainRun:
             engine.load_loss_scale(self.policy, self.resumed.state.get("loss_scale"))
             if not self.resumed.own:
                 self.state.reset_monitoring()
+        elif settings.reference_model != "start":
+            self.notify("the reference is another model than the start: that both are equal is not checked")
         elif settings.objective.needs_reference:
             largest = check_start(self.policy, settings.objective, pairs, settings.row_tokens, self.device)
             self.notify(

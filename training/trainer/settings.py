@@ -21,6 +21,7 @@ class Settings:
     folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
     attempt: str  # id of the only attempt that may publish into the folder
     objective: Objective
+    reference_model: str  # start: the policy starts as the reference; base: the reference is another model
     reference_update: dict[str, Any] | None  # TR-DPO: `every` steps, with weight `alpha`
     router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts
     learning_rate: float

@@ -1,0 +1,65 @@
+"""`source.data: run:NAME`: the rows of an earlier run, from DVC's cache, to replay a share of them.
+
+NAME is a finished run, or a registered version (champion, MODEL/3), which means the run that made it. The rows are the
+pairs that the run sampled, or the rows of its `source.data` if it sampled none.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tasks.config.paths import RAW, SAMPLE
+from tasks.errors import UserError
+from tasks.release.model_names import registered_version
+from tasks.runs import commits, dvc, dvc_lock
+from tasks.system.files import read_json
+
+PAIRS = "pairs.jsonl"  # in data/sample
+
+
+def run_commit(key: str, name: str) -> str:
+    """The commit of the run, which identifies its rows."""
+    if commit := commits.find_commit(name):
+        return commit
+    with registered_version(name) as (_, _, version):
+        run = version.tags.get("run", "")
+    if commit := commits.find_commit(run):
+        return commit
+    raise UserError(
+        f"{key}: the run '{run}', which made the version {name}, is not in this checkout. Name a run of it."
+    )
+
+
+def copy_rows(key: str, name: str, folder: Path) -> None:
+    """Copy the files of rows into a folder."""
+    lock = dvc_lock.parse_lock(commits.read_file(run_commit(key, name), "dvc.lock"))
+    outs = {path: md5 for entry in lock.values() for path, md5 in dvc_lock.outs(entry).items()}
+    try:
+        for path, cached in _rows(outs).items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(cached, folder / path)
+    except (FileNotFoundError, KeyError):
+        raise UserError(
+            f"{key}: the rows of {name} are no longer in DVC's cache. `dpo open {name}` fetches them from DVC's remote."
+        ) from None
+
+
+def _rows(outs: Mapping[str, str | None]) -> dict[str, Path]:
+    """The cached files of rows by name, from the outs of a run."""
+    sampled = _cached_files(outs.get(str(SAMPLE)))
+    if PAIRS in sampled:
+        return {PAIRS: sampled[PAIRS]}
+    raw = _cached_files(outs.get(str(RAW)))
+    sources = [source for source in read_json(raw["manifest.json"])["sources"] if source["key"] == "source.data"]
+    names = [f"{source['name']}/{file['file']}" for source in sources for file in source["files"]]
+    return {name: raw[name] for name in names}
+
+
+def _cached_files(md5: str | None) -> dict[str, Path]:
+    """The objects of a folder in DVC's cache, by relative path."""
+    if md5 is None:
+        return {}
+    objects = dvc.cache_folder() / "files" / "md5"
+    listed = json.loads((objects / md5[:2] / md5[2:]).read_text())
+    return {entry["relpath"]: objects / entry["md5"][:2] / entry["md5"][2:] for entry in listed}

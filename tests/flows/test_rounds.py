@@ -1,0 +1,114 @@
+"""On-policy rounds: their parameters, a kill in the second round, and the end when a model is not promoted."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cli.main import app
+from tasks.errors import UserError
+from tasks.system.files import read_json
+from tests.support.workspaces import wait_for
+
+Env = dict[str, str]
+ROUNDS = [sys.executable, "-m", "cli", "rounds"]
+OPTIONS = ["--recipe", "demo", "--name", "r"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["0"], "there must be at least 1 round"),
+        (["--set", "train.bta=1"], "Did you mean `train.beta`"),
+        (["--set", "source.model=registry:champion", "--reference", "base"], "write it behind a bar"),
+        (["--set", "source.data=rows.jsonl"], "`sample` needs a judge"),
+        (["--set", "sft={learning_rate: 1.0e-4}"], "set one of them to null"),
+    ],
+)
+def test_a_mistake_is_reported_before_anything_starts(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        app(["rounds", *arguments], standalone_mode=False)
+    assert sentence in str(refusal.value)
+
+
+def rounds(root: Path, env: Env, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*ROUNDS, str(count), *OPTIONS, *arguments]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+
+
+def ran(root: Path) -> dict[str, int]:
+    stages = (root / ".scratch" / "ran").read_text().split()
+    return {stage: stages.count(stage) for stage in ("source", "train", "promote")}
+
+
+def register(root: Path, number: int) -> None:
+    """A version of dpo-demo that is champion, as far as a run that only names it can tell."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
+    if number == 1:
+        client.create_registered_model("dpo-demo")
+    client.create_model_version("dpo-demo", "nowhere", tags={"manifest_sha256": f"{number:064x}", "run": "earlier"})
+    client.set_registered_model_alias("dpo-demo", "champion", str(number))
+
+
+def start_of(root: Path, run: str) -> str:
+    params = yaml.safe_load((root / ".scratch" / "runs" / run / "results" / "params.yaml").read_text())
+    assert params["sample"] == {"answers": 4}
+    return str(params["source"]["model"])
+
+
+@pytest.mark.slow
+def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_kill(
+    dummy_repo: Path, prefect_api: Env
+) -> None:
+    wins = {**prefect_api, "DUMMY": "promote:win"}
+    first = rounds(dummy_repo, wins, 1)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert start_of(dummy_repo, "r-1") == "demo"  # there is no champion yet
+    register(dummy_repo, 1)
+
+    process = subprocess.Popen([*ROUNDS, "2", *OPTIONS], cwd=dummy_repo, env={**wins, "DUMMY": "train:sleep"})
+    wait_for((dummy_repo / ".scratch" / "pids").exists, 300)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    pids = [int(pid) for pid in (dummy_repo / ".scratch" / "pids").read_text().split()]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # the round ended with us
+    before = ran(dummy_repo)
+    register(dummy_repo, 2)  # somebody promotes another model in the meantime
+
+    again = rounds(dummy_repo, wins, 2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "r-1 finished before" in again.stdout
+    assert start_of(dummy_repo, "r-2") == "registry:dpo-demo/1|demo"  # as when the round began
+    assert ran(dummy_repo) == {"source": before["source"], "train": before["train"] + 1, "promote": 2}
+    assert re.search(r"2 +r-2 +registry:dpo-demo/1\|demo +1\.000 +1\.000 +0\.980 +yes", again.stdout), again.stdout
+    assert "All 2 rounds are done." in again.stdout
+
+    rounds(dummy_repo, wins, 2)
+    assert ran(dummy_repo)["promote"] == 2  # nothing is repeated
+    other = rounds(dummy_repo, wins, 2, "--set", "train.beta=0.3")
+    assert other.returncode == 2
+    assert "There are other rounds named r" in other.stderr
+
+
+@pytest.mark.slow
+def test_rounds_end_when_a_model_is_not_promoted(dummy_repo: Path, prefect_api: Env) -> None:
+    register(dummy_repo, 1)
+    ended = rounds(dummy_repo, prefect_api, 3, "--reference", "base")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "Stopped after round 1 of 3: its model was not promoted" in ended.stdout
+    assert "because rewards/accuracies is 0.5, below <0.9>" in ended.stdout
+    assert ran(dummy_repo)["promote"] == 1
+    params = yaml.safe_load((dummy_repo / ".scratch/runs/r-1/results/params.yaml").read_text())
+    assert params["train"]["reference_model"] == "base"
+    assert read_json(dummy_repo / ".scratch/rounds/r/rounds.json")["starts"] == {"1": "registry:dpo-demo/1|demo"}
+    went_on = rounds(dummy_repo, prefect_api, 2, "--reference", "base", "--keep-going")
+    assert "All 2 rounds are done." in went_on.stdout
+    assert ran(dummy_repo)["promote"] == 2
+    assert os.listdir(dummy_repo / ".scratch/rounds") == ["r"]
