@@ -1,0 +1,168 @@
+"""Run the gate through years of nights: how often luck promotes, how much is lost unseen, how soon a gain passes.
+
+    python -m tests.benchmarks.gate_simulation --years 1000 --prompts 1500
+
+Each night a challenger meets the champion on `--prompts` held-out pairs, and the product's own functions decide. They
+see the number of prompts that the challenger wins and loses, so their answers are computed once for each such pair of
+numbers. One prompt in five is uncertain: a model is right on it half of the time, so two equal models differ on a tenth
+of all prompts. The rest is easy or hard for every model.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy
+
+from tasks.config.params import Evaluate, Promote, load_params
+from tasks.evaluation.compare import compare
+from tasks.evaluation.reevaluate import ModelResults
+from tasks.release.gate import regressions
+from tests.benchmarks.table import markdown
+from tests.support.workspaces import PROJECT
+
+NIGHTS = 365
+METRIC = "rewards/accuracies"
+SHARES = (0.6, 0.2, 0.2)  # of prompts that are easy, uncertain and hard
+RIGHT = numpy.array([1.0, 0.5, 0.0])  # how often a model is right on them
+ACCURACY = float(numpy.dot(SHARES, RIGHT))
+FLOOR = -0.2  # a champion that lost this much is at 0.5, where promote.require of params.yaml stops the fall
+Counts = tuple[int, int]  # prompts that the challenger wins and loses
+Rule = Callable[[Counts, Counts], bool]  # against the champion, against the anchor: promote?
+
+
+@dataclass(frozen=True)
+class World:
+    name: str
+    step: float = 0.0  # how much better each challenger is than the champion
+    gain: float = 0.0  # how much better than at first every challenger is from the night `since` on
+    since: int = 100
+    fresh: bool = False  # new held-out prompts every night, instead of the same ones all year
+    flipped: float = 0.0  # share of prompts whose votes are reversed
+    biased: float = 0.0  # share of prompts whose rater votes for the challenger wherever the two models differ
+
+
+WORLDS = [
+    World("nothing is better"),
+    World("nothing is better, fresh prompts", fresh=True),
+    World("each night 1 point worse", step=-0.01),
+    World("each night 1 point worse, fresh prompts", step=-0.01, fresh=True),
+    World("5 points better from night 100", gain=0.05),
+    World("5 points better, fresh prompts", gain=0.05, fresh=True),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    promoted: numpy.ndarray  # (years, nights): whether the challenger became champion
+    levels: numpy.ndarray  # (years,): the last champion's true accuracy minus the anchor's
+    since: int
+
+    @property
+    def any_promotion(self) -> float:
+        return float(self.promoted.any(axis=1).mean())
+
+    @property
+    def before_gain(self) -> float:
+        """Share of years that promote while nothing is better."""
+        return float(self.promoted[:, : self.since].any(axis=1).mean())
+
+    def within(self, nights: int) -> float:
+        """Share of years that promote within so many nights after the gain."""
+        return float(self.promoted[:, self.since : self.since + nights].any(axis=1).mean())
+
+
+def todays_rule(evaluate: Evaluate, promote: Promote, prompts: int) -> Rule:
+    """promote.max_regression alone: refuse what is shown to be worse than the champion."""
+
+    @cache
+    def decide(champion: Counts) -> bool:
+        comparison = compare(evaluate, *results(champion, prompts))
+        return not regressions(promote, comparison, "1")
+
+    return lambda champion, anchor: decide(champion)
+
+
+def results(counts: Counts, prompts: int) -> tuple[ModelResults, ModelResults]:
+    """Two models of which the first is right on `counts[0]` prompts alone and the second on `counts[1]`."""
+    wins, losses = counts
+    ours = [number >= losses for number in range(prompts)]
+    theirs = [not losses <= number < losses + wins for number in range(prompts)]
+    sides = [{str(i): {"prompt": str(i), "margin": 1.0 if right else -1.0} for i, right in enumerate(side)}
+             for side in (ours, theirs)]  # fmt: skip
+    return ModelResults({}, sides[0]), ModelResults({}, sides[1])
+
+
+def simulate(rule: Rule, world: World, years: int, prompts: int, nights: int = NIGHTS, seed: int = 0) -> Result:
+    generator = numpy.random.default_rng(seed)
+
+    def kinds() -> numpy.ndarray:
+        edges = numpy.cumsum(SHARES[:-1], dtype=numpy.float32)
+        return numpy.digitize(generator.random((years, prompts), numpy.float32), edges)
+
+    def outcomes(levels: numpy.ndarray) -> numpy.ndarray:
+        """On which prompts models of these levels are right."""
+        more = RIGHT + (1 - RIGHT) * numpy.maximum(levels, 0)[:, None] / (1 - ACCURACY)
+        right = more * (1 + numpy.minimum(levels, 0)[:, None] / ACCURACY)
+        chance = numpy.take_along_axis(right.astype(numpy.float32), prompt_kinds, axis=1)
+        return generator.random((years, prompts), numpy.float32) < chance
+
+    levels, start = numpy.zeros(years), numpy.zeros(years)
+    promoted = numpy.zeros((years, nights), bool)
+    for night in range(nights):
+        if night == 0 or world.fresh:
+            prompt_kinds = kinds()
+            anchor = outcomes(start)
+            champion = numpy.where(levels[:, None] == 0, anchor, outcomes(levels)) if night else anchor
+        level = numpy.maximum(levels + world.step, FLOOR) if world.step else start + world.gain * (night >= world.since)
+        challenger = outcomes(level)
+        votes = [_votes(world, challenger, other) for other in (champion, anchor)]
+        promoted[:, night] = [rule(*counts) for counts in zip(*(_pairs(vote) for vote in votes), strict=True)]
+        champion = numpy.where(promoted[:, [night]], challenger, champion)
+        levels = numpy.where(promoted[:, night], level, levels)
+    return Result(promoted, levels, world.since)
+
+
+def _votes(world: World, ours: numpy.ndarray, theirs: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """How many prompts of each year the challenger wins and loses, by the votes of people."""
+    wins, losses = ours & ~theirs, theirs & ~ours
+    bad = int(ours.shape[1] * max(world.flipped, world.biased))  # the prompts come in random order
+    if world.flipped:
+        wins[:, :bad], losses[:, :bad] = losses[:, :bad].copy(), wins[:, :bad].copy()
+    if world.biased:
+        wins[:, :bad] |= losses[:, :bad]
+        losses[:, :bad] = False
+    return wins.sum(axis=1), losses.sum(axis=1)
+
+
+def _pairs(vote: tuple[numpy.ndarray, numpy.ndarray]) -> Iterator[Counts]:
+    return zip(*(side.tolist() for side in vote), strict=True)
+
+
+def row(world: World, result: Result) -> list[str]:
+    if world.gain:
+        return [f"{result.before_gain:.1%} before", "", f"{result.within(1):.1%} / {result.within(3):.1%}"]
+    lost = f"{-100 * result.levels.mean():.1f} / {-100 * result.levels.min():.0f}" if world.step else ""
+    return [f"{result.any_promotion:.1%}", lost, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--years", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=1500)
+    arguments = parser.parse_args()
+    params = load_params(PROJECT / "params.yaml")
+    rules = {"today": todays_rule(params.evaluate, params.promote, arguments.prompts)}
+    rows = []
+    for name, rule in rules.items():
+        for world in WORLDS:
+            rows.append([name, world.name, *row(world, simulate(rule, world, arguments.years, arguments.prompts))])
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    header = ["rule", "world", "years with a promotion", "points lost, mean / most", "gain promoted, night 1 / 3"]
+    print(markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
