@@ -16,9 +16,10 @@ from functools import cache
 
 import numpy
 
-from tasks.config.params import Evaluate, Promote, load_params
-from tasks.evaluation.compare import compare
+from tasks.config.params import ErrorBudget, Evaluate, Promote, load_params
+from tasks.evaluation.compare import compare, pair_up
 from tasks.evaluation.reevaluate import ModelResults
+from tasks.release.error_budget import lost_too_much, not_better
 from tasks.release.gate import regressions
 from tests.benchmarks.table import markdown
 from tests.support.workspaces import PROJECT
@@ -54,6 +55,15 @@ WORLDS = [
 ]
 
 
+VOTES = [
+    World("nothing is better, 20% of the votes reversed", flipped=0.2),
+    World("nothing is better, 20% reversed, fresh prompts", flipped=0.2, fresh=True),
+    World("5 points better, 20% of the votes reversed", gain=0.05, flipped=0.2),
+    World("5 points better, 20% reversed, fresh prompts", gain=0.05, flipped=0.2, fresh=True),
+    World("nothing is better, 20% of the votes for every challenger", biased=0.2),
+]
+
+
 @dataclass(frozen=True)
 class Result:
     promoted: numpy.ndarray  # (years, nights): whether the challenger became champion
@@ -83,6 +93,35 @@ def todays_rule(evaluate: Evaluate, promote: Promote, prompts: int) -> Rule:
         return not regressions(promote, comparison, "1")
 
     return lambda champion, anchor: decide(champion)
+
+
+def budget_rule(evaluate: Evaluate, budget: ErrorBudget, prompts: int) -> Rule:
+    """promote.error_budget: shown to be better than the champion, and shown not to lose too much against the anchor."""
+
+    @cache
+    def is_better(champion: Counts) -> bool:
+        return not not_better(budget, pair_up(evaluate, *results(champion, prompts)), "1")
+
+    @cache
+    def is_close(anchor: Counts) -> bool:
+        return not lost_too_much(budget, pair_up(evaluate, *results(anchor, prompts)), "1")
+
+    return lambda champion, anchor: is_better(champion) and is_close(anchor)
+
+
+def rules_of(prompts: int) -> dict[str, tuple[Rule, list[World]]]:
+    """Each rule with its worlds."""
+    params = load_params(PROJECT / "params.yaml")
+    today = todays_rule(params.evaluate, params.promote, prompts)
+    improvement = budget_rule(params.evaluate, ErrorBudget(metric=METRIC), prompts)
+    close = budget_rule(params.evaluate, ErrorBudget(metric=METRIC, improvement=False), prompts)
+    careful = budget_rule(params.evaluate, ErrorBudget(metric=METRIC, biased_votes=0.2), prompts)
+    return {
+        "today": (today, WORLDS),
+        "error budget": (improvement, WORLDS + VOTES),
+        "error budget, `improvement: false`": (lambda *counts: today(*counts) and close(*counts), WORLDS[2:4]),
+        "error budget, `biased_votes: 0.2`": (careful, [VOTES[-1], *WORLDS[4:6]]),
+    }
 
 
 def results(counts: Counts, prompts: int) -> tuple[ModelResults, ModelResults]:
@@ -153,11 +192,9 @@ def main() -> None:
     parser.add_argument("--years", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=1500)
     arguments = parser.parse_args()
-    params = load_params(PROJECT / "params.yaml")
-    rules = {"today": todays_rule(params.evaluate, params.promote, arguments.prompts)}
     rows = []
-    for name, rule in rules.items():
-        for world in WORLDS:
+    for name, (rule, worlds) in rules_of(arguments.prompts).items():
+        for world in worlds:
             rows.append([name, world.name, *row(world, simulate(rule, world, arguments.years, arguments.prompts))])
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     header = ["rule", "world", "years with a promotion", "points lost, mean / most", "gain promoted, night 1 / 3"]
