@@ -1,6 +1,7 @@
 """Run the gate through years of nights: how often luck promotes, how much is lost unseen, how soon a gain passes.
 
     python -m tests.benchmarks.gate_simulation --years 1000 --prompts 1500
+    python -m tests.benchmarks.gate_simulation --prompts 6000 --world "5 points" --rule "error budget"
 
 Each night a challenger meets the champion on `--prompts` held-out pairs, and the product's own functions decide. They
 see the number of prompts that the challenger wins and loses, so their answers are computed once for each such pair of
@@ -10,7 +11,7 @@ of all prompts. The rest is easy or hard for every model.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,7 +40,7 @@ class World:
     name: str
     step: float = 0.0  # how much better each challenger is than the champion
     gain: float = 0.0  # how much better than at first every challenger is from the night `since` on
-    since: int = 100
+    since: int = 30
     fresh: bool = False  # new held-out prompts every night, instead of the same ones all year
     flipped: float = 0.0  # share of prompts whose votes are reversed
     biased: float = 0.0  # share of prompts whose rater votes for the challenger wherever the two models differ
@@ -50,7 +51,7 @@ WORLDS = [
     World("nothing is better, fresh prompts", fresh=True),
     World("each night 1 point worse", step=-0.01),
     World("each night 1 point worse, fresh prompts", step=-0.01, fresh=True),
-    World("5 points better from night 100", gain=0.05),
+    World("5 points better from night 30", gain=0.05),
     World("5 points better, fresh prompts", gain=0.05, fresh=True),
 ]
 
@@ -134,56 +135,64 @@ def results(counts: Counts, prompts: int) -> tuple[ModelResults, ModelResults]:
     return ModelResults({}, sides[0]), ModelResults({}, sides[1])
 
 
-def simulate(rule: Rule, world: World, years: int, prompts: int, nights: int = NIGHTS, seed: int = 0) -> Result:
-    generator = numpy.random.default_rng(seed)
+class HeldOut:
+    """The prompts of each year, in the order easy, uncertain, hard; draws on which of them a model is right."""
 
-    def kinds() -> numpy.ndarray:
-        edges = numpy.cumsum(SHARES[:-1], dtype=numpy.float32)
-        return numpy.digitize(generator.random((years, prompts), numpy.float32), edges)
+    def __init__(self, generator: numpy.random.Generator, years: int, prompts: int) -> None:
+        self.generator = generator
+        ends = generator.multinomial(prompts, SHARES, years).cumsum(axis=1)
+        numbers = numpy.arange(prompts)
+        self.is_easy, self.is_known = numbers < ends[:, [0]], numbers < ends[:, [1]]
+        self.levels: numpy.ndarray | None = None
+        self.thresholds = numpy.zeros((years, prompts), numpy.uint16)
 
-    def outcomes(levels: numpy.ndarray) -> numpy.ndarray:
-        """On which prompts models of these levels are right."""
-        more = RIGHT + (1 - RIGHT) * numpy.maximum(levels, 0)[:, None] / (1 - ACCURACY)
-        right = more * (1 + numpy.minimum(levels, 0)[:, None] / ACCURACY)
-        chance = numpy.take_along_axis(right.astype(numpy.float32), prompt_kinds, axis=1)
-        return generator.random((years, prompts), numpy.float32) < chance
+    def outcomes(self, levels: numpy.ndarray) -> numpy.ndarray:
+        """On which prompts models of these levels are right: (years, prompts)."""
+        if self.levels is None or (levels != self.levels).any():
+            more = RIGHT + (1 - RIGHT) * numpy.maximum(levels, 0)[:, None] / (1 - ACCURACY)
+            right = more * (1 + numpy.minimum(levels, 0)[:, None] / ACCURACY)
+            easy, uncertain, hard = (numpy.rint(65535 * right[:, [kind]]).astype(numpy.uint16) for kind in range(3))
+            self.thresholds = numpy.where(self.is_easy, easy, numpy.where(self.is_known, uncertain, hard))
+            self.levels = levels.copy()
+        return self.generator.integers(0, 65535, self.thresholds.shape, numpy.uint16) < self.thresholds
 
-    levels, start = numpy.zeros(years), numpy.zeros(years)
+
+def simulate(rule: Rule, world: World, years: int, prompts: int, seed: int = 0) -> Result:
+    generator, nights = numpy.random.default_rng(seed), world.since + 3 if world.gain else NIGHTS
+    levels, start, first = numpy.zeros(years), numpy.zeros(years), numpy.ones(years, bool)
     promoted = numpy.zeros((years, nights), bool)
     for night in range(nights):
         if night == 0 or world.fresh:
-            prompt_kinds = kinds()
-            anchor = outcomes(start)
-            champion = numpy.where(levels[:, None] == 0, anchor, outcomes(levels)) if night else anchor
+            held_out = HeldOut(generator, years, prompts)
+            anchor = champion = held_out.outcomes(start)
+            if not first.all():
+                champion = numpy.where(first[:, None], anchor, held_out.outcomes(levels))
         level = numpy.maximum(levels + world.step, FLOOR) if world.step else start + world.gain * (night >= world.since)
-        challenger = outcomes(level)
-        votes = [_votes(world, challenger, other) for other in (champion, anchor)]
-        promoted[:, night] = [rule(*counts) for counts in zip(*(_pairs(vote) for vote in votes), strict=True)]
-        champion = numpy.where(promoted[:, [night]], challenger, champion)
-        levels = numpy.where(promoted[:, night], level, levels)
+        challenger = held_out.outcomes(level)
+        counts = _votes(world, challenger, champion)
+        against = counts if first.all() else _votes(world, challenger, anchor)
+        now = numpy.array([rule(*pair) for pair in zip(counts, against, strict=True)])
+        champion = numpy.where(now[:, None], challenger, champion) if now.any() else champion
+        levels, first, promoted[:, night] = numpy.where(now, level, levels), first & ~now, now
     return Result(promoted, levels, world.since)
 
 
-def _votes(world: World, ours: numpy.ndarray, theirs: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _votes(world: World, ours: numpy.ndarray, theirs: numpy.ndarray) -> list[Counts]:
     """How many prompts of each year the challenger wins and loses, by the votes of people."""
     wins, losses = ours & ~theirs, theirs & ~ours
-    bad = int(ours.shape[1] * max(world.flipped, world.biased))  # the prompts come in random order
+    share = max(world.flipped, world.biased)
+    bad = numpy.arange(ours.shape[1]) % round(1 / share) == 0 if share else None  # of each kind the same share
     if world.flipped:
-        wins[:, :bad], losses[:, :bad] = losses[:, :bad].copy(), wins[:, :bad].copy()
+        wins, losses = numpy.where(bad, losses, wins), numpy.where(bad, wins, losses)
     if world.biased:
-        wins[:, :bad] |= losses[:, :bad]
-        losses[:, :bad] = False
-    return wins.sum(axis=1), losses.sum(axis=1)
-
-
-def _pairs(vote: tuple[numpy.ndarray, numpy.ndarray]) -> Iterator[Counts]:
-    return zip(*(side.tolist() for side in vote), strict=True)
+        wins, losses = wins | losses & bad, losses & ~bad
+    return list(zip(*(numpy.count_nonzero(side, axis=1).tolist() for side in (wins, losses)), strict=True))
 
 
 def row(world: World, result: Result) -> list[str]:
     if world.gain:
         return [f"{result.before_gain:.1%} before", "", f"{result.within(1):.1%} / {result.within(3):.1%}"]
-    lost = f"{-100 * result.levels.mean():.1f} / {-100 * result.levels.min():.0f}" if world.step else ""
+    lost = f"{100 * abs(result.levels.mean()):.2g} / {100 * abs(result.levels.min()):.2g}" if world.step else ""
     return [f"{result.any_promotion:.1%}", lost, ""]
 
 
@@ -191,10 +200,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--years", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=1500)
+    parser.add_argument("--rule", default="", help="only rules whose name starts with this")
+    parser.add_argument("--world", default="", help="only worlds whose name contains this")
     arguments = parser.parse_args()
     rows = []
     for name, (rule, worlds) in rules_of(arguments.prompts).items():
-        for world in worlds:
+        for world in worlds if name.startswith(arguments.rule) else []:
+            if arguments.world not in world.name:
+                continue
             rows.append([name, world.name, *row(world, simulate(rule, world, arguments.years, arguments.prompts))])
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     header = ["rule", "world", "years with a promotion", "points lost, mean / most", "gain promoted, night 1 / 3"]
