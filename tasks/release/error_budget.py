@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from hashlib import sha256
-from math import isinf
+from math import isinf, log
 from typing import Any
 
 from tasks.config.params import ErrorBudget
@@ -54,7 +54,7 @@ def plan_test(
     reasons = not_better(budget, paired, champion.number)
     if budget.metric not in paired:
         return Test(anchor=anchor, reasons=reasons)
-    what = (budget.metric, *(found.tags["manifest_sha256"] for found in (version, champion)))
+    what = (budget.metric, *map(models.digest, (version, champion)))
     tag, level = TEST + sha256(" ".join(what).encode()).hexdigest()[:16], budget.alpha / budget.tests
     if spent := exhausted(budget, models.notes(), tag, level):
         return Test(anchor=anchor, reasons=reasons + spent)
@@ -92,12 +92,14 @@ def lost_too_much(budget: ErrorBudget, paired: Mapping[str, Paired], anchor: str
     if found is None or found.reach is None:
         return [f"{budget.metric} was not compared with the anchor, version {anchor}"]
     differences, needed = found.by_prompt(), _level(budget)
-    p = betting_test(differences, budget.max_loss, found.reach)
-    if p <= budget.alpha / budget.tests:
+    p, level = betting_test(differences, budget.max_loss, found.reach), budget.alpha / budget.tests
+    if p <= level:
         return []
+    count = len(differences)
+    more = f". If the difference stays, about {count * log(level) / log(p):,.0f} prompts show it" if p < 1 else ""
     return [
         f"{budget.metric} is not shown to be less than {budget.max_loss:g} below that of the anchor, version "
-        f"{anchor}: {differences.mean():+.4g} on {len(differences)} prompts, p = {p:.2g}, and {needed} is needed"
+        f"{anchor}: {differences.mean():+.4g} on {count} prompts, p = {p:.2g}, and {needed} is needed" + more
     ]
 
 

@@ -120,7 +120,7 @@ def rules_of(prompts: int) -> dict[str, tuple[Rule, list[World]]]:
     return {
         "today": (today, WORLDS),
         "error budget": (improvement, WORLDS + VOTES),
-        "error budget, `improvement: false`": (lambda *counts: today(*counts) and close(*counts), WORLDS[2:4]),
+        "error budget, `improvement: false`": (lambda *counts: close(*counts) and today(*counts), WORLDS[2:4]),
         "error budget, `biased_votes: 0.2`": (careful, [VOTES[-1], *WORLDS[4:6]]),
     }
 
