@@ -5,19 +5,27 @@ export again changes nothing: it is the same version. A model that fails the gat
 crash. A model that passes but needs approval waits for `dpo approve`.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks import stage
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.access import check_push, configured
-from tasks.config.params import Params, load_cluster, load_params
+from tasks.config.params import ErrorBudget, Params, Promote, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, PAIRS
 from tasks.errors import UserError
 from tasks.evaluation.champion_regression import FILE, ChampionRegression, champion_regression
-from tasks.evaluation.compare import Comparison, compare, evaluated_version, read_results, results_here
+from tasks.evaluation.compare import (
+    Comparison,
+    Paired,
+    evaluated_version,
+    pair_up,
+    read_results,
+    results_here,
+    summarize,
+)
 from tasks.evaluation.sharding import evaluator_pool
-from tasks.release import outbox
+from tasks.release import error_budget, outbox
 from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
@@ -35,6 +43,15 @@ HEADLINES = {
     "rewards/margins": "reward margin",
     "kl/answers": "KL per answer",
 }
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The new model against a registered version, on today's held-out set and on that version's own."""
+
+    paired: dict[str, Paired] = field(default_factory=dict)
+    regression: ChampionRegression | None = None
+    why_not: str = ""
 
 
 def promote(run: Run) -> None:
@@ -96,9 +113,11 @@ def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Regist
         decision = decide(workers, params, model_registry, version)
         with model_registry.exclusively() as lease:
             champion = model_registry.at(alias)
-            if (champion.number if champion else None) == decision["champion_before"]:
+            is_same = (champion.number if champion else None) == decision["champion_before"]
+            if is_same and error_budget.spend(params.promote.error_budget, model_registry, decision, lease):
                 model_registry.tag(version, {name: _text(decision[name]) for name in DECISION_TAGS})
-                moves = Moves({CHALLENGER: version.number})
+                aliases = {CHALLENGER: version.number, **error_budget.anchor_alias(decision)}
+                moves = Moves(aliases)
                 if decision["promoted"] and not decision["already"]:
                     details = _comparison_text(decision["comparison"], version, champion)
                     run = version.tags.get("run", "")
@@ -106,10 +125,11 @@ def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Regist
                         model_registry.name, version.number, alias, "it passed the gate", run, details
                     )
                     moves = promotion_moves(alias, version, champion, promotion.id)
-                    moves = replace(moves, aliases={CHALLENGER: version.number, **moves.aliases})
+                    moves = replace(moves, aliases={**aliases, **moves.aliases})
                 model_registry.move(moves, lease)
                 return decision
         now = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
+        now = "another promotion spent the rest of the error budget" if is_same else now
         print(f"promote: {now} in the meantime; comparing again", flush=True)
         version = model_registry.version(version.number) or version
 
@@ -127,13 +147,20 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
     """Whether the version becomes champion, and the reasons against it. Moves no alias."""
     manifest, champion = read_json(MODEL / "manifest.json"), model_registry.at(params.promote.alias)
     already = champion is not None and champion.number == version.number
+    budget = params.promote.error_budget
     reasons = gate(params.promote, manifest["metrics"], manifest["checks"])
-    comparison: Comparison = {}
-    regression: ChampionRegression | None = None
+    compared, comparison, test = Compared(), Comparison(), error_budget.Test()
     if champion is not None and not already:
-        comparison, more = _compare_with(champion, workers, params, model_registry)
-        regression = champion_regression(workers, params, model_registry, champion)
-        reasons += more + _reasons_from(regression, params, champion)
+        compared = _compare_with(champion, workers, params, model_registry)
+        comparison = summarize(params.evaluate, compared.paired)
+        reasons += _regressions(params.promote, compared, comparison, champion)
+    if budget is not None and not already:
+        test = error_budget.plan_test(budget, model_registry, version, champion, compared.paired)
+        reasons += test.reasons
+        if champion is not None and test.anchor is not None and not reasons:  # last, since it may take minutes
+            is_champion = test.anchor.number == champion.number
+            anchored = compared if is_champion else _compare_with(test.anchor, workers, params, model_registry)
+            reasons += _losses(budget, anchored, test.anchor.number)
     needs_approval = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
     waiting = needs_approval and not already and not reasons
     return {
@@ -148,7 +175,8 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
         "rolled_back": version.tags.get("rolled_back", ""),
         "champion_before": champion.number if champion else None,
         "comparison": comparison,
-        "earlier": asdict(regression) if regression else None,
+        "earlier": compared.regression.record() if compared.regression else None,
+        **(test.record() if budget else {}),
     }
 
 
@@ -169,27 +197,41 @@ def sentence(decision: dict[str, Any]) -> str:
     return f"{what} is registered and not promoted, because {'; '.join(decision['reasons'])}"
 
 
-def _compare_with(
-    champion: Version, workers: WorkerPool, params: Params, model_registry: Registry
-) -> tuple[Comparison, list[str]]:
+def _compare_with(version: Version, workers: WorkerPool, params: Params, model_registry: Registry) -> Compared:
+    why_not, paired = "", dict[str, Paired]()
     try:
-        theirs = results_here(workers, evaluated_version(model_registry, champion))
-        comparison = compare(params.evaluate, read_results(METRICS), theirs)
+        theirs = results_here(workers, evaluated_version(model_registry, version))
+        paired = pair_up(params.evaluate, read_results(METRICS), theirs)
     except UserError as error:
-        return {}, [str(error)] if params.promote.max_regression else []
-    return comparison, regressions(params.promote, comparison, champion.number)
+        why_not = str(error)
+    return Compared(paired, champion_regression(workers, params, model_registry, version), why_not)
 
 
-def _reasons_from(regression: ChampionRegression | None, params: Params, champion: Version) -> list[str]:
-    """Reasons from the champion's held-out pairs. A set that cannot be compared is reported and is no reason."""
-    if regression is None:
-        return []
-    if regression.why_not:
+def _regressions(params: Promote, compared: Compared, comparison: Comparison, champion: Version) -> list[str]:
+    """Reasons from both held-out sets. The champion's own set, if it cannot be compared, is reported and no reason."""
+    if compared.why_not:
+        reasons = [compared.why_not] if params.max_regression or params.error_budget else []
+    else:
+        reasons = regressions(params, comparison, champion.number)
+    regression = compared.regression
+    if regression is not None and regression.why_not:
         number = champion.number
         print(f"promote: no comparison on the held-out pairs of version {number}: {regression.why_not}", flush=True)
-        return []
-    reasons = regressions(params.promote, regression.comparison, champion.number)
-    return [f"{reason} on its own held-out pairs" for reason in reasons]
+    elif regression is not None:
+        earlier = regressions(params, regression.comparison, champion.number)
+        reasons += [f"{reason} on its own held-out pairs" for reason in earlier]
+    return reasons
+
+
+def _losses(budget: ErrorBudget, compared: Compared, anchor: str) -> list[str]:
+    """Reasons from the comparison with the anchor, on both held-out sets."""
+    if compared.why_not:
+        return [f"the model cannot be compared with the anchor, version {anchor}: {compared.why_not}"]
+    reasons = error_budget.lost_too_much(budget, compared.paired, anchor)
+    if compared.regression is not None and not compared.regression.why_not:
+        earlier = error_budget.lost_too_much(budget, compared.regression.paired, anchor)
+        reasons += [f"{reason} (on its own held-out pairs)" for reason in earlier]
+    return reasons
 
 
 def _differences(decision: dict[str, Any]) -> dict[str, float]:

@@ -67,6 +67,9 @@ def check(params: "Params") -> None:
         names = [name for name in getattr(params.promote, key) if not name.startswith(by_data)]
         _check(params, f"promote.{key}", names, [*measured, *bounds])
     _check(params, "promote.max_regression", params.promote.max_regression, of_comparison(params))
+    if params.promote.error_budget:
+        bounded = [name for name in of_comparison(params) if name != "samples/policy/reward"]
+        _check(params, "promote.error_budget.metric", [params.promote.error_budget.metric], bounded)
     mixture = params.source.data if isinstance(params.source.data, list) else []
     prefixes = ["eval/", *(f"eval/{source.name}/" for source in mixture)]
     selectable = [prefix + name for prefix in prefixes for name in of_training(params)]

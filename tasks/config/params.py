@@ -217,6 +217,24 @@ Regression = Annotated[  # auto: refuse what is shown to be worse; a number: wha
 ]
 
 
+class ErrorBudget(Section):
+    """How often luck may promote a model, and how much the champions together may lose (docs/evaluation.md)."""
+
+    metric: str
+    alpha: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
+    tests: Count = 365
+    improvement: bool = True
+    anchor: Annotated[str, Field(pattern=r"^(first|[1-9]\d*)$")] | None = "first"
+    max_loss: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.03
+    biased_votes: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> "ErrorBudget":
+        if not self.improvement and self.anchor is None:
+            raise ValueError("error_budget has no effect without `improvement: true` or an `anchor`: set one of them")
+        return self
+
+
 class Promote(Section):
     model_name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
     alias: Annotated[str, Field(pattern=r"^[a-z][\w-]*$")]
@@ -227,6 +245,7 @@ class Promote(Section):
     push: str | None
     drift: dict[str, Annotated[float, Field(ge=0.0)]]
     on_drift: Literal["stop", "warn"]
+    error_budget: ErrorBudget | None = None
 
     @model_validator(mode="after")
     def _check_drift_figures(self) -> "Promote":
@@ -235,7 +254,8 @@ class Promote(Section):
 
     @model_validator(mode="after")
     def _check_alias(self) -> "Promote":
-        if self.alias in ("challenger", "previous"):
+        reserved = ("challenger", "previous", *(["anchor"] if self.error_budget else []))
+        if self.alias in reserved:
             raise ValueError(f"alias: `{self.alias}` is reserved. Choose another, such as `champion`")
         return self
 

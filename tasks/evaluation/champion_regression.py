@@ -3,7 +3,7 @@
 The registry stores the held-out pairs of each version. Pairs whose prompt is now in the training data are skipped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from tasks.errors import UserError
 from tasks.evaluation.compare import (
     Comparison,
     Evaluated,
-    compare,
+    Paired,
     eval_file,
     eval_hash,
     evaluated_version,
+    pair_up,
     read_results,
+    summarize,
 )
 from tasks.evaluation.reevaluate import add_reference, reevaluate, require_same_tokens, stored_held_out
 from tasks.system.files import read_json
@@ -30,12 +32,17 @@ FILE = "eval.arrow"
 
 @dataclass(frozen=True)
 class ChampionRegression:
-    """The comparison, or why there is none; part of promote.json."""
+    """The comparison, or why there is none."""
 
     comparison: Comparison
     pairs: int = 0
     trained_on: int = 0  # the champion's held-out pairs that are training data by now
     why_not: str = ""
+    paired: dict[str, Paired] = field(default_factory=dict, repr=False)  # behind the comparison
+
+    def record(self) -> dict[str, Any]:
+        """For promote.json."""
+        return {name: value for name, value in vars(self).items() if name != "paired"}
 
 
 def champion_regression(
@@ -74,7 +81,8 @@ def _compare(
     else:
         held_out = add_reference(workers, params, held_out, theirs.manifest)
         old = reevaluate(workers, params, theirs.weights(), held_out, theirs.manifest)
-    return ChampionRegression(compare(params.evaluate, new, old), len(held_out.pairs), trained_on)
+    paired = pair_up(params.evaluate, new, old)
+    return ChampionRegression(summarize(params.evaluate, paired), len(held_out.pairs), trained_on, paired=paired)
 
 
 def _fetch_pairs(model_registry: Registry, champion: Version, name: str) -> Path:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Evaluate, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, home
@@ -29,43 +31,69 @@ from tasks.tracking.registry import Registry, Version
 Comparison = dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True)
+class Paired:
+    """The values of one metric for two models on the same prompts or pairs."""
+
+    ours: list[float]
+    theirs: list[float]
+    prompts: list[str]
+    reach: float | None  # the largest possible difference to either side, if the metric is bounded
+
+    def by_prompt(self) -> numpy.ndarray:
+        """The mean difference (ours - theirs) of each prompt."""
+        _, group = numpy.unique(numpy.asarray(self.prompts), return_inverse=True)
+        sums = numpy.bincount(group, weights=numpy.asarray(self.ours) - numpy.asarray(self.theirs))
+        return numpy.asarray(sums / numpy.bincount(group))
+
+
 def compare(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> Comparison:
+    return summarize(params, pair_up(params, ours, theirs))
+
+
+def summarize(params: Evaluate, paired: dict[str, Paired]) -> Comparison:
     """By metric: both means over the shared prompts or pairs, the difference (ours - theirs) and its interval."""
-    comparison: Comparison = {}
+    return {name: _summary(values, params.seed) for name, values in paired.items()}
+
+
+def pair_up(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> dict[str, Paired]:
+    """By metric: the values of both models on the prompts or pairs that they share."""
+    paired: dict[str, Paired] = {}
     ids = [pair for pair in ours.pairs if pair in theirs.pairs]
     if ids:
         new, old = ([float(side.pairs[pair]["margin"] > 0) for pair in ids] for side in (ours, theirs))
         prompts = [ours.pairs[pair]["prompt"] for pair in ids]
-        comparison["rewards/accuracies"] = _paired(new, old, prompts, params.seed, (-1.0, 1.0))
+        paired["rewards/accuracies"] = Paired(new, old, prompts, 1.0)
     prompts = [prompt for prompt in ours.answers if prompt in theirs.answers]
-    return comparison | (_compare_answers(params, ours, theirs, prompts) if prompts else {})
+    return paired | (_pair_up_answers(params, ours, theirs, prompts) if prompts else {})
 
 
-def _compare_answers(params: Evaluate, ours: ModelResults, theirs: ModelResults, prompts: list[str]) -> Comparison:
+def _pair_up_answers(
+    params: Evaluate, ours: ModelResults, theirs: ModelResults, prompts: list[str]
+) -> dict[str, Paired]:
     first, second = ([side.answers[prompt] for prompt in prompts] for side in (theirs, ours))
-    comparison: Comparison = {}
+    paired: dict[str, Paired] = {}
     names = [name for name in judged_metrics(second) if name in first[0]]  # another judge gives other metrics
     for name in names:
         new, old = ([float(answer[name]) for answer in side] for side in (second, first))
-        limits = (-1.0, 1.0) if isinstance(first[0][name], bool) else None
-        comparison[f"samples/policy/{name}"] = _paired(new, old, prompts, params.seed, limits)
+        reach = 1.0 if isinstance(first[0][name], bool) else None
+        paired[f"samples/policy/{name}"] = Paired(new, old, prompts, reach)
     results = outcomes(params, prompts, first, second) if names == judged_metrics(second) else None
     wins = {
         p: result for p, result in zip(prompts, results or [None] * len(prompts), strict=True) if result is not None
     }
     if wins:
         rates, even = list(wins.values()), [0.5] * len(wins)
-        comparison["win_rate"] = _paired(rates, even, list(wins), params.seed, (-0.5, 0.5))
-    return comparison
+        paired["win_rate"] = Paired(rates, even, list(wins), 0.5)
+    return paired
 
 
-def _paired(
-    ours: list[float], theirs: list[float], prompts: list[str], seed: int, limits: tuple[float, float] | None
-) -> dict[str, float]:
-    count = len(ours)
-    interval = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], prompts, seed, limits)
+def _summary(paired: Paired, seed: int) -> dict[str, float]:
+    ours, theirs, count = paired.ours, paired.theirs, len(paired.ours)
+    limits = None if paired.reach is None else (-paired.reach, paired.reach)
+    interval = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], paired.prompts, seed, limits)
     means = {"ours": round(sum(ours) / count, 6), "theirs": round(sum(theirs) / count, 6)}
-    counts = {"count": count, "prompts": len(set(prompts))}
+    counts = {"count": count, "prompts": len(set(paired.prompts))}
     return {**means, "difference": interval.mean, **interval.bounds(), **counts}
 
 

@@ -141,6 +141,18 @@ class Registry:
         """The version at each alias."""
         return {alias: str(number) for alias, number in self.client.get_registered_model(self.name).aliases.items()}
 
+    def notes(self) -> dict[str, str]:
+        """The tags of the registered model itself, which outlive its versions."""
+        return dict(self.client.get_registered_model(self.name).tags)
+
+    def note(self, name: str, value: str | None, held: Turn) -> None:
+        """Set a tag of the registered model; None deletes it."""
+        held.check()
+        if value is None:
+            self.client.delete_registered_model_tag(self.name, name)
+        else:
+            self.client.set_registered_model_tag(self.name, name, value)
+
     def digest(self, version: Version) -> str:
         """The hash of a version's manifest, by which its artifacts are found: anybody may have edited the tag."""
         found = version.tags.get("manifest_sha256", "")

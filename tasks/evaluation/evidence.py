@@ -1,0 +1,49 @@
+"""Tests of paired differences that are valid for any number of prompts, however small the level.
+
+They take one value per prompt, since the pairs of a prompt are not independent. docs/evaluation.md has the hypotheses.
+"""
+
+from math import exp, lgamma, log
+from statistics import NormalDist
+
+import numpy
+
+BETS = 0.5 ** numpy.arange(1, 8)  # shares of the largest stake that a single prompt could wipe out
+POWER = 0.9
+
+
+def sign_test(wins: int, losses: int, chance: float = 0.5) -> float:
+    """The probability of this many wins or more if every decided prompt is won with `chance`; exact."""
+    decided = wins + losses
+    ways = (lgamma(decided + 1) - lgamma(k + 1) - lgamma(decided - k + 1) for k in range(wins, decided + 1))
+    odds = (k * log(chance) + (decided - k) * log(1 - chance) for k in range(wins, decided + 1))
+    return min(1.0, sum(exp(way + odd) for way, odd in zip(ways, odds, strict=True)))
+
+
+def betting_test(differences: numpy.ndarray, loss: float, reach: float) -> float:
+    """A p-value against "the mean difference is -loss or worse", for differences between -reach and reach.
+
+    A gambler stakes a fixed share of their wealth on each prompt. If the mean is -loss or worse, no stake has a
+    positive expectation, so the wealth reaches 1/p with a probability of at most p (Markov). The start is split over
+    BETS, because the best share depends on the unknown mean and variance.
+    """
+    stakes = BETS / (reach - loss)
+    growth = numpy.log1p(numpy.outer(stakes, differences + loss)).sum(axis=1)  # (bets,)
+    return float(min(1.0, exp(-_log_mean_exp(growth))))
+
+
+def _log_mean_exp(values: numpy.ndarray) -> float:
+    largest = float(values.max())
+    return largest + log(float(numpy.exp(values - largest).mean()))
+
+
+def prompts_for_lead(lead: float, decided: float, level: float, chance: float = 0.5) -> float:
+    """About how many prompts show a lead (share won - share lost) to the sign test with a probability of POWER.
+
+    `decided` is the share of prompts on which the models differ. Infinite if the lead is not above that of `chance`.
+    """
+    above = lead - decided * (2 * chance - 1)
+    if above <= 0:
+        return float("inf")
+    normal = NormalDist()
+    return decided * ((normal.inv_cdf(1 - level) + normal.inv_cdf(POWER)) / above) ** 2
