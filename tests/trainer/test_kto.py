@@ -21,7 +21,7 @@ from training.objectives.packing import Pair, build_row
 pytestmark = pytest.mark.slow
 BETA, UP, DOWN = 0.5, 1.5, 0.75
 KTO = ({"kto": 1.0}, {"beta": BETA, "desirable_weight": UP, "undesirable_weight": DOWN})
-FAST = 20 * RATE  # so that the KL is above 0 within a few steps
+FAST = 5 * RATE  # so that the KL is above 0 within a few steps
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def assert_same(log: list[dict], expected: list[dict[str, float]]) -> None:
     assert len(course) == len(expected)
     for line, metrics in zip(course, expected, strict=True):
         for name, value in metrics.items():
-            close = {"rel": 1e-3} if name == "grad_norm" else {"abs": 5e-4}  # rewards of up to 5 after 8 large steps
+            close = {"rel": 1e-3} if name == "grad_norm" else {"abs": 5e-4}
             assert line[name] == pytest.approx(value, **close), (line["step"], name)
 
 
@@ -105,7 +105,7 @@ def test_any_rows_ranks_and_zero_stage_match_plain_torch_and_a_resumed_run_repea
     logs = run_ranks(one, 1, runs)
     wide = settings(two, model, "wide", thumbs, **common, held_out={"a": 3, "b": 5})
     others = run_ranks(two, 2, [wide, settings(two, model, "zero3", thumbs, **common, zero_stage=3)])
-    assert max(step["kl/mismatched"] for step in plain) > 0.1
+    assert max(step["kl/mismatched"] for step in plain) > 0.01
     assert min(step["kl/mismatched"] for step in plain) == 0.0  # clamped
     for log in (logs["kto"], logs["narrow"], others["wide"], others["zero3"]):
         assert_same(log, plain)
