@@ -6,7 +6,7 @@ duplicates are found by hashes when all chunks are done.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks import stage
-from tasks.config.params import RUN, Layout, Prepare, load_cluster, load_params
+from tasks.config.params import RUN, Layout, Params, Prepare, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
+from tasks.dataset import unpaired
 from tasks.dataset.card import data_card, row_stats
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
@@ -67,8 +68,8 @@ def prepare(run: Run) -> None:
         shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
-        done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl")
-        _write_pairs(shards, pairs, done.results, done.columns, done.kept)
+        done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl", params.train.loss)
+        _write_pairs(shards, pairs, done, params.prepare.max_tokens)
         if demonstrations := [entry for entry in raw["sources"] if entry["key"] == "source.sft"]:
             _write_demonstrations(demonstrations, template, params.prepare, pairs)
         write_json(pairs / HASHES, {"files": hash_files(pairs)})
@@ -107,14 +108,22 @@ def _is_replaced(entry: dict[str, Any]) -> bool:
     return entry["key"] == "source.data" and not entry["address"].startswith(RUN)
 
 
-def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards: Path, quarantine: Path) -> Processed:
-    """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used."""
+def process(
+    raw: dict[str, Any],
+    template: ChatTemplate,
+    params: Prepare,
+    shards: Path,
+    quarantine: Path,
+    loss: Mapping[str, float] | None = None,
+) -> Processed:
+    """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used, or not by this loss."""
     entries = [entry for entry in raw["sources"] if entry["key"] != "source.sft"]
     entries.sort(key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
     files = _raw_files(entries)
     sources = [_row_source(entry, params) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     _check_names(params, sources)
+    unpaired.check_sources(sources, loss)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
         sources = more
@@ -126,6 +135,7 @@ def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards
     _quarantine_duplicates(duplicates, columns, results, files, stats, quarantine)
     splits = data_card.count_splits(columns["held_out"][kept])
     check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
+    unpaired.check_labels(columns, kept)
     return Processed(sources, stats, results, columns, kept, splits)
 
 
@@ -145,7 +155,10 @@ def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
     options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
     if examples := describe(decode(rows[:EXAMPLE_ROWS], layout, options)[:EXAMPLES]):
         how = f"{layout.shape}{_decided_by(layout)}"
-        print(f"prepare: {entry['name']} is read as {how}. Check three pairs (+ chosen, - rejected):")
+        signs = (
+            "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
+        )
+        print(f"prepare: {entry['name']} is read as {how}. Check three {signs}:")
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
@@ -236,12 +249,14 @@ def _quarantine_duplicates(
                     stats.add_examples(reason, examples)
 
 
-def _write_pairs(shards: Path, pairs: Path, results: list[ChunkResult], columns: Columns, kept: Mask) -> None:
+def _write_pairs(shards: Path, pairs: Path, done: Processed, max_tokens: int) -> None:
     """train.arrow and eval.arrow from the shards, which are then deleted."""
-    ends = np.cumsum([len(result.columns["row"]) for result in results])[:-1]
-    paths = [shards / f"{result.number:06d}.arrow" for result in results]
-    write_splits(pairs, paths, np.split(kept, ends), np.split(columns["held_out"], ends))
+    ends = np.cumsum([len(result.columns["row"]) for result in done.results])[:-1]
+    paths = [shards / f"{result.number:06d}.arrow" for result in done.results]
+    write_splits(pairs, paths, np.split(done.kept, ends), np.split(done.columns["held_out"], ends))
     shutil.rmtree(shards)
+    for split in SPLITS if done.columns["sign"].any() else ():
+        unpaired.add_mismatched(pairs / f"{split}.arrow", max_tokens)
 
 
 def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
@@ -262,6 +277,8 @@ def _log(run: Run, report: dict[str, Any]) -> None:
         f"{report['template']}); mean tokens: prompt {tokens['prompt']['mean']}, chosen {tokens['chosen']['mean']}, "
         f"rejected {tokens['rejected']['mean']}"
     )
+    if counts := report["unpaired"]:
+        print(f"prepare: unpaired rows: {counts['desirable']} desirable (chosen), {counts['undesirable']} undesirable")
     for name, number in report["left_out"].items():
         print(f"prepare: rejected {number}: {name}, {REJECT_REASONS[name]}")
     for warning in report["warnings"]:

@@ -1,15 +1,28 @@
 """Names of things in tasks/dataset that params.yaml may use; tests/config/test_params.py holds both sides together."""
 
 # prepare.format: the keys of SHAPES in tasks/dataset/rows/row_shapes.py.
-ROW_FORMATS = ("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca")
+ROW_FORMATS = (
+    *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "unpaired"),
+)
 # prepare.columns
 COLUMNS = (
     *("prompt", "chosen", "rejected", "instruction", "input", "system", "messages", "tools"),
-    *("completions", "scores", "output", "response1", "response2", "winner", "annotator1", "score1", "score2"),
+    *(
+        "completion",
+        "completions",
+        "scores",
+        "output",
+        "response1",
+        "response2",
+        "winner",
+        "annotator1",
+        "score1",
+        "score2",
+    ),
     *("score_chosen", "score_rejected", "label", "margin", "weight", "id"),
 )
-# prepare.values: what a value of the column `winner` says about the two answers.
-VOTES = ("first", "second", "tie")
+# prepare.values: what a value of the column says about the two answers, or about the answer of an unpaired row.
+VALUES = {"winner": ("first", "second", "tie"), "label": ("desirable", "undesirable")}
 # prepare.thresholds: the keys of REJECT_REASONS in tasks/dataset/rows/reject_reasons.py.
 REJECT_REASONS = (
     *("invalid_json", "invalid_utf8", "unreadable_value", "not_an_object", "missing_field", "not_text", "bad_number"),

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from tasks.config import metrics, strict
 from tasks.config.cluster import Cluster, load_cluster
-from tasks.config.names import COLUMNS, DRIFT_METRICS, HARNESS_PRESETS, REJECT_REASONS, ROW_FORMATS, VOTES
+from tasks.config.names import COLUMNS, DRIFT_METRICS, HARNESS_PRESETS, REJECT_REASONS, ROW_FORMATS, VALUES
 from tasks.config.strict import Count, Fraction, Positive, Section, dotted, read_yaml, validate
 from tasks.config.training import Dtype, Optimization, Quantization, Sft, Train
 from tasks.errors import UserError
@@ -88,8 +88,9 @@ class Layout(Section):
     def _check_format_and_columns(self) -> "Layout":
         check_names("format", [self.format], ["auto", *ROW_FORMATS])
         check_names("columns", self.columns, COLUMNS)
-        check_names("values", self.values, ["winner"])
-        check_names("values.winner", self.values.get("winner", {}).values(), VOTES)
+        check_names("values", self.values, VALUES)
+        for column, meanings in self.values.items():
+            check_names(f"values.{column}", meanings.values(), VALUES[column])
         return self
 
 

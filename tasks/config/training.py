@@ -130,6 +130,8 @@ class Train(Optimization):
     tau: Positive | None
     cpo_alpha: Positive | None
     dpop_lambda: Positive | None
+    desirable_weight: Positive | None = None
+    undesirable_weight: Positive | None = None
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
     f_alpha: float | None
     beta_alpha: Positive | None

@@ -35,6 +35,7 @@ EXAMPLE_CHARACTERS = 240
 COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("row",), np.int64),
     **dict.fromkeys(("pair_id", "swapped_id", "prompt", "row_id", "rank"), np.uint64),
+    "sign": np.int8,
     **dict.fromkeys(("prompt_tokens", "chosen_tokens", "rejected_tokens"), np.int32),
     **dict.fromkeys(("held_out", "merged", "truncated", "chosen_ends", "rejected_ends"), np.bool_),
 }
@@ -208,6 +209,7 @@ class ChunkWorker:
             "prompt": hashed,
             "row_id": 0 if row_id is None else preference.row_id_hash(row_id),
             "rank": preference.sample_rank(candidate.pair_id, self.params.seed) if self.params.max_pairs else 0,
+            "sign": candidate.preference.sign,
             "prompt_tokens": len(tokens.prompt_ids),
             "chosen_tokens": len(tokens.chosen_ids),
             "rejected_tokens": len(tokens.rejected_ids),
@@ -238,6 +240,7 @@ class ChunkWorker:
             "margin": candidate.preference.margin,
             "weight": candidate.preference.weight * source.weight,
             "source": source.name,
+            "sign": candidate.preference.sign,
         }
 
 

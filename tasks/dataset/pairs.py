@@ -25,7 +25,7 @@ SPLITS = ("train", "eval")
 SFT_FILES = {split: f"sft-{split}" for split in SPLITS}  # demonstrations of source.sft, beside the pairs
 HASHES = "hashes.json"  # of the files in data/pairs
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")  # columns, and fields of a Pair
-NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0}  # with the value of a pair that has none
+NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0, "sign": 0.0}  # with the value of a pair that has none
 
 PAIR_SCHEMA = pa.schema(
     [
@@ -42,6 +42,7 @@ PAIR_SCHEMA = pa.schema(
         ("margin", pa.float32()),  # difference of the scores, where the data has scores
         ("weight", pa.float32()),
         ("source", pa.string()),
+        ("sign", pa.int8()),  # of an unpaired row: +1 chosen is desirable, -1 undesirable; rejected answers another row
     ]
 )
 REFERENCE_SCHEMA = pa.schema(
@@ -135,6 +136,8 @@ class PairTable(Sequence[Pair]):
     """The pairs of a file, or some of them. A Pair is built when it is read."""
 
     def __init__(self, table: pa.Table) -> None:
+        if "sign" not in table.column_names:  # of an earlier release
+            table = table.append_column("sign", pa.array(np.zeros(len(table), np.int8)))
         self.table, self.rows = table, np.arange(len(table))
         self.reference: Reference | None = None
         self.lists = {name: ListColumn(table[name]) for name in TOKENS}

@@ -19,7 +19,7 @@ def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows of PAIR_SCHEMA. Lists of numbers are concatenated first, which Arrow takes without a copy."""
     fields = [field for field in PAIR_SCHEMA if field.name != "shared_prefix"]
     arrays = {field.name: _array([row[field.name] for row in rows], field.type) for field in fields}
-    arrays["shared_prefix"] = pa.array(_shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())
+    arrays["shared_prefix"] = pa.array(shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())
     table = pa.table([arrays[name] for name in PAIR_SCHEMA.names], schema=PAIR_SCHEMA)
     with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
@@ -62,7 +62,7 @@ def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
         yield waiting
 
 
-def _shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.int64]:
+def shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.int64]:
     """Pair.shared_prefix of all rows at once: each round compares the next token of the rows that still agree."""
     (starts, values), (other_starts, other_values) = (
         (column.offsets.to_numpy(), column.values.to_numpy()) for column in (chosen, rejected)

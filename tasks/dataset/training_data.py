@@ -42,17 +42,24 @@ PREFERENCES = TrainingData()
 
 
 def chosen_answers(table: pa.Table) -> PairTable:
-    """The chosen answers of pairs as demonstrations, each once: a prompt may have several worse answers."""
+    """The chosen answers of pairs as demonstrations, each once: a prompt may have several worse answers.
+
+    Of unpaired rows the desirable answers.
+    """
+    if "sign" in table.column_names and compute.min(table["sign"]).as_py() == -1:
+        table = table.filter(compute.greater(table["sign"], 0))
     count = len(table)
     columns = {
         "rejected_ids": table["chosen_ids"],
         "rejected_mask": table["chosen_mask"],
         "label": pa.chunked_array([np.ones(count, np.float32)]),
         "margin": pa.chunked_array([np.zeros(count, np.float32)]),
+        "sign": pa.chunked_array([np.zeros(count, np.int8)]),
         "shared_prefix": compute.subtract(compute.list_value_length(table["chosen_ids"]), 1),
     }
     for name, values in columns.items():
-        table = table.set_column(table.column_names.index(name), name, values)
+        names = table.column_names
+        table = table.set_column(names.index(name), name, values) if name in names else table
     answers = PairTable(table)
     return answers.select(_first_of_each(answers))
 

@@ -30,7 +30,8 @@ def _truncate_prompt(tokens: TokenizedPair, excess: int, bos_id: int | None) -> 
 def _truncate_responses(tokens: TokenizedPair, room: int) -> TokenizedPair | RejectedRow:
     if room < 1 or not any(tokens.chosen_mask[:room]) or not any(tokens.rejected_mask[:room]):
         return RejectedRow("over_length", "the prompt leaves no room for the responses")
-    if tokens.chosen_ids[:room] == tokens.rejected_ids[:room]:
+    differ = tokens.chosen_ids != tokens.rejected_ids  # those of an unpaired row do not
+    if differ and tokens.chosen_ids[:room] == tokens.rejected_ids[:room]:
         return RejectedRow("over_length", "the responses differ only after the cut")
     fields = ("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
     return replace(tokens, **{name: getattr(tokens, name)[:room] for name in fields}, truncated=True)

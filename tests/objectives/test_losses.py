@@ -63,6 +63,9 @@ EXPECTED = {
     "apo_down": (s(0.2) + 1 - s(0.3), {"beta": 0.1}),
     "discopop": ((1 - s(6)) * -L(0.3) + s(6) * math.exp(-0.3), {"beta": 0.1, "tau": 0.05}),
     "dpop": (-L(0.3), {"beta": 0.1, "dpop_lambda": 50.0}),  # a = 2 is above 0: no penalty
+    # A batch of one desirable row: the mismatched log-ratio is -1, so the KL is 0.
+    "kto": (1.5 * (1 - s(0.2)), {"beta": 0.1, "desirable_weight": 1.5}),
+    "apo_zero_unpaired": (1 - s(0.2), {"beta": 0.1, "undesirable_weight": 3.0}),
     "simpo": (-L(2.0 * (C / NW - R / NL) - 0.5), {"beta": 2.0, "gamma": 0.5}),
     "cpo": (-L(0.1 * (C - R)) - 0.7 * C / NW, {"beta": 0.1, "cpo_alpha": 0.7}),
     "orpo": (2.5 - 0.1 * L(math.log(odds(C / NW) / odds(R / NL))), {"beta": 0.1}),
@@ -249,6 +252,8 @@ START = {  # beta 0.1: 1 / (4 * 0.1^2) = 25
     "apo_down": (1.0, {"beta": 0.1}),
     "discopop": (0.5 * LN2 + 0.5, {"beta": 0.1}),
     "dpop": (LN2, {"beta": 0.1}),
+    "kto": (0.75, {"beta": 0.1, "desirable_weight": 1.5}),
+    "apo_zero_unpaired": (0.5, {"beta": 0.1}),
     "simpo": (-L(-0.5), {"beta": 2.0, "gamma": 0.5, "reference": True}),
 }
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.objectives import batches, global_batch
-from training.objectives.metrics import MetricWindow, row_loss
+from training.objectives.metrics import MetricWindow, combine_kinds, kind_of, row_loss
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow, Pair, build_row
-from training.objectives.pair_columns import columns_of
+from training.objectives.pair_columns import PairColumns, columns_of
 
 HeldOut = Mapping[str, Sequence[Pair]]  # held-out pairs by their source
 
@@ -38,15 +39,22 @@ def evaluate_sets(
 
 def _mean_of_sets(by_source: Mapping[str, Mapping[str, float]], held_out: HeldOut) -> dict[str, float]:
     """Means over the pairs of all sets, as if they were one: losses by the pairs' weights, the rest by their number."""
-    weights = {source: sum(columns_of(pairs).weight.tolist()) for source, pairs in held_out.items()}
-    counts = {source: len(pairs) for source, pairs in held_out.items()}
+    columns = {source: columns_of(pairs) for source, pairs in held_out.items()}
     means: dict[str, float] = {}
-    for name in next(iter(by_source.values())):
-        shares = weights if name.startswith("loss") else counts
+    for name in dict.fromkeys(name for values in by_source.values() for name in values):
+        measured = {source: values[name] for source, values in by_source.items() if name in values}
+        shares = {source: _share(name, columns[source]) for source in measured}
         if name not in ("pairs", "tokens"):
-            total = sum(by_source[source][name] * share for source, share in shares.items())
-            means[name] = total / sum(shares.values())
-    return means
+            means[name] = sum(measured[source] * share for source, share in shares.items()) / sum(shares.values())
+    return combine_kinds(means)
+
+
+def _share(name: str, columns: PairColumns) -> float:
+    """The share of a set in the mean of a metric."""
+    if name.startswith("loss"):
+        return sum(columns.weight.tolist())
+    kind = kind_of(name) if columns.sign.any() else None
+    return float(len(columns.sign) if kind is None else (columns.sign == {"chosen": 1, "rejected": -1}[kind]).sum())
 
 
 @torch.no_grad()
@@ -71,9 +79,12 @@ def evaluate_pairs(
             yield build_row(pairs, indices, is_filler).to(device)
 
     contexts, _ = global_batch.row_contexts(policy, objective, rows(), range(len(pairs)), device)
+    shared: dict[str, Any] = {}
+    if objective.reads_kl and (columns_of(pairs).sign != 0).any():
+        shared = global_batch.batch_kl(policy, objective, rows(), range(len(pairs)), device)
     window = MetricWindow(device)
     for number, row in enumerate(rows()):
-        _, values, _ = row_loss(policy, objective, row, reward_mean=reward_mean, **contexts.get(number, {}))
+        _, values, _ = row_loss(policy, objective, row, reward_mean=reward_mean, **contexts.get(number, {}), **shared)
         window.add(values, row.weight, len(row.input_ids), row.is_filler)
         if on_row and not row.is_filler:
             on_row(row, values)

@@ -61,8 +61,8 @@ def pair_values(
 
     def keep(row: PackedRow, values: dict[str, Tensor]) -> None:
         kl = values.get("kl", torch.zeros(len(row.pair_indices)))
-        columns = values["rewards/chosen"], values["rewards/rejected"], *row.sums(row.loss_mask), kl
-        for number, chosen, rejected, chosen_tokens, rejected_tokens, drift in zip(
+        columns = *compared_rewards(row, values, objective), *row.sums(row.loss_mask), kl, row.sign
+        for number, chosen, rejected, chosen_tokens, rejected_tokens, drift, sign in zip(
             row.pair_indices, *(c.tolist() for c in columns), strict=True
         ):
             by_number[number] = PairValues(
@@ -72,6 +72,7 @@ def pair_values(
                 chosen_tokens=int(chosen_tokens),
                 rejected_tokens=int(rejected_tokens),
                 kl=drift,
+                sign=int(sign),
             )
 
     means = evaluate_pairs(scorer, objective, pairs, row_tokens, device, on_row=keep)
@@ -80,6 +81,15 @@ def pair_values(
         dist.all_gather_object(by_rank, by_number)
         by_number = {number: value for part in by_rank for number, value in part.items()}
     return means, [by_number[number] for number in range(len(pairs))]
+
+
+def compared_rewards(row: PackedRow, values: dict[str, Tensor], objective: Objective) -> tuple[Tensor, Tensor]:
+    """The rewards that should be higher and lower. An undesirable answer's own should be below the zero reward."""
+    chosen, rejected = values["rewards/chosen"], values["rewards/rejected"]
+    if not row.is_unpaired:
+        return chosen, rejected
+    zero = float(objective.options.get("beta", 1.0)) * values.get("kl/mismatched", torch.zeros_like(chosen))
+    return torch.where(row.sign > 0, chosen, zero), torch.where(row.sign > 0, zero, rejected)
 
 
 def stored_pair_values(

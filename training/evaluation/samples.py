@@ -27,6 +27,7 @@ class PairValues:
     chosen_tokens: int  # under the loss mask
     rejected_tokens: int
     kl: float  # half the squared log-ratio per token under the loss mask, as in training.objectives.metrics
+    sign: int = 0  # of an unpaired row (Pair.sign); its reward is compared with Objective.zero_reward, the other reward
 
     @property
     def margin(self) -> float:

@@ -1,4 +1,4 @@
-"""Values that a pair's loss takes from the whole global batch: AOT's sorted ratios, and beta-DPO's beta and filter.
+"""Values that a loss takes from the whole global batch: AOT's sorted ratios, beta-DPO's beta and filter, KTO's KL.
 
 An extra forward pass without gradients collects the log-probabilities of all pairs from all ranks, so the result does
 not depend on how the pairs were packed or on the number of ranks.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.models.logps import row_logps
-from training.objectives.losses import OrderStatistics, PairLogps, order_statistics
+from training.objectives.losses import OrderStatistics, PairLogps, mismatched_kl, order_statistics
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow
@@ -90,6 +90,19 @@ def calibrate(batch: GlobalBatch, objective: Objective, running: Tensor, seed: i
         filter_weight=is_kept * batch.weight.sum() / (is_kept * batch.weight).sum(),
         running=running,
     )
+
+
+@torch.no_grad()
+def batch_kl(
+    policy: nn.Module,
+    objective: Objective,
+    rows: Iterable[PackedRow],
+    pair_indices: Sequence[int],
+    device: torch.device,
+) -> dict[str, Any]:
+    """KTO's KL of unpaired rows as an argument of `pair_logps`, the same for each row. A collective."""
+    batch = gather(policy, objective, rows, pair_indices, device)
+    return {"batch_kl": mismatched_kl(batch.pairs.rejected_ratio).float()}
 
 
 @torch.no_grad()

@@ -41,6 +41,8 @@ class PairLogps:
     filter_weight: Tensor | float = 1.0  # 0 for pairs that beta-DPO drops; the mean over a batch is 1
     reward_mean: Tensor | float = 0.0  # running mean of all rewards (bco_pair)
     order_statistics: OrderStatistics | None = None  # for AOT; None if these pairs are the whole global batch
+    sign: Tensor | float = 1.0  # of an unpaired row, whose answer is `chosen`: +1 desirable, -1 undesirable
+    batch_kl: Tensor | None = None  # KTO's KL of the global batch; None if these rows are the whole global batch
 
     @property
     def chosen_ratio(self) -> Tensor:  # log pi(y_w|x) / pi_ref(y_w|x)
@@ -49,6 +51,10 @@ class PairLogps:
     @property
     def rejected_ratio(self) -> Tensor:
         return self.rejected_logps - self.ref_rejected_logps
+
+    @property
+    def kl(self) -> Tensor:
+        return mismatched_kl(self.rejected_ratio) if self.batch_kl is None else self.batch_kl
 
 
 def sigmoid(
@@ -159,6 +165,20 @@ def apo_down(pairs: PairLogps, *, beta: float) -> Tensor:
     return torch.sigmoid(beta * a) + 1 - torch.sigmoid(beta * (a - b))
 
 
+def kto(pairs: PairLogps, *, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> Tensor:
+    """KTO, arXiv 2402.01306 eq. 7, on unpaired rows: w (1 - sigmoid(+-beta (log-ratio - KL)))."""
+    weight = _weight_of_sign(pairs, desirable_weight, undesirable_weight)
+    return weight * torch.sigmoid(-pairs.sign * beta * (pairs.chosen_ratio - pairs.kl))
+
+
+def apo_zero_unpaired(
+    pairs: PairLogps, *, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> Tensor:
+    """APO-zero of unpaired rows, as in TRL: KTO without its KL term."""
+    weight = _weight_of_sign(pairs, desirable_weight, undesirable_weight)
+    return weight * torch.sigmoid(-pairs.sign * beta * pairs.chosen_ratio)
+
+
 def discopop(
     pairs: PairLogps, *, beta: float, tau: float = 0.05, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
 ) -> Tensor:
@@ -198,7 +218,7 @@ def sft(pairs: PairLogps) -> Tensor:
 
 
 _REFERENCE_LOSSES = (sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard)
-_MORE_REFERENCE_LOSSES = (aot, aot_unpaired, apo_zero, apo_down, discopop, dpop)
+_MORE_REFERENCE_LOSSES = (aot, aot_unpaired, apo_zero, apo_down, discopop, dpop, kto, apo_zero_unpaired)
 _REFERENCE_FREE_LOSSES = (simpo, cpo, orpo, sft)
 LOSSES: dict[str, Callable[..., Tensor]] = {
     loss.__name__: loss for loss in (*_REFERENCE_LOSSES, *_MORE_REFERENCE_LOSSES, *_REFERENCE_FREE_LOSSES)
@@ -225,6 +245,16 @@ def order_statistics(pairs: PairLogps) -> OrderStatistics:
         rejected_ratio=_at_same_position(a, b),
         chosen_ratio=_at_same_position(b, a),
     )
+
+
+@torch.no_grad()
+def mismatched_kl(ratios: Tensor) -> Tensor:
+    """KTO's estimate of KL(policy, reference): the mean log-ratio of answers to other prompts, at least 0."""
+    return ratios.mean().clamp(min=0.0)
+
+
+def _weight_of_sign(pairs: PairLogps, desirable: float, undesirable: float) -> Tensor | float:
+    return ((1 + pairs.sign) * desirable + (1 - pairs.sign) * undesirable) / 2
 
 
 def _at_same_position(own: Tensor, others: Tensor) -> Tensor:

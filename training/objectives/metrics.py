@@ -47,6 +47,7 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
         label=row.label.to(loss_mask.dtype) if row.has_soft_labels else 1.0,
         margin=0.0 if scale is None else scale * row.margin.to(loss_mask.dtype),
         wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
+        sign=row.sign.to(loss_mask.dtype) if row.is_unpaired else 1.0,
         **batch_values,
     )
 
@@ -72,6 +73,10 @@ def row_metrics(
     row: PackedRow, tokens: TokenLogps, pairs: PairLogps, losses: Mapping[str, Tensor], objective: Objective
 ) -> dict[str, Tensor]:
     """Metrics of each pair, (pairs,) each."""
+    if row.is_unpaired:
+        return {name: value.detach() for name, value in losses.items()} | _unpaired_metrics(
+            row, tokens, pairs, objective
+        )
     chosen_reward, rejected_reward = objective.rewards(pairs)
     both_tokens = pairs.chosen_tokens + pairs.rejected_tokens
     values = {
@@ -93,6 +98,44 @@ def row_metrics(
     if pairs.batch_beta is not None:
         values["beta"] = pairs.batch_beta.expand(len(chosen_reward))
     return values
+
+
+def _unpaired_metrics(row: PackedRow, tokens: TokenLogps, pairs: PairLogps, objective: Objective) -> dict[str, Tensor]:
+    """Of unpaired rows: `chosen` means desirable rows and `rejected` undesirable ones, 0 for rows of the other kind.
+
+    MetricWindow takes their means over the rows of each kind.
+    """
+    reward, zero = objective.rewards(pairs)[0], objective.zero_reward(pairs)
+    desirable = (row.sign > 0).to(reward.dtype)
+    values = {"desirable": desirable, "sft_loss": -pairs.chosen_mean_logps * desirable}
+    for side, own in (("chosen", desirable), ("rejected", 1 - desirable)):
+        values |= {
+            f"rewards/{side}": reward * own,
+            f"rewards/accuracies/{side}": (row.sign * (reward - zero) > 0) * own,
+            f"logps/{side}": pairs.chosen_mean_logps * pairs.chosen_tokens * own,
+        }
+    values["entropy"] = row.sums(tokens.entropy * row.loss_mask)[0] / pairs.chosen_tokens
+    if objective.needs_reference:
+        drift = (tokens.logps - row.ref_logps) ** 2 / 2 * row.loss_mask
+        values["kl"] = row.sums(drift)[0] / pairs.chosen_tokens
+    if objective.reads_kl:
+        values["kl/mismatched"] = pairs.kl.expand(len(reward))
+    return values
+
+
+def kind_of(name: str) -> str | None:
+    """Whether a metric of unpaired rows is a mean over the desirable (chosen) or the undesirable (rejected) ones."""
+    return "chosen" if name == "sft_loss" else next((k for k in ("chosen", "rejected") if name.endswith(f"/{k}")), None)
+
+
+def combine_kinds(means: dict[str, float]) -> dict[str, float]:
+    """The means with the reward margin between the kinds of unpaired rows, and the accuracy: both count the same."""
+    shares = [means[name] for name in ("rewards/accuracies/chosen", "rewards/accuracies/rejected") if name in means]
+    if shares:
+        means["rewards/accuracies"] = sum(shares) / len(shares)
+    if len(shares) == 2:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
 
 
 class MetricWindow:
@@ -136,8 +179,15 @@ class MetricWindow:
             return {}
         self._total = None
         weight, pairs, tokens = sums.pop("weight"), sums.pop("pairs"), sums.pop("tokens")
-        means = {name: value / (weight if name.startswith("loss") else pairs) for name, value in sums.items()}
-        return {**means, "pairs": pairs, "tokens": tokens}
+        counts: dict[str | None, float] = {None: pairs}
+        if (desirable := sums.pop("desirable", None)) is not None:
+            counts |= {"chosen": desirable, "rejected": pairs - desirable}
+        means = {}
+        for name, value in sums.items():
+            count = weight if name.startswith("loss") else counts.get(kind_of(name), pairs)
+            if count:
+                means[name] = value / count
+        return {**combine_kinds(means), "pairs": pairs, "tokens": tokens}
 
     def sums(self) -> dict[str, float]:
         """Sums since the last log, by name."""

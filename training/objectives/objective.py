@@ -13,12 +13,14 @@ from training.objectives.options import (
     ADAPTS_BETA,
     READS_LABEL,
     SORTS_BATCH,
+    UNPAIRED,
     Option,
+    check_rows,
     needs_reference,
     options_of,
 )
 from training.objectives.packing import Pair
-from training.objectives.pair_columns import columns_of
+from training.objectives.pair_columns import PairColumns, columns_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Objective:
     def adapts_beta(self) -> bool:
         """Whether beta depends on the reward margins of each global batch (beta-DPO)."""
         return "beta_alpha" in self.options
+
+    @property
+    def reads_kl(self) -> bool:
+        """Whether rewards of unpaired rows are compared with KTO's KL of the global batch, not with 0."""
+        return self.needs_reference and set(self.weights) != {"apo_zero_unpaired"}
 
     @property
     def ld_alpha(self) -> float:
@@ -81,11 +88,16 @@ class Objective:
             return beta * pairs.chosen_logps, beta * pairs.rejected_logps
         return beta * pairs.chosen_mean_logps, beta * pairs.rejected_mean_logps
 
+    def zero_reward(self, pairs: PairLogps) -> Tensor:
+        """The reward that separates desirable from undesirable answers: beta times KTO's KL, or 0."""
+        beta = float(self.options.get("beta", 1.0))
+        return beta * pairs.kl if self.reads_kl else torch.zeros_like(pairs.chosen_logps[0])
+
     def start_values(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Mean of each loss while the policy equals its reference; without losses that have no such value."""
         scale, means = self.margin_scale or 0.0, {}
         for name in self.weights:
-            values = [start_value(name, self.options, pair.label, scale * pair.margin) for pair in pairs]
+            values = [start_value(name, self.options, pair.label, scale * pair.margin, pair.sign) for pair in pairs]
             known = [value for value in values if value is not None]
             if known:
                 means[name] = sum(known) / len(known)
@@ -94,6 +106,9 @@ class Objective:
     def check_pairs(self, pairs: Sequence[Pair]) -> str | None:
         """ValueError if the pairs do not fit the objective; returns a note if the objective ignores their scores."""
         columns = columns_of(pairs)
+        check_rows(self.weights, bool((columns.sign != 0).any()))
+        if not UNPAIRED.isdisjoint(self.weights):
+            return self._check_balance(columns)
         has_labels, has_scores = (columns.label != 1.0).any(), (columns.margin != 0.0).any()
         if has_labels and READS_LABEL.isdisjoint(self.weights):
             raise ValueError(
@@ -112,8 +127,23 @@ class Objective:
             )
         return None
 
+    def _check_balance(self, columns: PairColumns) -> str | None:
+        """A note if the weights of the two kinds of rows are outside the range of KTO's paper (eq. 8)."""
+        up, down = (float(columns.weight[columns.sign == sign].sum()) for sign in (1, -1))
+        first, second = (float(self.options.get(name, 1.0)) for name in ("desirable_weight", "undesirable_weight"))
+        if not up or not down or 1.0 <= round(first * up / (second * down), 2) <= 1.33:
+            return None
+        low, high = second * down / up, first * up / down
+        return (
+            f"{up:.0f} rows are desirable and {down:.0f} undesirable; KTO recommends to balance them: set "
+            f"train.desirable_weight to {low:.2f} to {low * 4 / 3:.2f}, or train.undesirable_weight to "
+            f"{high * 3 / 4:.2f} to {high:.2f}"
+        )
 
-def start_value(name: str, options: Mapping[str, Option], label: float = 1.0, margin: float = 0.0) -> float | None:
+
+def start_value(
+    name: str, options: Mapping[str, Option], label: float = 1.0, margin: float = 0.0, sign: float = 1.0
+) -> float | None:
     """A pair's loss while the policy equals its reference, derived by hand; None if the loss has no such value.
 
     Both log-ratios a and b are 0, and so is the gap h, also per token and with any f-divergence (each score is 0 at a
@@ -144,6 +174,8 @@ def start_value(name: str, options: Mapping[str, Option], label: float = 1.0, ma
             return ln2
         case "apo_zero" | "apo_down":
             return 1.0  # 1 - 1/2 + 1/2; 1/2 + 1 - 1/2
+        case "kto" | "apo_zero_unpaired":  # the sigmoid of 0, weighted: the KL is 0 too
+            return float(own.get("desirable_weight" if sign > 0 else "undesirable_weight", 1.0)) / 2
         case "discopop":
             return (1 + ln2) / 2  # half of the logistic loss ln 2 and half of the exponential loss 1
     return None

@@ -11,7 +11,8 @@ Option = float | bool | str
 _OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
 _OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
 _OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
-OPTIONS = (*_OF_LOSSES, "dpop_lambda", "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
+_OF_UNPAIRED = ("desirable_weight", "undesirable_weight")
+OPTIONS = (*_OF_LOSSES, "dpop_lambda", *_OF_UNPAIRED, "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 _F = ("f_divergence", "f_alpha")
 
@@ -39,12 +40,15 @@ LOSS_OPTIONS = {
     "apo_down": LossOptions(),
     "discopop": LossOptions(optional=("tau", *_F)),
     "dpop": LossOptions(optional=("dpop_lambda",)),
+    "kto": LossOptions(optional=_OF_UNPAIRED),
+    "apo_zero_unpaired": LossOptions(optional=_OF_UNPAIRED),
     "simpo": LossOptions(optional=("gamma", "reference")),
     "cpo": LossOptions(optional=("cpo_alpha",)),
     "orpo": LossOptions(),
     "sft": LossOptions(required=()),
 }
 REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
+UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # for rows with one answer, desirable or undesirable
 SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
 READS_LABEL = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})
 READS_MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
@@ -73,6 +77,9 @@ def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
         for option in LOSS_OPTIONS[loss].required:
             if option not in options:
                 raise ValueError(f"loss '{loss}' needs `{option}`: set it")
+    if not UNPAIRED.isdisjoint(weights) and not UNPAIRED.issuperset(weights):
+        unpaired, paired = (", ".join(n for n in weights if (n in UNPAIRED) == kind) for kind in (True, False))
+        raise ValueError(f"loss {unpaired} is for unpaired rows and {paired} for pairs: choose losses of one kind")
     for option in options:
         readers = [loss for loss in LOSS_OPTIONS if _has_effect(option, loss, options)]
         if not set(readers).intersection(weights):
@@ -81,6 +88,20 @@ def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
                 f"{', '.join(readers)}"
             )
     _check_values(weights, options)
+
+
+def check_rows(weights: Mapping[str, float], unpaired: bool) -> None:
+    """ValueError if the losses are for the other kind of data."""
+    if unpaired and UNPAIRED.isdisjoint(weights):
+        raise ValueError(
+            f"the rows are unpaired (one answer each, desirable or not), and loss {', '.join(weights)} compares two "
+            "answers: set train.loss to {kto: 1.0}"
+        )
+    if not unpaired and not UNPAIRED.isdisjoint(weights):
+        raise ValueError(
+            f"loss {', '.join(weights)} is for unpaired rows, and the data has pairs: set prepare.format to unpaired, "
+            "which makes two rows of each pair, or train.loss to {sigmoid: 1.0}"
+        )
 
 
 def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
@@ -101,12 +122,12 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
 
 
 def _has_effect(option: str, loss: str, options: Mapping[str, Option]) -> bool:
-    if option == "wpo":
-        return True
+    if option == "wpo":  # of both responses
+        return loss not in UNPAIRED
     if option in ("margin", "margin_scale"):
         return loss in READS_MARGIN
     if option in _OF_BETA:
         return loss in ADAPTS_BETA
     if option == "ld_alpha":  # weights the tokens of sums, which these losses do not use
-        return loss not in ("orpo", "sft") and (loss != "simpo" or bool(options.get("reference")))
+        return loss not in ("orpo", "sft", *UNPAIRED) and (loss != "simpo" or bool(options.get("reference")))
     return bool(options_of(loss, {option: True}))

@@ -36,6 +36,9 @@ class Pair:
     label: float = 1.0  # probability that chosen is the better response; 0.5 is a tie
     margin: float = 0.0  # score of chosen minus score of rejected; 0 if the data has no scores
     weight: float = 1.0  # in the mean loss
+    sign: float = (
+        0.0  # of an unpaired row: +1 its answer (chosen) is desirable, -1 undesirable; rejected answers another
+    )
 
     def __len__(self) -> int:
         """Number of tokens in a row: the shared prefix counts once."""
@@ -76,6 +79,7 @@ class PackedRow:
     pair_indices: tuple[int, ...]  # into the caller's list of pairs
     max_length: int  # of a sequence, in tokens
     has_soft_labels: bool  # whether any label is not 1
+    is_unpaired: bool  # whether the pairs are unpaired rows (Pair.sign)
     is_filler: bool  # a repeated pair for a rank without work; losses and metrics ignore it
     input_ids: Tensor  # (tokens,)
     position_ids: Tensor  # (tokens,)
@@ -94,6 +98,7 @@ class PackedRow:
     label: Tensor  # (pairs,)
     margin: Tensor  # (pairs,)
     weight: Tensor  # (pairs,)
+    sign: Tensor  # (pairs,)
 
     def to(self, device: torch.device) -> "PackedRow":
         """Copy to the device; asynchronous from pinned memory."""
@@ -154,7 +159,7 @@ def build_row(pairs: Sequence[Pair], indices: Sequence[int], is_filler: bool = F
         tokens += len(pair)
         targets += pair.target_count
     joined: dict[str, Any] = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
-    for name in ("label", "margin", "weight"):
+    for name in ("label", "margin", "weight", "sign"):
         joined[name] = torch.tensor([getattr(pair, name) for pair in members])
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         joined[name] = nn.functional.pad(joined[name].cumsum(0), (1, 0)).int()
@@ -162,6 +167,7 @@ def build_row(pairs: Sequence[Pair], indices: Sequence[int], is_filler: bool = F
         pair_indices=tuple(indices),
         max_length=max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in members),
         has_soft_labels=any(pair.label != 1.0 for pair in members),
+        is_unpaired=any(pair.sign for pair in members),
         is_filler=is_filler,
         **joined,
     )

@@ -1,9 +1,9 @@
 """Facts about every pair of a set, as arrays: batches, checks and estimates need no Pair objects for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -21,6 +21,7 @@ class PairColumns:
     label: np.ndarray
     margin: np.ndarray
     weight: np.ndarray
+    sign: np.ndarray
 
     @cached_property
     def targets(self) -> np.ndarray:
@@ -49,10 +50,42 @@ def columns_of(pairs: Sequence[Pair]) -> PairColumns:
     if stored is not None:
         return stored
     counts = [(len(p.prompt_ids), len(p.chosen_ids), len(p.rejected_ids), p.shared_prefix) for p in pairs]
-    values = [(pair.label, pair.margin, pair.weight) for pair in pairs]
+    values = [(pair.label, pair.margin, pair.weight, pair.sign) for pair in pairs]
     return PairColumns(
-        *np.array(counts, dtype=np.int64).reshape(-1, 4).T, *np.array(values, dtype=np.float64).reshape(-1, 3).T
+        *np.array(counts, dtype=np.int64).reshape(-1, 4).T, *np.array(values, dtype=np.float64).reshape(-1, 4).T
     )
+
+
+class OneAnswer(Sequence[Pair]):
+    """Unpaired rows with one answer, their own (chosen) or the mismatched one (rejected), as both sides of a pair.
+
+    A prefix that both sides share is computed once, so the second side costs a single token.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], side: str) -> None:
+        self.pairs, self.side = pairs, side
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @overload
+    def __getitem__(self, number: int) -> Pair: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Pair]: ...
+    def __getitem__(self, number: int | slice) -> Pair | list[Pair]:
+        pairs = self.pairs[number]
+        return [self._pair(pair) for pair in pairs] if isinstance(pairs, Sequence) else self._pair(pairs)
+
+    def _pair(self, pair: Pair) -> Pair:
+        names = ("{}_ids", "{}_mask", "ref_{}_logps")
+        values = [(name, getattr(pair, name.format(self.side))) for name in names]
+        return replace(pair, **{name.format(side): value for name, value in values for side in ("chosen", "rejected")})
+
+    @cached_property
+    def columns(self) -> PairColumns:
+        columns = columns_of(self.pairs)
+        tokens = getattr(columns, self.side)
+        return replace(columns, chosen=tokens, rejected=tokens, shared_prefix=np.maximum(tokens - 1, 0))
 
 
 def shortest(pairs: Sequence[Pair]) -> Pair:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from training.objectives import batches
 from training.objectives.packing import PackedRow, Pair, build_row
-from training.objectives.pair_columns import columns_of
+from training.objectives.pair_columns import OneAnswer, columns_of
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,39 @@ class StepBatch:
     targets: int  # tokens to predict
     attended_tokens: int  # sum over all tokens of those that each attends to
     rows: list[PackedRow]  # this rank's rows
+    mismatched: list[PackedRow] = field(default_factory=list)  # the same pairs with answers to other prompts (KTO)
+
+
+class _Rows:
+    """Pairs, packed into the rows of a step."""
+
+    def __init__(self, pairs: Sequence[Pair], hidden_size: int) -> None:
+        self.pairs, self.columns, self.costs = pairs, columns_of(pairs), batches.pair_costs(pairs, hidden_size)
+
+    def build(
+        self, numbers: list[int], row_tokens: int, rank: int, world: int, device: torch.device
+    ) -> list[PackedRow]:
+        assigned = batches.rank_rows(numbers, self.columns.lengths, self.costs, row_tokens, rank, world)
+        rows = [build_row(self.pairs, *row) for row in assigned]
+        return [row.pinned() for row in rows] if device.type == "cuda" else rows
 
 
 class StepLoader:
     """The batches of a run from any step on; each depends only on its step number."""
 
     def __init__(
-        self, pairs: Sequence[Pair], hidden_size: int, global_batch_size: int, row_tokens: int, seed: int
+        self,
+        pairs: Sequence[Pair],
+        hidden_size: int,
+        global_batch_size: int,
+        row_tokens: int,
+        seed: int,
+        reads_kl: bool = False,
     ) -> None:
-        self.pairs, self.batch_size, self.row_tokens, self.seed = pairs, global_batch_size, row_tokens, seed
-        self.columns = columns_of(pairs)
-        self.costs = batches.pair_costs(pairs, hidden_size)
+        self.batch_size, self.row_tokens, self.seed = global_batch_size, row_tokens, seed
+        unpaired = bool(columns_of(pairs).sign.any())
+        self.own = _Rows(OneAnswer(pairs, "chosen") if unpaired else pairs, hidden_size)
+        self.mismatched = _Rows(OneAnswer(pairs, "rejected"), hidden_size) if unpaired and reads_kl else None
 
     def steps(self, first: int, last: int, rank: int, world: int, device: torch.device) -> Iterator[StepBatch]:
         """The batches of the steps from `first` up to, not including, `last`."""
@@ -46,13 +68,12 @@ class StepLoader:
                 yield batch
 
     def _load(self, step: int, rank: int, world: int, device: torch.device) -> StepBatch:
-        numbers = batches.step_pairs(step, len(self.pairs), self.batch_size, self.seed)
-        assigned = batches.rank_rows(numbers, self.columns.lengths, self.costs, self.row_tokens, rank, world)
-        rows = [build_row(self.pairs, *row) for row in assigned]
-        if device.type == "cuda":
-            rows = [row.pinned() for row in rows]
-        batch = self.columns.select(np.asarray(numbers))
+        numbers = batches.step_pairs(step, len(self.own.pairs), self.batch_size, self.seed)
+        where = (self.row_tokens, rank, world, device)
+        rows = self.own.build(numbers, *where)
+        mismatched = self.mismatched.build(numbers, *where) if self.mismatched else []
+        batch = self.own.columns.select(np.asarray(numbers))
         tokens, targets, attended = (
             int(values.sum()) for values in (batch.lengths, batch.targets, batch.attended_tokens)
         )
-        return StepBatch(step, numbers, sum(batch.weight.tolist()), tokens, targets, attended, rows)
+        return StepBatch(step, numbers, sum(batch.weight.tolist()), tokens, targets, attended, rows, mismatched)

@@ -99,17 +99,18 @@ class Alarms:
 
     def check(self, values: Mapping[str, float]) -> dict[str, str]:
         """New alarms by name: what is wrong and what to do about it."""
-        self.chosen = [*self.chosen, values["logps/chosen"]][-FALLING_LOGS - 1 :]
+        if "logps/chosen" in values:  # a window may have no desirable rows
+            self.chosen = [*self.chosen, values["logps/chosen"]][-FALLING_LOGS - 1 :]
         steps = zip(self.chosen, self.chosen[1:], strict=False)
         falling = len(self.chosen) > FALLING_LOGS and all(before > after for before, after in steps)
         active = {}
-        if falling and values["rewards/chosen"] < 0:
+        if falling and values.get("rewards/chosen", 0.0) < 0:
             active["displacement"] = (
                 f"the chosen responses have become less likely over {FALLING_LOGS} logs (rewards/chosen "
                 f"{values['rewards/chosen']:.3g}): the policy moves away from both responses. Add an sft term to "
                 "train.loss, or lower train.learning_rate"
             )
-        if values["rewards/margins"] > SATURATED:
+        if values.get("rewards/margins", 0.0) > SATURATED:
             active["saturation"] = (
                 f"rewards/margins is {values['rewards/margins']:.3g}: the losses no longer give a gradient. Stop "
                 "earlier (train.max_steps), or lower train.beta or train.learning_rate"

@@ -104,7 +104,8 @@ class TrainRun:
             self.notify(self.moving.cost())
         self._restore_or_check(pairs)
         hidden = self.policy.module.causal.config.get_text_config().hidden_size
-        self.loader = StepLoader(pairs, hidden, settings.global_batch_size, settings.row_tokens, settings.seed)
+        sizes = (settings.global_batch_size, settings.row_tokens, settings.seed)
+        self.loader = StepLoader(pairs, hidden, *sizes, settings.objective.reads_kl)
         self.total_steps = batches.total_steps(
             len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps
         )

@@ -72,13 +72,18 @@ def train_step(
     contexts, margins = global_batch.row_contexts(
         policy, objective, rows, batch.pair_numbers, window.device, running=state.margins, seed=batch.step
     )
+    shared = {}
+    if batch.mismatched:  # unpaired rows
+        others = [row.to(window.device) for row in batch.mismatched]
+        others = moving.rows(batch.step, others) if moving else others
+        shared = global_batch.batch_kl(policy, objective, others, batch.pair_numbers, window.device)
     engine.set_learning_rate(policy, learning_rate)
     losses: Losses = []
     zeros = None
     for number, row in enumerate(rows):
         is_last = number == len(rows) - 1
         per_pair, values, balance = row_loss(
-            policy, objective, row, reward_mean=state.reward_mean, **contexts.get(number, {})
+            policy, objective, row, reward_mean=state.reward_mean, **contexts.get(number, {}), **shared
         )
         # DeepSpeed averages gradients over ranks; the update needs their weighted mean over the global batch's pairs.
         loss = (per_pair * row.weight).sum() * (world / batch.weight)

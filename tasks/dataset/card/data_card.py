@@ -20,6 +20,7 @@ from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.pairs import SPLITS, read_rows
 from tasks.dataset.rows.reject_reasons import QUARANTINED
 from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.unpaired import as_pairs, compared_rows
 from tasks.system.files import fingerprint, read_json, sha256, write_json
 
 PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of each split
@@ -52,7 +53,8 @@ def make_report(
         "examples": stats.examples,
         "truncated": int(kept_columns["truncated"].sum()),
         "tokenizer_merged_across_the_border": int(kept_columns["merged"].sum()),
-        "tokens": {part: _spread(kept_columns[f"{part}_tokens"]) for part in ("prompt", "chosen", "rejected")},
+        "unpaired": _count_labels(kept_columns["sign"]),
+        "tokens": {part: _spread(_tokens(kept_columns, part)) for part in ("prompt", "chosen", "rejected")},
         "shortcuts": facts,
         "warnings": shortcuts.warnings(facts),
     }
@@ -126,15 +128,33 @@ def _by_source(stats: RowStats, kept: Columns, sources: Sequence[RowSource]) -> 
     }
 
 
+def _count_labels(signs: NDArray[Any]) -> dict[str, int]:
+    """Of unpaired rows; empty for pairs."""
+    counts = {"desirable": int((signs > 0).sum()), "undesirable": int((signs < 0).sum())}
+    return counts if any(counts.values()) else {}
+
+
+def _tokens(kept: Columns, part: str) -> NDArray[Any]:
+    """Numbers of tokens. Of unpaired rows, the desirable answers are chosen and the undesirable ones rejected."""
+    sign = {"chosen": 1, "rejected": -1}.get(part)
+    tokens = kept[f"{part}_tokens"]
+    return tokens[kept["sign"] == sign] if sign and kept["sign"].any() else tokens
+
+
 def _shortcuts(kept: Columns, pairs: Path) -> dict[str, Any]:
-    chosen, rejected = kept["chosen_tokens"].astype(np.int64), kept["rejected_tokens"].astype(np.int64)
+    first = second = np.arange(len(kept["sign"]))
+    if kept["sign"].any():
+        first, second = compared_rows(kept["sign"])
+    chosen, rejected = kept["chosen_tokens"][first].astype(np.int64), kept["rejected_tokens"][second].astype(np.int64)
     difference = chosen - rejected
     reach = max(1.0, float(np.percentile(np.abs(difference), 99)))
     probed = {split: read_rows(pairs / f"{split}.arrow", count) for split, count in PROBE_PAIRS.items()}
+    if kept["sign"].any():
+        probed = {split: as_pairs(rows) for split, rows in probed.items()}
     return {
         "chosen_longer": round(float(((difference > 0) + 0.5 * (difference == 0)).mean()), 4),
-        "chosen_ends": round(float(kept["chosen_ends"].mean()), 4),
-        "rejected_ends": round(float(kept["rejected_ends"].mean()), 4),
+        "chosen_ends": round(float(kept["chosen_ends"][first].mean()), 4),
+        "rejected_ends": round(float(kept["rejected_ends"][second].mean()), 4),
         "probe_accuracy": round(shortcuts.probe_accuracy(probed["train"], probed["eval"]), 4),
         "probe_pairs": {split: len(rows) for split, rows in probed.items()},
         "length_difference": histogram(difference, -reach, reach),

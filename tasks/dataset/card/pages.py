@@ -42,6 +42,11 @@ def _mark_loss(pieces: Iterable[tuple[str, bool]]) -> str:
 def _sections(report: dict[str, Any], changes: list[list[str]]) -> list[Section]:
     """(title, tables and sentences), the same for both formats."""
     sections: list[Section] = [("Pairs", [_sources(report), f"Template: {report['template']}."])]
+    if counts := report.get("unpaired"):
+        sections[0][1].append(
+            f"Unpaired rows: {counts['desirable']} desirable and {counts['undesirable']} undesirable answers. Below, "
+            "chosen means desirable and rejected undesirable, and a pair is the n-th answer of each kind."
+        )
     if report["warnings"]:
         sections.append(("Warnings", [f"{warning[0].upper()}{warning[1:]}." for warning in report["warnings"]]))
     if changes:

@@ -14,8 +14,10 @@ STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
 
 def decode_pair(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
     """Prompt and both responses as pieces of text, each with whether it is in the loss."""
-    masks = {part: pair[f"{part}_mask"] or [0] * len(pair[f"{part}_ids"]) for part in STYLES}
-    return {part: _pieces(tokenizer, pair[f"{part}_ids"], loss_mask) for part, loss_mask in masks.items()}
+    tokens = {part: (pair[f"{part}_ids"], pair[f"{part}_mask"]) for part in STYLES}
+    if pair["sign"]:  # an unpaired row has one answer
+        tokens = {"prompt": tokens["prompt"], "chosen" if pair["sign"] > 0 else "rejected": tokens["chosen"]}
+    return {part: _pieces(tokenizer, ids, mask or [0] * len(ids)) for part, (ids, mask) in tokens.items()}
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[int]) -> list[tuple[str, bool]]:
@@ -37,6 +39,7 @@ def show(count: int) -> None:
     for pair in read_rows(pairs_file("train"), count):
         console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")
         for part, pieces in decode_pair(tokenizer, pair).items():
-            in_loss = sum(pair[f"{part}_mask"])
-            console.print(f"{part}: {len(pair[f'{part}_ids'])} tokens, {in_loss} in the loss", style="underline")
+            ids = "chosen" if pair["sign"] and part != "prompt" else part
+            in_loss = sum(pair[f"{ids}_mask"])
+            console.print(f"{part}: {len(pair[f'{ids}_ids'])} tokens, {in_loss} in the loss", style="underline")
             console.print(*(Text(text, style=STYLES[part] if counted else "dim") for text, counted in pieces), sep="")

@@ -23,6 +23,8 @@ Bags = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]  # pair,
 
 def probe_accuracy(train: Sequence[PairRow], held_out: Sequence[PairRow]) -> float:
     """How often the probe, fitted on `train`, prefers the chosen answer of a held-out pair; a tie counts half."""
+    if not train or not held_out:  # unpaired rows of one kind
+        return 0.5
     weights = _fit(_bags(train), len(train))
     scores = _scores(weights, _bags(held_out), len(held_out))
     return float(np.mean(np.where(scores == 0.0, 0.5, scores > 0.0)))

@@ -21,20 +21,21 @@ def check_pairs(preferences: Sequence[Preference], max_characters: int) -> list[
             checks[index] = RejectedRow("invalid_utf8", "half of a surrogate pair")
     valid = [index for index, rejected in enumerate(checks) if rejected is None]
     prompt, chosen, rejected = (pa.array([texts[index][part] for index in valid], pa.string()) for part in range(3))
-    for name, mask in _text_checks(prompt, chosen, rejected, max_characters):
+    paired = pa.array([preferences[index].sign == 0 for index in valid], pa.bool_())
+    for name, mask in _text_checks(prompt, chosen, rejected, paired, max_characters):
         for index in np.array(valid, dtype=int)[mask.to_numpy(zero_copy_only=False)]:
             checks[index] = checks[index] or RejectedRow(name)
     return checks
 
 
-def _text_checks(prompt: Any, chosen: Any, rejected: Any, max_characters: int) -> list[tuple[str, Any]]:
+def _text_checks(prompt: Any, chosen: Any, rejected: Any, paired: Any, max_characters: int) -> list[tuple[str, Any]]:
     """(reject reason, mask of pairs), the most specific reason first."""
     empty = [pc.equal(pc.binary_length(text), 0) for text in (prompt, chosen, rejected)]
     long = [pc.greater(pc.utf8_length(text), max_characters) for text in (prompt, chosen, rejected)]
     return [
         ("empty_prompt", empty[0]),
         ("empty_answer", pc.or_(empty[1], empty[2])),
-        ("equal_answers", pc.equal(chosen, rejected)),
+        ("equal_answers", pc.and_(paired, pc.equal(chosen, rejected))),
         ("absurd_length", pc.or_(pc.or_(long[0], long[1]), long[2])),
     ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tasks.config.params import Layout
 from tasks.dataset.rows.contract import check_pairs
 from tasks.dataset.rows.messages import to_text
-from tasks.dataset.rows.preference import PANDALM, PairingOptions, Preference
+from tasks.dataset.rows.preference import LABELS, PANDALM, PairingOptions, Preference
 from tasks.dataset.rows.rankings import vote_key
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
@@ -22,6 +22,7 @@ from tasks.reports.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 SAMPLE = 200  # rows to try a shape on
+UNKNOWN = 0.1  # share of labels that are not known
 WIDTH = 100  # characters of a decoded text
 # Words in the names of columns, for suggestions; the rejected answer first, since `dispreferred` has both.
 HINTS = {
@@ -36,7 +37,7 @@ HINTS = {
 class RowLayout:
     shape: str
     columns: dict[str, str]  # our name: the file's
-    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value: first, second or tie
+    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value: first, second or tie; desirable or not
 
 
 def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO) -> RowLayout:
@@ -59,8 +60,13 @@ def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO) -> Row
         columns = vote_columns(rows, example) | columns
         if not SHAPES["votes"].matches(rename_columns(example, columns)) or _lacks_prompt(example, columns):
             raise _unknown(rows, example, file)
-    if wanted.values and shape != "votes":
-        raise UserError(f"prepare.values has no effect: {file} is read as {shape}, which has no votes. Remove it.")
+    reads = {"votes": "winner", "unpaired": "label"}.get(shape)
+    if unread := [name for name in wanted.values if name != reads]:
+        raise UserError(
+            f"prepare.values has no effect: {file} is read as {shape}, which has no {unread[0]}. Remove it."
+        )
+    if shape == "unpaired":
+        return RowLayout(shape, columns, _labels(rows, columns, file, wanted))
     votes = _votes(rows, columns, file, wanted) if shape == "votes" else PANDALM
     return RowLayout(shape, columns, votes)
 
@@ -88,10 +94,12 @@ def decode(rows: Iterable[RawRow], layout: RowLayout, options: PairingOptions | 
 
 
 def describe(preferences: Iterable[Preference]) -> list[str]:
-    """Three short lines for each: the prompt's last turn, then + the chosen and - the rejected answer."""
+    """Short lines for each: the prompt's last turn, then + the chosen and - the rejected answer."""
     lines = []
     for one in preferences:
         parts = {"": one.prompt[-1:], "  + ": one.chosen, "  - ": one.rejected}
+        if one.sign:
+            del parts["  - " if one.sign > 0 else "  + "]
         lines += [sign + _short(to_text(turns)) for sign, turns in parts.items()]
     return lines
 
@@ -105,7 +113,7 @@ def better_shape(rows: Sequence[RawRow], layout: RowLayout) -> str | None:
 
     if not sample or readable(layout.shape) >= 0.5:
         return None
-    return next((shape for shape in SHAPES if shape != layout.shape and readable(shape) >= 0.9), None)
+    return next((shape for shape in SHAPES if shape not in (layout.shape, "unpaired") and readable(shape) >= 0.9), None)
 
 
 def _votes(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted: Layout) -> Mapping[str, str]:
@@ -126,17 +134,28 @@ def _votes(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted
     )
 
 
+def _labels(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted: Layout) -> Mapping[str, str]:
+    """What each label of an unpaired row means: as configured, or evident."""
+    if "label" in wanted.values:
+        return {vote_key(value): meaning for value, meaning in wanted.values["label"].items()}
+    column = columns.get("label", "label")
+    values = count_values(rows, column)
+    if sum(count for value, count in values.items() if value not in LABELS) <= UNKNOWN * values.total():
+        return LABELS  # rows with another value are rejected one by one
+    found = ", ".join(f"{value} ({count} times)" for value, count in values.most_common())
+    setting = ", ".join(f"{value}: desirable|undesirable" for value in sorted(values))
+    raise UserError(
+        f"{file}: `{column}` holds {found} in the first {len(rows)} rows, and which of them mark a desirable answer is "
+        f"not evident. Set prepare.values to {{label: {{{setting}}}}}."
+    )
+
+
 def _values_setting(values: Iterable[str]) -> str:
     return f"prepare.values to {{winner: {{{', '.join(f'{v}: first|second|tie' for v in sorted(values))}}}}}"
 
 
 def _unknown(rows: Sequence[RawRow], example: RawRow, file: str) -> UserError:
     """The rows have no known shape: the error suggests columns by their names."""
-    if {"completion", "label"} <= example.keys():
-        return UserError(
-            "The rows are binary feedback (prompt, completion, label): one answer each, marked good or bad. DPO needs "
-            "two answers to one prompt. Join a good and a bad answer into prompt, chosen, rejected."
-        )
     found = {ours: theirs for ours, theirs in _suggest(rows, example).items() if ours != theirs}
     columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in found.items())
     advice = (

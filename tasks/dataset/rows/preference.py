@@ -6,13 +6,17 @@ The hashes are the same on every machine and depend on the content alone.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks.dataset.rows.messages import Message
 from tasks.dataset.rows.reject_reasons import RejectedRow
 
 HASH_RANGE = 1 << 64
+LABELS = {  # of unpaired rows
+    **dict.fromkeys(("true", "1", "up", "desirable"), "desirable"),
+    **dict.fromkeys(("false", "0", "-1", "down", "undesirable"), "undesirable"),
+}
 PANDALM = {"0": "tie", "1": "first", "2": "second"}  # what the columns annotator1, annotator2, ... hold
 
 
@@ -25,6 +29,7 @@ class Preference:
     margin: float = 0.0  # difference of the scores, where the data has scores
     weight: float = 1.0
     tools: list[Any] | None = None
+    sign: int = 0  # of an unpaired row: +1 its answer is desirable, -1 undesirable; `rejected` is the same answer
 
 
 MaybePreference = Preference | RejectedRow
@@ -37,16 +42,19 @@ class PairingOptions:
     expand: str = "best_rest"
     min_margin: float = 0.0
     ties: str = "drop"
-    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value of a vote: first, second or tie
+    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value of a vote or label: its meaning
 
 
 def pair_id(preference: Preference) -> str:
     """16 hex digits of a hash of the content."""
-    return _digest([preference.prompt, _answer(preference.chosen), _answer(preference.rejected)])
+    second = preference.sign or _answer(preference.rejected)
+    return _digest([preference.prompt, _answer(preference.chosen), second])
 
 
 def swapped_id(preference: Preference) -> str:
-    """The id of the pair that prefers the other answer."""
+    """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
+    if preference.sign:
+        return pair_id(replace(preference, sign=-preference.sign))
     return _digest([preference.prompt, _answer(preference.rejected), _answer(preference.chosen)])
 
 

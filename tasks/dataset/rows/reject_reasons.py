@@ -15,7 +15,7 @@ QUARANTINED = {
     "not_an_object": "the row is not an object with named columns",
     "missing_field": "a field is missing",
     "not_text": "a field is neither text nor messages",
-    "bad_number": "a score, vote, label, margin or weight is not a usable number",
+    "bad_number": "a score, vote, label, margin or weight is not a usable value",
     "wrong_role": "a message has a role other than system, user, assistant or tool",
     "turn_order": "the turns are in an order that no conversation has",
     "no_shared_prompt": "chosen and rejected share no prompt",
@@ -26,7 +26,7 @@ QUARANTINED = {
     "template_refused": "the chat template raises an error for these turns",
     "template_rewrites": "the chat template changes the prompt once an answer follows",
     "nothing_left": "tokenization leaves nothing of the prompt or of an answer",
-    "contradiction": "another row prefers the other answer to the same prompt",
+    "contradiction": "another row prefers the other answer to the same prompt, or rates the same answer the other way",
     "prompt_in_eval": "the prompt is also in the held-out data",
     "id_not_unique": "an earlier row has the same id",
 }

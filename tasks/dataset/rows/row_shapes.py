@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tasks.dataset.rows import messages
 from tasks.dataset.rows.preference import MaybePreference, PairingOptions, Preference
-from tasks.dataset.rows.rankings import apply_scores, compare_two, from_ranking
+from tasks.dataset.rows.rankings import apply_scores, compare_two, from_ranking, vote_key
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 
 ALIASES = {
@@ -76,9 +76,8 @@ def _add_fields(preference: Preference, row: RawRow, columns: Mapping[str, str])
     if system := row.get("system"):
         prompt = [{"role": "system", "content": messages.require_text(system, "system")}, *preference.prompt]
         preference = replace(preference, prompt=prompt)
-    fields: dict[str, Any] = {
-        n: messages.require_number(row[n], n) for n in ("label", "margin", "weight") if n in columns
-    }
+    names = ("margin", "weight") if preference.sign else ("label", "margin", "weight")
+    fields: dict[str, Any] = {n: messages.require_number(row[n], n) for n in names if n in columns}
     if not 0.0 <= fields.get("label", 1.0) <= 1.0 or fields.get("weight", 1.0) < 0.0:
         raise RejectedRow("bad_number", f"label {fields.get('label')}, weight {fields.get('weight')}")
     if row.get("tools"):
@@ -143,6 +142,20 @@ def _from_votes(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
     return [replace(one, label=label) if label < 1.0 and isinstance(one, Preference) else one for one in made]
 
 
+def _unpaired(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+    """One answer with a label. A pair, where `prepare.format` asks for it, is a desirable and an undesirable answer."""
+    if "completion" not in row and {"chosen", "rejected"} <= row.keys():
+        (pair,) = SHAPES[detect_shape(row) or "pairs"].read(row, options)
+        if not isinstance(pair, Preference):
+            return [pair]
+        return [replace(pair, rejected=pair.chosen, sign=1), replace(pair, chosen=pair.rejected, sign=-1)]
+    prompt = messages.prompt_messages(row, "instruction", "prompt")
+    answer = messages.answer_turns(row["completion"], prompt, "completion")
+    if (label := options.votes.get(vote_key(row["label"]))) is None:
+        raise RejectedRow("bad_number", f"the label {row['label']!r}; known: {', '.join(options.votes)}")
+    return [Preference(prompt, answer, answer, sign=1 if label == "desirable" else -1)]
+
+
 def _has_votes(row: RawRow) -> bool:
     if "annotator1" in row:
         return {"response1", "response2"} <= row.keys()
@@ -179,5 +192,8 @@ SHAPES: dict[str, Shape] = {
     "alpaca": Shape(
         lambda row: "instruction" in row and isinstance(row.get("output"), list),
         lambda row, options: from_ranking({**row, "completions": row["output"]}, options),
+    ),
+    "unpaired": Shape(
+        lambda row: {"completion", "label"} <= row.keys() and bool(row.keys() & {"prompt", "instruction"}), _unpaired
     ),
 }
