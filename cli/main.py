@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import chat, data, experiments, operations, release, run, runs
+from cli import chat, data, experiments, operations, release, run, runs, serving
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ for panel, module in (
     ("Runs and data", data),
     ("Release a model", release),
     ("Use a model", chat),
+    ("Use a model", serving),
     ("Services", operations),
 ):
     for command in module.COMMANDS:
