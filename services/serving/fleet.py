@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fastapi import HTTPException
+
 from services.serving.engine import Engine, Target, find_target
 from tasks.errors import UserError
 from tasks.redact import redact
@@ -23,12 +25,8 @@ MOST_RUNNING = 256  # requests of one engine at the same time
 GPU_MEMORY = 0.9  # of a GPU, divided among the engines that may run at once
 
 
-class Unavailable(Exception):
-    """No engine can take the request now; a later try may succeed."""
-
-
-class UnknownModel(Exception):
-    """The request names a model that is not served."""
+def unavailable(target: Target, reason: str) -> HTTPException:
+    return HTTPException(503, f"The engine of {target.name} {reason}. Try again.", {"Retry-After": "10"})
 
 
 class Fleet:
@@ -63,7 +61,7 @@ class Fleet:
             engine = self.engines[role]
             if not engine.is_alive or engine.running >= MOST_RUNNING:
                 reason = "has too many requests" if engine.is_alive else "is being started again"
-                raise Unavailable(f"The engine of {engine.target.name} {reason}. Try again.")
+                raise unavailable(engine.target, reason)
             engine.running += 1
         try:
             yield role, engine
@@ -78,7 +76,7 @@ class Fleet:
             return roles[str(model)]
         if model not in (None, "", CHAMPION, *(engine.target.model for engine in self.engines.values())):
             names = ", ".join(sorted({self.engines[CHAMPION].target.model, *roles}))
-            raise UnknownModel(f"Model '{model}' is not served here. Ask for one of: {names}.")
+            raise HTTPException(404, f"Model '{model}' is not served here. Ask for one of: {names}.")
         if CHALLENGER not in self.engines or not self.engines[CHALLENGER].is_alive:
             return CHAMPION
         digest = hashlib.sha256((user or "").encode()).digest()

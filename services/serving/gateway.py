@@ -16,14 +16,14 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from services.serving.answer_index import AnswerIndex
 from services.serving.engine import Engine
-from services.serving.fleet import CHAMPION, Fleet, Unavailable, UnknownModel
+from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens
 from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
 
-RETRY_AFTER = "10"  # seconds: about the start of a small engine
 UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
+ENDED = "ended during the answer"
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
@@ -43,14 +43,6 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     @app.exception_handler(AnyHTTPException)
     async def refuse(_: Request, error: AnyHTTPException) -> Response:
         return JSONResponse(error_content(error), error.status_code, error.headers)
-
-    @app.exception_handler(Unavailable)
-    async def unavailable(request: Request, error: Unavailable) -> Response:
-        return await refuse(request, HTTPException(503, str(error), {"Retry-After": RETRY_AFTER}))
-
-    @app.exception_handler(UnknownModel)
-    async def unknown(request: Request, error: UnknownModel) -> Response:
-        return await refuse(request, HTTPException(404, str(error)))
 
     def caller(request: Request) -> str:
         """The owner of the request's token, within the rate limit."""
@@ -129,7 +121,7 @@ async def answer(
             elif choice:
                 yield chunk | same
     if last is None:
-        raise engine_failed(engine)
+        raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
     origin = {"model": target.model, "version": target.version, "run": target.run, "role": role}
     prompt = {"id": same["id"], "time": began, "messages": messages, "user": chat.user or name}
@@ -154,12 +146,7 @@ async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str
                         raise HTTPException(502, f"The engine of {engine.target.name} failed: {chunk['error']}")
                     yield chunk
     except (httpx.TransportError, ValueError) as error:
-        raise engine_failed(engine) from error
-
-
-def engine_failed(engine: Engine) -> HTTPException:
-    after = {"Retry-After": RETRY_AFTER}
-    return HTTPException(503, f"The engine of {engine.target.name} ended during the answer. Try again.", after)
+        raise unavailable(engine.target, ENDED) from error
 
 
 def keep(journal: FeedbackJournal, made: Answer) -> None:

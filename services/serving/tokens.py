@@ -1,7 +1,7 @@
 """Bearer tokens of the gateway: who asks, and how often they may.
 
 `.services/tokens.json` holds {"NAME": "TOKEN"}, readable only by its owner; the first start makes a token. Edit it
-to add or remove people; it is read again when it changes. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces
+to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces
 the file, for containers.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from services.passwords import write_private
@@ -27,7 +28,7 @@ class Tokens:
         if self.file and not self.file.exists():
             self.file.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
-        self.changed, self.names = self._stamp(), self._read()
+        self.names = self._read()
 
     @property
     def place(self) -> str:
@@ -35,18 +36,11 @@ class Tokens:
 
     def owner(self, authorization: str) -> str | None:
         """The name behind an Authorization header; every token is compared, so that timing tells nothing."""
-        if self._stamp() != self.changed:
-            self.changed = self._stamp()
-            try:
-                self.names = self._read()
-            except UserError as error:  # a mistake in the file locks nobody out
-                print(f"serve: {error} Until then the tokens before stay valid.", flush=True)
+        with suppress(UserError):  # a mistake in the file locks nobody out
+            self.names = self._read()
         given = authorization.removeprefix("Bearer ").encode()
         matching = [name for name, token in self.names.items() if hmac.compare_digest(token.encode(), given)]
         return matching[0] if matching else None
-
-    def _stamp(self) -> int:
-        return self.file.stat().st_mtime_ns if self.file and self.file.exists() else 0
 
     def _read(self) -> dict[str, str]:
         try:
