@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import chat, data, experiments, operations, release, run, runs, serving
+from cli import chat, data, experiments, feedback, operations, release, run, runs, serving
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for panel, module in (
     ("Release a model", release),
     ("Use a model", chat),
     ("Use a model", serving),
+    ("Use a model", feedback),
     ("Services", operations),
 ):
     for command in module.COMMANDS:

@@ -1,4 +1,6 @@
-"""Fetch preference data from an address: the demo, a file, a folder, an fsspec URL (S3 and others), a hub data set."""
+"""Fetch preference data from an address: the demo, a file, a folder, an fsspec URL (S3 and others), a hub data set,
+feedback in MLflow.
+"""
 
 import json
 import os
@@ -16,6 +18,8 @@ from tasks.config.paths import home
 from tasks.dataset import demo
 from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
+from tasks.feedback import rows as feedback
+from tasks.feedback.rows import FEEDBACK
 from tasks.models import HUB, hub_address, local_path
 from tasks.system.files import fingerprint, known_sha256
 
@@ -35,13 +39,16 @@ METADATA_FILES = (
 
 def check_address(key: str, address: str) -> None:
     """UserError for an address that cannot work, before anything is fetched."""
+    if address.startswith(FEEDBACK):
+        feedback.parse(key, address)
+        return
     if address == "demo" or address.startswith(HUB) or REMOTE in address:
         return
     path = local_path(address)
     if not path.exists():
         raise UserError(
             f"{key}: there is no file {address}. Set a file or folder, `demo`, a URL such as s3://bucket/pairs.jsonl, "
-            "or a data set of the hub as `hub:owner/name@revision`."
+            "a data set of the hub as `hub:owner/name@revision`, or feedback as `feedback:MODEL`."
         )
     if path.is_file() and suffix_of(path) not in SUFFIXES:
         raise UserError(f"{key}: {address} must end in one of {', '.join(SUFFIXES)} (and {', '.join(COMPRESSED)}).")
@@ -55,6 +62,8 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
     if address == "demo":
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in demo.rows(seed))
         (folder / "pairs.jsonl").write_text("".join(lines))
+    elif address.startswith(FEEDBACK):
+        _fetch_feedback(key, address, folder / "feedback.jsonl")
     elif address.startswith(HUB):
         _fetch_hub(key, address, folder / "rows.parquet")
     elif REMOTE in address:
@@ -66,6 +75,15 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
             target = folder / file.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
+
+
+def _fetch_feedback(key: str, address: str, target: Path) -> None:
+    if not (lines := feedback.lines(key, address)):
+        raise UserError(
+            f"{key}: no feedback matches {address}. Collect some (`dpo arena`), send what is on disk (`dpo sync`), or "
+            "select more: another `kind`, an earlier `since`, a lower `min_agreement` or `min_raters`."
+        )
+    target.write_text(lines)
 
 
 def source_name(address: str) -> str:
@@ -91,6 +109,8 @@ def data_sources(params: "Source") -> list[dict[str, Any]]:
 
 def content_id(key: str, address: str) -> str:
     """Identifies the content behind an address: a hash of local files, or the version that a remote store reports."""
+    if address.startswith(FEEDBACK):
+        return fingerprint(feedback.lines(key, address))
     if REMOTE in address or address.startswith(HUB):
         return remote_version(key, address)
     check_address(key, address)

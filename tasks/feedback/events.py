@@ -1,4 +1,4 @@
-"""Events of serving: an answer that a model gave, and a person's feedback on it. Plain data, checked before it is kept."""
+"""Events of serving: an answer of a model, and a person's feedback on it. Plain data, checked before it is kept."""
 
 import json
 import re
@@ -11,7 +11,8 @@ ID = re.compile(r"[0-9a-f]{32}")  # uuid4().hex
 MODEL = re.compile(r"[\w.-][\w. -]{0,199}")  # part of an experiment's name and of an address
 ROLES = ("champion", "challenger", "sample")
 SPEAKERS = ("system", "user", "assistant", "tool")
-VALUES = {"thumb": ("up", "down"), "edit": (), "preference": ("first", "second", "tie", "both_bad")}
+PREFERENCES = ("first", "second", "tie", "both_bad", "withdrawn")  # a rater's last one on two answers counts
+VALUES = {"thumb": ("up", "down"), "edit": (), "preference": PREFERENCES}
 LONGEST_NAME, LONGEST_TEXT, LONGEST_PROMPT = 250, 200_000, 1_000_000  # characters; MLflow takes 250 of a rater's name
 
 
@@ -49,7 +50,7 @@ Event = Answer | Feedback
 
 def check(event: Event) -> None:
     """ValueError for an event that cannot be kept: the sender and MLflow take whatever passes here."""
-    _require(bool(ID.fullmatch(event.id)), "id", "must be 32 hexadecimal digits (uuid4().hex)")
+    _require(_is_id(event.id), "id", "must be 32 hexadecimal digits (uuid4().hex)")
     _require(isinstance(event.time, int | float) and 0 < event.time < 1e11, "time", "must be seconds since the epoch")
     if isinstance(event, Answer):
         _check_answer(event)
@@ -65,6 +66,7 @@ def _check_answer(answer: Answer) -> None:
         _require_text(message["content"], "messages", LONGEST_PROMPT)
     _require(sum(len(message["content"]) for message in answer.messages) <= LONGEST_PROMPT, "messages", "are too long")
     _require_text(answer.text, "text", LONGEST_TEXT)
+    _require_text(answer.model, "model", LONGEST_NAME)
     _require(bool(MODEL.fullmatch(answer.model)), "model", "must be a model's name: letters, digits, `.`, `_`, `-`")
     for name in ("version", "run", "user"):
         _require_text(getattr(answer, name), name, LONGEST_NAME)
@@ -76,7 +78,7 @@ def _check_answer(answer: Answer) -> None:
 
 
 def _check_feedback(feedback: Feedback) -> None:
-    _require(bool(ID.fullmatch(feedback.answer)), "answer", "must be the id of an answer")
+    _require(_is_id(feedback.answer), "answer", "must be the id of an answer")
     _require_text(feedback.rater, "rater", LONGEST_NAME)
     _require(feedback.rater.strip() != "", "rater", "must not be empty")
     _require(feedback.kind in VALUES, "kind", f"must be one of {', '.join(VALUES)}")
@@ -87,10 +89,14 @@ def _check_feedback(feedback: Feedback) -> None:
         known = VALUES[feedback.kind]
         _require(feedback.value in known, "value", f"of a {feedback.kind} must be one of {', '.join(known)}")
     if feedback.kind == "preference":
-        two = bool(ID.fullmatch(feedback.other)) and feedback.other != feedback.answer
+        two = _is_id(feedback.other) and feedback.other != feedback.answer
         _require(two, "other", "must be the id of the second answer")
     else:
         _require(feedback.other == "", "other", f"must be empty for a {feedback.kind}")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and bool(ID.fullmatch(value))
 
 
 def _require(good: bool, name: str, rule: str) -> None:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 from tasks.config.paths import home
@@ -32,7 +33,7 @@ class FeedbackJournal:
         self._writing, self._syncing = threading.Lock(), threading.Lock()
         self._written = self._synced = 0
         self._torn = False
-        self._file = -1
+        self._file: FileIO | None = None
 
     def append(self, event: Event) -> None:
         """On disk when this returns. ValueError for an invalid event. Threads that wait share one fsync."""
@@ -45,29 +46,34 @@ class FeedbackJournal:
         with self._syncing:
             if self._synced < mine:
                 written = self._written
-                os.fsync(self._file)
+                os.fsync(self._opened())
                 self._synced = written
 
     def _write(self, line: bytes) -> None:
-        if self._file < 0 or os.fstat(self._file).st_size >= LARGEST_FILE:
+        if self._file is None or self._file.tell() >= LARGEST_FILE:
             self._open()
         line = b"\n" + line if self._torn else line
         self._torn = True  # until the whole line is written: a full disk may take half of it
-        if os.write(self._file, line) < len(line):
+        if (self._opened().write(line) or 0) < len(line):
             raise OSError(f"{self.folder} took only a part of an event: the disk is full")
         self._torn = False
 
     def _open(self) -> None:
+        """A new file, which is locked until this object or its process is gone."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
         with self._syncing:
-            new = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            new = FileIO(self.folder / name, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
             fcntl.flock(new, fcntl.LOCK_EX)
             _sync_folder(self.folder)
-            if self._file >= 0:
+            if self._file is not None:
                 os.fsync(self._file)
-                os.close(self._file)
+                self._file.close()
             self._file = new
+
+    def _opened(self) -> FileIO:
+        assert self._file is not None
+        return self._file
 
 
 def _without_secrets(event: Event) -> Event:
@@ -86,12 +92,12 @@ def _sync_folder(folder: Path) -> None:
 
 def read_events(journal: Path, offset: int = 0, most: int | None = None) -> tuple[list[Event], int]:
     """At most `most` events behind a byte offset, and the offset behind them."""
-    events = list[Event]()
-    for event, _, offset in _lines(journal, offset):
+    events, behind = list[Event](), offset
+    for event, _, behind in _lines(journal, offset):  # noqa: B007 - returned
         events += [event] if event else []
         if len(events) == most:
             break
-    return events, offset
+    return events, behind
 
 
 def _lines(journal: Path, offset: int = 0) -> Iterator[tuple[Event | None, int, int]]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
 SENT, WAITING, LOCK = "sent.json", "waiting.json", "send.lock"
-CHUNK = 500  # events between two notes of what was sent
+CHUNK = 200  # events of a journal between two notes of what was sent
 PAGE = 500  # traces per search; MLflow's limit
 WAIT_DAYS = 7.0  # for the answer that a feedback names: another machine may send it later
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
@@ -258,10 +258,12 @@ def _assessment(feedback: Feedback) -> Any:
     return made
 
 
-def read(cluster: "Cluster", experiment: str) -> Iterator[Event]:
+def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Iterator[Event]:
     """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
     with _store(cluster, "writer") as store:
         if (found := store.client.get_experiment_by_name(experiment)) is None:
+            if missing_ok:
+                return
             names = sorted(one.name for one in _experiments(store))
             others = f"There is feedback in {', '.join(names)}." if names else "No feedback was collected yet."
             raise UserError(f"MLflow has no experiment {experiment}. {others} Serve the model with `dpo serve` first.")

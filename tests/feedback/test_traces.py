@@ -2,85 +2,147 @@
 
 import shutil
 import threading
-import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback
-from tasks.feedback.journal import FeedbackJournal, read_events
 from tasks.tracking import traces
+from tests.support.feedback import NOW, answer, feedback, new_id, vote, written
 from tests.support.workspaces import wait_for
 
-NOW = 1_700_000_000.125
-At = Callable[[str], Cluster]
 
-
-def new_id() -> str:
-    return uuid.uuid4().hex
-
-
-def answer(**over: Any) -> Answer:
-    fields = {
-        "id": new_id(),
-        "time": NOW,
-        "messages": [{"role": "user", "content": "Wie heißt Du? 🙂"}],
-        "text": "Ich heiße Bot.",
-        "model": "m",
-        "version": "3",
-        "run": "20261101-quiet-fox",
-        "role": "champion",
-        "user": "ann",
-        "parameters": {"temperature": 0.7, "max_tokens": 64},
-    }
-    return Answer(**{**fields, **over})
-
-
-def feedback(on: Answer, **over: Any) -> Feedback:
-    fields = {"id": new_id(), "time": NOW + 1, "answer": on.id, "rater": "bob", "kind": "thumb", "value": "up"}
-    return Feedback(**{**fields, **over})
-
-
-def written(folder: Path, *events: Event) -> FeedbackJournal:
-    journal = FeedbackJournal(folder)
-    for event in events:
-        journal.append(event)
-    return journal
-
-
-@pytest.fixture(params=["sqlite", "server"])
+@pytest.fixture(params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Cluster:
     if request.param == "server":
-        return load_cluster().model_copy(update={"tracking_uri": request.getfixturevalue("mlflow_server")})
+        return at(request.getfixturevalue("mlflow_server"))
     shutil.copytree(request.getfixturevalue("mlflow_store"), tmp_path / "mlflow")
-    return load_cluster().model_copy(update={"tracking_uri": f"sqlite:///{tmp_path}/mlflow/mlflow.db"})
+    return at(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m-{new_id()[:8]}"
+
+
+def at(address: str) -> Cluster:
+    return load_cluster().model_copy(update={"tracking_uri": address})
 
 
 def found(cluster: Cluster, model: str) -> list[Event]:
-    return sorted(traces.read(cluster, traces.experiment_name(model)), key=lambda event: event.id)
+    return by_id(*traces.read(cluster, traces.experiment_name(model)))
 
 
 def by_id(*events: Event) -> list[Event]:
     return sorted(events, key=lambda event: event.id)
 
 
-def test_events_come_back_as_they_were_and_sending_again_adds_nothing(cluster: Cluster, tmp_path: Path):
-    model, folder = f"m-{new_id()[:8]}", tmp_path / "journal"
-    one, two = answer(model=model), answer(model=model, text="", user="", version="", run="")
+def test_events_come_back_as_they_were_and_sending_again_adds_nothing(cluster: Cluster, model: str, tmp_path: Path):
+    folder = tmp_path / "journal"
+    one, two = answer(model=model), answer(model=model, text="", user="", version="", run="", parameters={})
     events = [one, two, feedback(one), feedback(one, kind="edit", value="Ich bin Bot."), feedback(two, rater="eve")]
-    events.append(feedback(one, kind="preference", value="second", other=two.id))
-    journal = written(folder, *events)
+    journal = written(folder, *events, last := vote(one, two, "bob", "second"))
     assert traces.send(folder, cluster) == 6
-    assert found(cluster, model) == by_id(*events)
+    assert found(cluster, model) == by_id(*events, last)
     assert traces.send(folder, cluster) == 0
     (folder / traces.SENT).unlink()  # as if the sender had been killed before it noted what it sent
-    late = feedback(two, rater="ida", value="down")
-    journal.append(late)
+    journal.append(late := feedback(two, rater="ida", value="down"))
     traces.send(folder, cluster)
-    assert found(cluster, model) == by_id(*events, late)
+    assert found(cluster, model) == by_id(*events, last, late)
     kinds = [type(event) for event in traces.read(cluster, traces.experiment_name(model))]
     assert kinds == [Answer] * 2 + [Feedback] * 5
+
+
+def test_feedback_waits_for_its_answer_and_sent_journals_are_deleted(cluster: Cluster, model: str, tmp_path: Path):
+    folder, other = tmp_path / "journal", tmp_path / "other machine"
+    one = answer(model=model)
+    early, stale = feedback(one, time=2e9), feedback(answer(), time=NOW)  # of an answer that never comes
+    kept = written(folder, early, stale)
+    assert traces.send(folder, cluster) == 1  # the stale one is given up
+    written(other, one)
+    traces.send(other, cluster)
+    assert list(other.glob("*.jsonl")) == []  # sent, and its writer is gone
+    assert traces.send(folder, cluster) == 1
+    assert found(cluster, model) == by_id(one, early)
+    assert len(list(folder.glob("*.jsonl"))) == 1  # its writer lives
+    del kept
+
+
+def test_mlflow_shows_the_answer_and_the_feedback_on_its_own_pages(cluster: Cluster, model: str, tmp_path: Path):
+    import mlflow
+
+    one = answer(model=model)
+    written(tmp_path / "journal", one, feedback(one))
+    traces.send(tmp_path / "journal", cluster)
+    (trace,) = mlflow.MlflowClient(cluster.tracking_uri).search_traces(locations=[_id(cluster, model)])
+    assert trace.info.request_preview == "Wie heißt Du? 🙂"
+    assert trace.info.response_preview == "Ich heiße Bot."
+    names = {"answer": one.id, "model": model, "version": "3", "run": one.run, "role": "champion", "user": "ann"}
+    assert {f"dpo.{name}": value for name, value in names.items()}.items() <= trace.info.tags.items()
+    (shown,) = trace.info.assessments
+    assert (shown.name, shown.feedback.value, shown.source.source_type, shown.source.source_id) == (
+        "thumb",
+        "up",
+        "HUMAN",
+        "bob",
+    )
+
+
+def _id(cluster: Cluster, model: str) -> str:
+    from mlflow import MlflowClient
+
+    return MlflowClient(cluster.tracking_uri).get_experiment_by_name(traces.experiment_name(model)).experiment_id
+
+
+def test_a_person_is_erased_from_mlflow_and_from_the_journals(cluster: Cluster, model: str, tmp_path: Path):
+    folder, person = tmp_path / "journal", f"ann-{model}"
+    theirs, others = answer(model=model, user=person, text="secret words"), answer(model=model, user="zoe")
+    kept = [others, feedback(others)]
+    gone = [theirs, feedback(theirs), feedback(others, rater=person), vote(others, theirs, person, "first")]
+    journal = written(folder, *kept, *gone)
+    traces.send(folder, cluster)
+    journal.append(unsent := answer(model=model, user=person))
+    journal.append(feedback(unsent))
+    assert traces.erase(cluster, person, folder) == 6
+    assert found(cluster, model) == by_id(*kept)
+    traces.send(folder, cluster)
+    (folder / traces.SENT).unlink()
+    traces.send(folder, cluster)  # everything that the journal still has
+    assert found(cluster, model) == by_id(*kept)
+    assert not any(person.encode() in path.read_bytes() for path in folder.iterdir())
+    assert traces.erase(cluster, person, folder) == 0
+    assert traces.erase(cluster, "nobody", folder) == 0
+
+
+def test_a_model_without_feedback_is_one_sentence(cluster: Cluster, tmp_path: Path):
+    with pytest.raises(UserError, match="MLflow has no experiment feedback-nosuch"):
+        list(traces.read(cluster, "feedback-nosuch"))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_down_loses_nothing_and_raises_nothing(
+    mlflow_server: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from tests.support.proxy import proxied
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder, stop = tmp_path / "journal", threading.Event()
+    journal = written(folder, one := answer(model=model))
+    with proxied(mlflow_server) as proxy:
+        proxy.mode = "error"
+        follower = threading.Thread(target=traces.follow, args=(folder, at(proxy.address), stop))
+        follower.start()
+        wait_for(lambda: "not sent yet, kept on disk" in capsys.readouterr().err, 60)
+        journal.append(two := feedback(one))
+        proxy.mode = "lost"  # MLflow takes requests, and its responses do not arrive
+        before = proxy.requests
+        wait_for(lambda: proxy.requests > before + 3, 60)
+        journal.append(three := feedback(one, rater="ida"))
+        proxy.mode = "good"
+        wait_for(lambda: not traces._unsent(folder), 60)
+        stop.set()
+        follower.join(30)
+    assert not follower.is_alive()
+    assert found(at(mlflow_server), model) == by_id(one, two, three)

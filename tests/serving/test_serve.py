@@ -102,6 +102,8 @@ def register(base: Path, about: str) -> str:
     shutil.rmtree(MODEL)
     shutil.copytree(base, MODEL)
     (MODEL / "README.md").write_text(about)
+    endless = {**read_json(base / "generation_config.json"), "eos_token_id": 0}  # every answer has max_tokens
+    write_json(MODEL / "generation_config.json", endless)
     if about == "broken":
         (MODEL / "config.json").write_text("{}")
     write_json(MODEL / "manifest.json", {**manifest, "files": hash_files(MODEL)})
@@ -193,7 +195,8 @@ def test_feedback_is_on_disk_when_it_is_acknowledged_and_reaches_mlflow(gateway)
         {"answer_id": first, "kind": "preference", "value": "second", "other": second},
     ]
     for body in sent:
-        event = gateway.events()[gateway.call("POST", "/v1/feedback", "bob", json=body).json()["id"]]
+        stored = gateway.call("POST", "/v1/feedback", "bob", json=body).json()["id"]
+        event = gateway.events()[stored]
         assert (event.answer, event.kind, event.value) == (body["answer_id"], body["kind"], body["value"])
         assert event.rater == body.get("user", "bob")
     (figures,) = gateway.call("GET", "/v1/stats").json()["versions"]
@@ -240,9 +243,8 @@ def test_promote_and_rollback_swap_the_model_without_dropping_a_request(gateway,
         while not stop.is_set():
             answer = gateway.ask(stream=stream, max_tokens=8)
             complete = answer.text.endswith("data: [DONE]\n\n") if stream else answer.status_code == 200
-            (seen if complete else failed).append(answer.text)
-            if complete and not stream:
-                seen[-1] = answer.json()["model"]
+            text = answer.text if stream or not complete else answer.json()["model"]
+            (seen if complete else failed).append(text)
 
     threads = [threading.Thread(target=load, args=(stream,)) for stream in (True, False)]
     for thread in threads:
@@ -262,9 +264,8 @@ def test_promote_and_rollback_swap_the_model_without_dropping_a_request(gateway,
 
 
 def time_until(seen: list[str], name: str) -> float:
-    began = time.monotonic()
-    del seen[:-1]
-    wait_for(lambda: name in seen, 300)
+    began, before = time.monotonic(), len(seen)
+    wait_for(lambda: name in seen[before:], 300)
     return round(time.monotonic() - began, 1)
 
 

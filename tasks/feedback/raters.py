@@ -1,0 +1,135 @@
+"""How far raters agree with each other, and who contradicts the others.
+
+A rater's vote on two answers is compared with the majority of the other raters' votes on the same two (leave-one-out).
+A rater who agrees less often than a coin, by an exact binomial test, is called contradicting.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import comb
+
+from tasks.feedback.events import Answer, Event, Feedback
+
+LEVEL = 0.01  # chance of naming any honest rater, over all raters (Bonferroni)
+DECIDED = ("first", "second")
+SWAPPED = {"first": "second", "second": "first"}
+
+Pair = tuple[str, str]  # ids of two answers in order of id, whichever was on the left
+Comparisons = dict[Pair, dict[str, str]]  # by rater: first, second, tie or both_bad
+
+
+@dataclass(frozen=True)
+class Rater:
+    name: str
+    votes: int  # preferences
+    thumbs: int
+    compared: int  # decided votes on which the others have a majority
+    agreed: int
+    contradicts: bool
+
+
+def split(events: Iterable[Event]) -> tuple[dict[str, Answer], list[Feedback]]:
+    every = list(events)
+    answers = {event.id: event for event in every if isinstance(event, Answer)}
+    return answers, [event for event in every if isinstance(event, Feedback)]
+
+
+def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
+    """The id by which we know each answer: equal answers to equal prompts are one, whoever asked."""
+    first = dict[str, str]()
+    contents = {id_: repr((answers[id_].messages, answers[id_].text)) for id_ in sorted(answers)}
+    return {id_: first.setdefault(content, id_) for id_, content in contents.items()}
+
+
+def renamed(feedback: Iterable[Feedback], known_as: Mapping[str, str]) -> list[Feedback]:
+    """Feedback under those ids, without feedback on answers that are gone and votes between equal answers."""
+    known = (one for one in feedback if {one.answer, one.other} - {""} <= known_as.keys())
+    named = (replace(one, answer=known_as[one.answer], other=known_as.get(one.other, "")) for one in known)
+    return [one for one in named if one.answer != one.other]
+
+
+def last_votes(feedback: Iterable[Feedback], kind: str) -> list[Feedback]:
+    """A rater's last word on each answer or two answers, unless it was withdrawn."""
+    ordered = sorted((one for one in feedback if one.kind == kind), key=lambda one: (one.time, one.id))
+    last = {(one.rater, _pair(one)): one for one in ordered}
+    return [one for one in last.values() if kind != "preference" or one.value != "withdrawn"]
+
+
+def _pair(one: Feedback) -> Pair:
+    return (one.answer, one.other) if one.answer < one.other else (one.other, one.answer)
+
+
+def comparisons(feedback: Iterable[Feedback]) -> Comparisons:
+    found: Comparisons = defaultdict(dict)
+    for one in last_votes(feedback, "preference"):
+        in_order = one.answer < one.other
+        found[_pair(one)][one.rater] = one.value if in_order else SWAPPED.get(one.value, one.value)
+    return dict(found)
+
+
+def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
+    """(comparisons, agreements) of each rater with the majority of the others."""
+    counts = defaultdict[str, list[int]](lambda: [0, 0])
+    for votes in compared.values():
+        decided = {rater: vote for rater, vote in votes.items() if vote in DECIDED and rater not in left_out}
+        total = Counter(decided.values())
+        for rater, vote in decided.items():
+            same, other = total[vote] - 1, total[SWAPPED[vote]]
+            if same != other:
+                counts[rater][0] += 1
+                counts[rater][1] += same > other
+    return {rater: (compared, agreed) for rater, (compared, agreed) in counts.items()}
+
+
+def contradicting(compared: Comparisons) -> frozenset[str]:
+    """Raters below chance; the clearest first, since one makes honest raters who share comparisons look worse."""
+    named = frozenset[str]()
+    tests = max(1, len(agreement(compared)))
+    while True:
+        chances = {rater: below_chance(*counts) for rater, counts in agreement(compared, named).items()}
+        lowest = min(chances.values(), default=1.0)
+        if lowest >= LEVEL / tests:
+            return named
+        named |= {rater for rater, chance in chances.items() if chance == lowest}
+
+
+def below_chance(compared: int, agreed: int) -> float:
+    """Probability that a coin agrees at most this often."""
+    return sum(comb(compared, count) for count in range(agreed + 1)) / 2**compared
+
+
+def raters(events: Iterable[Event]) -> list[Rater]:
+    """Everybody who gave feedback, those with most votes first."""
+    answers, feedback = split(events)
+    every = renamed(feedback, same_answers(answers))
+    compared = comparisons(every)
+    counts, named = agreement(compared), contradicting(compared)
+    votes = Counter(rater for on_one in compared.values() for rater in on_one)
+    thumbs = Counter(one.rater for one in last_votes(every, "thumb"))
+    names = sorted({one.rater for one in every}, key=lambda name: (-votes[name] - thumbs[name], name))
+    return [Rater(name, votes[name], thumbs[name], *counts.get(name, (0, 0)), name in named) for name in names]
+
+
+def table(found: list[Rater]) -> str:
+    """For the terminal."""
+    width = max(len("rater"), *(len(one.name) for one in found))
+    lines = [f"{'rater':<{width}}  votes  thumbs  compared  agreement"]
+    for one in found:
+        share = f"{one.agreed / one.compared:.0%}" if one.compared else "-"
+        note = "  contradicts the others" if one.contradicts else ""
+        lines.append(f"{one.name:<{width}}  {one.votes:>5}  {one.thumbs:>6}  {one.compared:>8}  {share:>9}{note}")
+    if named := [one.name for one in found if one.contradicts]:
+        lines.append(
+            f"\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, level "
+            f"{LEVEL} over {len(found)} raters). `feedback:` leaves out their feedback unless you write "
+            "`exclude_contradicting=false`."
+        )
+    return "\n".join(lines)
+
+
+def shares(votes: Mapping[str, str]) -> tuple[float, int] | None:
+    """The share of the raters for the first answer, and how many voted; None where half of them call both bad."""
+    counts = Counter(votes.values())
+    voted = counts["first"] + counts["second"] + counts["tie"]
+    return None if counts["both_bad"] >= voted else ((counts["first"] + counts["tie"] / 2) / voted, voted)

@@ -1,0 +1,182 @@
+"""Rows for training from feedback: `source.data: feedback:MODEL?since=2026-11-01&min_agreement=0.7`.
+
+Corrected answers and votes become pairs (the row shape `votes`, so that several raters make a soft label); thumbs
+become unpaired rows. The same feedback gives the same bytes.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qsl
+
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
+from tasks.errors import UserError
+from tasks.feedback.events import Answer, Event, Feedback
+from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
+from tasks.tracking import traces
+
+FEEDBACK = "feedback:"
+KINDS = {"pairs": ("preference", "edit"), "thumbs": ("thumb",)}  # of feedback, by kind of rows
+VOTE = {"first": 1, "second": 2, "tie": 0}  # PandaLM's numbers, as the row shape `votes` reads them
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Query:
+    """What an address selects."""
+
+    model: str
+    since: float = 0.0  # of the feedback, seconds since the epoch
+    until: float = float("inf")
+    version: frozenset[str] = frozenset()  # of the answers; empty: any
+    rater: frozenset[str] = frozenset()
+    kind: str = "pairs"
+    min_agreement: float = 0.0
+    min_raters: int = 1
+    exclude_contradicting: bool = True
+
+
+def parse(key: str, address: str) -> Query:
+    """UserError for an unknown option or value."""
+    model, _, query = address.removeprefix(FEEDBACK).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    readers = {
+        "since": _time,
+        "until": _time,
+        "version": _names,
+        "rater": _names,
+        "kind": lambda text: {name: name for name in KINDS}[text],
+        "min_agreement": _share,
+        "min_raters": int,
+        "exclude_contradicting": lambda text: {"true": True, "false": False}[text],
+    }
+    values = dict[str, Any]()
+    for name, text in options.items():
+        if name not in readers:
+            raise UserError(f"{key}: `{name}` in {address} is an unknown option. Use {', '.join(readers)}.")
+        try:
+            values[name] = readers[name](text)
+        except (ValueError, KeyError):
+            raise UserError(f"{key}: {name}={text} in {address} cannot be read. {HINTS[name]}") from None
+    return replace(Query(model or load_params().promote.model_name), **values)
+
+
+HINTS = {
+    "since": "Write a date or a time, such as 2026-11-01 or 2026-11-01T18:00 (UTC).",
+    "until": "Write a date or a time, such as 2026-11-08 or 2026-11-08T18:00 (UTC).",
+    "version": "Write version numbers, such as 3 or 3,4.",
+    "rater": "Write names, such as anna or anna,ben.",
+    "kind": "Write pairs or thumbs.",
+    "min_agreement": "Write a share between 0 and 1, such as 0.7.",
+    "min_raters": "Write a whole number.",
+    "exclude_contradicting": "Write true or false.",
+}
+
+
+def _time(text: str) -> float:
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _names(text: str) -> frozenset[str]:
+    if not text:
+        raise ValueError("no name")
+    return frozenset(text.split(","))
+
+
+def _share(text: str) -> float:
+    if not 0.0 <= (value := float(text)) <= 1.0:
+        raise ValueError("no share")
+    return value
+
+
+def lines(key: str, address: str) -> str:
+    """The rows of an address as JSON lines, from MLflow; "" where nothing matches."""
+    query = parse(key, address)
+    events = traces.read(load_cluster(), traces.experiment_name(query.model))
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(events, query))
+
+
+def rows(events: Iterable[Event], query: Query) -> list[Row]:
+    answers, feedback = split(events)
+    known_as = same_answers(answers)
+    left_out = contradicting(comparisons(renamed(feedback, known_as))) if query.exclude_contradicting else frozenset()
+    selected = [one for one in feedback if one.rater not in left_out and _selected(one, answers, query)]
+    used = renamed(selected, known_as)
+    made = [*_votes(used, answers, query), *_edits(used, answers), *_unpaired(used, answers, query)]
+    people = _people(selected, answers, known_as)
+    named = [{**row, "raters": "\n".join(sorted(_of(row, people) - {row["user"]}))} for row in made]
+    return sorted(named, key=lambda row: (row["traces"], json.dumps(row)))
+
+
+def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], known_as: dict[str, str]) -> dict[str, set[str]]:
+    """Who asked for or rated each answer: erasing a person must find every row with a part of theirs."""
+    found = defaultdict[str, set[str]](set)
+    for one in feedback:
+        for id_ in filter(None, (one.answer, one.other)):
+            found[known_as[id_]] |= {one.rater, answers[id_].user} - {""}
+    return found
+
+
+def _of(row: Row, people: dict[str, set[str]]) -> set[str]:
+    return {name for id_ in row["traces"].split() for name in people[id_]}
+
+
+def _selected(one: Feedback, answers: dict[str, Answer], query: Query) -> bool:
+    about = [answers[id_] for id_ in (one.answer, one.other) if id_ in answers]
+    return (
+        one.kind in KINDS[query.kind]
+        and len(about) == (2 if one.other else 1)
+        and query.since <= one.time < query.until
+        and (not query.rater or one.rater in query.rater)
+        and (not query.version or any(answer.version in query.version for answer in about))
+    )
+
+
+def _pair(better: str, worse: str, about: Answer, votes: Iterable[int], ids: Iterable[str]) -> Row:
+    """Two answers with a vote of each rater; 1 prefers the first."""
+    cast = {f"annotator{number}": vote for number, vote in enumerate(sorted(votes), 1)}
+    sides = {"prompt": about.messages, "response1": better, "response2": worse}
+    return {**sides, **cast, "user": about.user, "traces": " ".join(ids)}
+
+
+def _votes(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Query) -> Iterator[Row]:
+    for pair, votes in comparisons(feedback).items():
+        first, second = (answers[id_] for id_ in pair)
+        counted = shares(votes)
+        if counted is None or first.messages != second.messages or _same(first.text, second.text):
+            continue
+        share, voted = counted
+        if max(share, 1 - share) >= query.min_agreement and voted >= query.min_raters:
+            cast = [VOTE[vote] for vote in votes.values() if vote in VOTE]
+            yield _pair(first.text, second.text, first, cast, pair)
+
+
+def _edits(feedback: Iterable[Feedback], answers: dict[str, Answer]) -> Iterator[Row]:
+    edits = {(one.answer, one.value) for one in last_votes(feedback, "edit")}
+    for id_, text in edits:
+        if not _same(text, answers[id_].text):
+            yield _pair(text, answers[id_].text, answers[id_], [VOTE["first"]], [id_])
+
+
+def _same(one: str, other: str) -> bool:
+    """Or nothing to learn from: `prepare` would quarantine the row."""
+    return one.strip() == other.strip() or not one.strip() or not other.strip()
+
+
+def _unpaired(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Query) -> Iterator[Row]:
+    """The majority of an answer's thumbs; an even split gives no row."""
+    thumbs = defaultdict[str, list[bool]](list)
+    for one in last_votes(feedback, "thumb"):
+        thumbs[one.answer].append(one.value == "up")
+    for id_, votes in thumbs.items():
+        share, answer = sum(votes) / len(votes), answers[id_]
+        agreed = share != 0.5 and max(share, 1 - share) >= query.min_agreement
+        if agreed and len(votes) >= query.min_raters and answer.text.strip():
+            completion = [{"role": "assistant", "content": answer.text}]
+            sides = {"prompt": answer.messages, "completion": completion, "label": share > 0.5}
+            yield {**sides, "user": answer.user, "traces": id_}
