@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import arena, chat, data, experiments, feedback, operations, release, rounds, run, runs
+from cli import arena, chat, data, experiments, feedback, operations, release, rounds, run, runs, serving
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ for panel, module in (
     ("Release a model", release),
     ("Use a model", chat),
     ("Use a model", arena),
+    ("Use a model", serving),
     ("Use a model", feedback),
     ("Services", operations),
 ):

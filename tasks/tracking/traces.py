@@ -275,6 +275,12 @@ def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Itera
     yield from feedback
 
 
+def has_answer(cluster: "Cluster", answer: str) -> bool:
+    """Whether MLflow has the trace of an answer."""
+    with _store(cluster, "writer") as store:
+        return answer in _known(store, {answer})
+
+
 def _answer(trace: Any) -> Answer | None:
     """None for a trace that another tool made, or whose texts are on their way."""
     tags = trace.info.tags

@@ -357,6 +357,12 @@ def known_options(command: list[str]) -> set[str]:
         return {option for parameter in server.params for option in parameter.opts}
     if "services.metrics_endpoint" in command:  # started with them by tests/services/test_services.py
         return {"--host", "--port"}
+    if command[:2] == ["dpo", "serve"]:
+        from typer.main import get_command
+
+        from cli.main import app
+
+        return {option for parameter in get_command(app).commands["serve"].params for option in parameter.opts}
     if "services.prefect_sqlite" in command:  # started with them by tests/services/test_postgres_s3.py
         return {"--host", "--port"}
     return set()

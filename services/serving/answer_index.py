@@ -1,0 +1,101 @@
+"""Recent answers by id, with their thumbs and latencies, as the journals on disk tell.
+
+All writers' journals are read, so votes of the arena count too. An answer whose journal was sent and deleted is looked
+up in MLflow; the figures begin at `since`.
+"""
+
+import math
+import statistics
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.config.cluster import load_cluster
+from tasks.config.paths import home
+from tasks.errors import UserError
+from tasks.feedback.events import Answer, Event, Feedback
+from tasks.feedback.journal import read_events
+
+MOST_ANSWERS = 200_000  # in memory; the oldest are dropped
+Z = 1.96  # a confidence of 95%
+
+
+@dataclass
+class Served:
+    time: float  # seconds since the epoch
+    version: str  # MODEL/VERSION
+    role: str
+    seconds: float | None = None
+    thumbs: dict[str, str] = field(default_factory=dict)  # each rater's last
+
+
+class AnswerIndex:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock = folder, threading.Lock()
+        self.offsets: dict[str, int] = {}
+        self.answers: dict[str, Served] = {}
+        self._read_new()
+
+    def knows(self, answer: str) -> bool:
+        """True also while MLflow is down: feedback is kept, and the sender drops it if its answer never comes."""
+        from tasks.tracking.traces import has_answer
+
+        with self.lock:
+            if answer not in self.answers:
+                self._read_new()
+            if answer in self.answers:
+                return True
+        try:
+            return has_answer(load_cluster(home()), answer)
+        except UserError:
+            return True
+
+    def stats(self) -> dict[str, Any]:
+        """For each version and role: answers, thumbs with the share of thumbs up, latency."""
+        with self.lock:
+            self._read_new()
+            groups: dict[tuple[str, str], list[Served]] = {}
+            for served in self.answers.values():
+                groups.setdefault((served.version, served.role), []).append(served)
+            versions = [{"model": name, "role": role, **_figures(group)} for (name, role), group in groups.items()]
+            return {"versions": versions, "since": min((served.time for served in self.answers.values()), default=None)}
+
+    def _read_new(self) -> None:
+        new = list[Event]()
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with suppress(FileNotFoundError):  # sent and deleted
+                events, self.offsets[path.name] = read_events(path, self.offsets.get(path.name, 0))
+                new += events
+        for event in sorted(new, key=lambda event: isinstance(event, Feedback)):  # answers first
+            self._add(event)
+        while len(self.answers) > MOST_ANSWERS:
+            del self.answers[next(iter(self.answers))]
+
+    def _add(self, event: Event) -> None:
+        if isinstance(event, Answer):
+            name = f"{event.model}/{event.version}" if event.version else event.model
+            self.answers[event.id] = Served(event.time, name, event.role, event.parameters.get("seconds"))
+        elif event.kind == "thumb" and event.answer in self.answers:
+            self.answers[event.answer].thumbs[event.rater] = event.value
+
+
+def _figures(group: list[Served]) -> dict[str, Any]:
+    thumbs = [value for served in group for value in served.thumbs.values()]
+    up = thumbs.count("up")
+    seconds = sorted(served.seconds for served in group if served.seconds is not None)
+    cuts = statistics.quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else seconds * 19
+    latency = {"p50": round(cuts[9], 3), "p95": round(cuts[18], 3)} if cuts else None
+    votes = {"up": up, "down": len(thumbs) - up, "share_up": wilson(up, len(thumbs))}
+    return {"answers": len(group), "thumbs": votes, "latency_seconds": latency}
+
+
+def wilson(successes: int, count: int) -> dict[str, float] | None:
+    """A share with Wilson's score interval."""
+    if not count:
+        return None
+    share, shrink = successes / count, 1 + Z * Z / count
+    middle = (share + Z * Z / (2 * count)) / shrink
+    half = Z / shrink * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    return {"value": round(share, 4), "low": round(max(middle - half, 0), 4), "high": round(min(middle + half, 1), 4)}

@@ -1,0 +1,106 @@
+"""An engine: vLLM's server where vLLM is installed, otherwise transformers' own, as a child on a loopback port.
+
+The engine ends with its gateway, also after `kill -9` (tasks/system/processes.py). It needs no network, and its
+environment holds none of our passwords.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from services.background import free_port, is_healthy
+from tasks.chat import model_folder
+from tasks.config.paths import home
+from tasks.errors import UserError
+from tasks.release.model_names import registered_version
+from tasks.system import processes
+
+START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
+SECRET = ("DPO_", "MLFLOW_", "PREFECT_", "AWS_", "RAY_", "WANDB_", "HF_TOKEN")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an engine serves: a registered version, or a folder (without a version)."""
+
+    model: str
+    version: str
+    run: str  # that made it
+    source: str  # its name for `model_folder`
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.version}" if self.version else self.model
+
+
+def find_target(name: str) -> Target:
+    """The version that a name means now: an alias may have moved since the last call."""
+    is_folder = (Path(name) / "config.json").exists()
+    if is_folder or name.rpartition("/")[2] == "base":
+        return Target(Path(name).resolve().name if is_folder else name, "", "", name)
+    with registered_version(name) as (_, models, version):
+        return Target(models.name, version.number, version.tags.get("run", ""), f"{models.name}/{version.number}")
+
+
+class Engine:
+    """A started engine. `wait` until it is healthy before the first request."""
+
+    def __init__(self, target: Target, memory_share: float) -> None:
+        self.target, self.running, self.stack = target, 0, ExitStack()
+        self.folder = model_folder(target.source).resolve()  # verified against the signed manifest
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        self.log = home() / ".scratch" / "serving" / (re.sub(r"[^\w.-]", "_", target.name) + ".log")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists():
+            self.log.replace(self.log.with_suffix(".log.1"))
+        env = {name: value for name, value in os.environ.items() if not name.startswith(SECRET)} | OFFLINE
+        output = self.stack.enter_context(self.log.open("w"))
+        command = engine_command(self.folder, port, memory_share)
+        self.process = self.stack.enter_context(processes.spawn(command, home(), env, output))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, cancelled: threading.Event) -> None:
+        until = time.monotonic() + START_TIMEOUT
+        while not is_healthy(f"{self.address}/health"):
+            if not self.is_alive or time.monotonic() > until or cancelled.wait(0.2):
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+                raise UserError(f"The engine of {self.target.name} did not start. The end of {self.log}:\n{tail}")
+
+    def stop(self) -> None:
+        self.stack.close()
+
+    def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
+        """A request in the engine's own words, always as a stream: closing it ends the generation."""
+        body = {"model": str(self.folder), "messages": messages, "stream": True}
+        if uses_vllm():
+            return {**body, **parameters, "stream_options": {"include_usage": True}}
+        # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.
+        sampling = {"temperature": parameters["temperature"], "top_p": parameters["top_p"], "top_k": 0}
+        how = {"do_sample": True, **sampling} if parameters["temperature"] else {"do_sample": False}
+        body["generation_config"] = json.dumps({"max_new_tokens": parameters["max_tokens"], **how})
+        return body | ({"seed": parameters["seed"]} if "seed" in parameters else {})
+
+
+def uses_vllm() -> bool:
+    return find_spec("vllm") is not None
+
+
+def engine_command(folder: Path, port: int, memory_share: float) -> list[str]:
+    where = [str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    if uses_vllm():
+        script = str(Path(sys.executable).with_name("vllm"))
+        return [script, "serve", *where, "--gpu-memory-utilization", f"{memory_share:.2f}"]
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", *where, "--log-level", "error"]

@@ -1,0 +1,193 @@
+"""The gateway: an OpenAI-compatible endpoint in front of the engines that keeps answers and takes feedback by id."""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import httpx
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from services.serving.answer_index import AnswerIndex
+from services.serving.engine import Engine
+from services.serving.fleet import CHAMPION, Fleet, unavailable
+from services.serving.requests import ChatRequest, FeedbackRequest, read_body
+from services.serving.tokens import RateLimit, Tokens
+from tasks.feedback.events import Answer, Feedback, check
+from tasks.feedback.journal import FeedbackJournal
+
+UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
+ENDED = "ended during the answer"
+Chunks = AsyncGenerator[dict[str, Any], None]
+
+
+def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: RateLimit, most_tokens: int) -> FastAPI:
+    # Connections are not kept: one that the engine closes at that moment would fail a request.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    client = httpx.AsyncClient(timeout=UPSTREAM, limits=limits, trust_env=False)
+    index, started = AnswerIndex(journal.folder), int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with client:
+            yield
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(AnyHTTPException)
+    async def refuse(_: Request, error: AnyHTTPException) -> Response:
+        return JSONResponse(error_content(error), error.status_code, error.headers)
+
+    def caller(request: Request) -> str:
+        """The owner of the request's token, within the rate limit."""
+        name = tokens.owner(request.headers.get("authorization", ""))
+        if name is None:
+            raise HTTPException(401, "A valid bearer token is required.", {"WWW-Authenticate": "Bearer"})
+        if seconds := limit.wait(name):
+            after = {"Retry-After": str(math.ceil(seconds))}
+            raise HTTPException(429, f"Too many requests: at most {limit.capacity:.0f} a minute.", after)
+        return name
+
+    Caller = Annotated[str, Depends(caller)]
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = fleet.engines[CHAMPION].is_alive
+        return JSONResponse({"status": "ok" if is_well else "starting"}, 200 if is_well else 503)
+
+    @app.get("/v1/models")
+    async def models(_: Caller) -> dict[str, Any]:
+        targets = [engine.target for engine in fleet.engines.values()]
+        names = dict.fromkeys([targets[0].model, *(target.name for target in targets)])
+        entries = [{"id": name, "object": "model", "created": started, "owned_by": "dpo"} for name in names]
+        return {"object": "list", "data": entries}
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request, name: Caller) -> Response:
+        chat = await read_body(request, ChatRequest)
+        chunks = answer(fleet, client, journal, chat, name, chat.parameters(most_tokens))
+        first = await anext(chunks)
+        headers = {"X-DPO-Answer-Id": first["id"]}
+        if chat.stream:
+            return StreamingResponse(as_events(first, chunks), media_type="text/event-stream", headers=headers)
+        if (content := await whole_answer(request, first, chunks)) is None:
+            return Response(status_code=499)  # the client has gone
+        return JSONResponse(content, headers=headers)
+
+    @app.post("/v1/feedback")
+    async def give_feedback(request: Request, name: Caller) -> dict[str, str]:
+        given = await read_body(request, FeedbackRequest)
+        about = {"answer": given.answer_id, "other": given.other, "kind": given.kind, "value": given.value}
+        event = Feedback(id=uuid.uuid4().hex, time=time.time(), rater=given.user or name, **about)
+        try:
+            check(event)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        for answer_id in filter(None, (given.answer_id, given.other)):
+            if not await run_in_threadpool(index.knows, answer_id):
+                raise HTTPException(404, f"There is no answer {answer_id}.")
+        await run_in_threadpool(journal.append, event)  # on disk when it returns
+        return {"id": event.id}
+
+    @app.get("/v1/stats")
+    async def stats(_: Caller) -> dict[str, Any]:
+        running = {engine.target.name: engine.running for engine in fleet.engines.values()}
+        return {**await run_in_threadpool(index.stats), "running": running}
+
+    return app
+
+
+async def answer(
+    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, how: dict[str, Any]
+) -> Chunks:
+    """One answer in OpenAI's chunks. The last comes after the answer is in the journal, so that feedback finds it."""
+    began, clock, text, last = time.time(), time.monotonic(), list[str](), None
+    messages, usage = [message.plain() for message in chat.messages], None
+    with fleet.lease(chat.model, chat.user) as (role, engine):
+        target = engine.target
+        same = {"id": uuid.uuid4().hex, "model": target.name}
+        async for chunk in ask(engine, client, messages, how):
+            usage = chunk.get("usage") or usage
+            choice = (chunk["choices"] or [{}])[0]
+            text.append(choice.get("delta", {}).get("content") or "")
+            if choice.get("finish_reason"):
+                last = chunk
+            elif choice:
+                yield chunk | same
+    if last is None:
+        raise unavailable(target, ENDED)
+    measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
+    origin = {"model": target.model, "version": target.version, "run": target.run, "role": role}
+    prompt = {"id": same["id"], "time": began, "messages": messages, "user": chat.user or name}
+    made = Answer(**prompt, **origin, text="".join(text), parameters={**how, **measured})
+    await run_in_threadpool(keep, journal, made)
+    yield last | same | {"usage": usage}
+
+
+async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str, str]], how: dict[str, Any]) -> Chunks:
+    """The engine's own chunks. Closing this generator closes the connection, and the engine stops generating."""
+    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, how)
+    try:
+        async with client.stream("POST", address, json=body) as response:
+            if response.status_code >= 400:
+                said = (await response.aread()).decode(errors="replace")[:500]
+                status = 400 if response.status_code < 500 else 502
+                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {said}")
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise HTTPException(502, f"The engine of {engine.target.name} failed: {chunk['error']}")
+                    yield chunk
+    except (httpx.TransportError, ValueError) as error:
+        raise unavailable(engine.target, ENDED) from error
+
+
+def keep(journal: FeedbackJournal, made: Answer) -> None:
+    """A full disk costs the record of an answer, never the answer."""
+    try:
+        journal.append(made)
+    except (OSError, ValueError) as error:
+        print(f"serve: answer {made.id} was not recorded: {error}", flush=True)
+
+
+async def as_events(first: dict[str, Any], chunks: Chunks) -> AsyncIterator[str]:
+    try:
+        yield event(first)
+        async for chunk in chunks:
+            yield event(chunk)
+        yield "data: [DONE]\n\n"
+    except HTTPException as error:
+        yield event(error_content(error))
+    finally:  # also when the client disconnects
+        await chunks.aclose()
+
+
+def event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) -> dict[str, Any] | None:
+    """One chat completion of all chunks; None if the client disconnects."""
+    text, last = [first["choices"][0]["delta"].get("content") or ""], first
+    async for last in chunks:
+        if await request.is_disconnected():
+            await chunks.aclose()
+            return None
+        text.append(last["choices"][0]["delta"].get("content") or "")
+    finish = last["choices"][0].get("finish_reason")
+    message = {"role": "assistant", "content": "".join(text)}
+    same = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
+    choice = {"index": 0, "message": message, "finish_reason": finish}
+    return {**same, "object": "chat.completion", "choices": [choice]}
+
+
+def error_content(error: AnyHTTPException) -> dict[str, Any]:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return {"error": {"message": error.detail, "type": kind, "code": error.status_code}}

@@ -1,0 +1,76 @@
+"""Bearer tokens of the gateway: who asks, and how often they may.
+
+`.services/tokens.json` holds {"NAME": "TOKEN"}, readable only by its owner; the first start makes a token. Edit it
+to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces
+the file, for containers.
+"""
+
+import getpass
+import hmac
+import json
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from services.passwords import write_private
+from tasks.config.paths import home
+from tasks.errors import UserError
+
+VARIABLE = "DPO_SERVE_TOKENS"
+SHORTEST = 16  # characters
+
+
+class Tokens:
+    def __init__(self) -> None:
+        self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
+        if self.file and not self.file.exists():
+            self.file.parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
+        self.names = self._read()
+
+    @property
+    def place(self) -> str:
+        return str(self.file or VARIABLE)
+
+    def owner(self, authorization: str) -> str | None:
+        """The name behind an Authorization header; every token is compared, so that timing tells nothing."""
+        with suppress(UserError):  # a mistake in the file locks nobody out
+            self.names = self._read()
+        given = authorization.removeprefix("Bearer ").encode()
+        matching = [name for name, token in self.names.items() if hmac.compare_digest(token.encode(), given)]
+        return matching[0] if matching else None
+
+    def _read(self) -> dict[str, str]:
+        try:
+            if self.file:
+                names = {str(name): str(token) for name, token in json.loads(self.file.read_text()).items()}
+            else:
+                pairs = [pair.strip().partition(":") for pair in os.environ[VARIABLE].split(",")]
+                names = {name: token for name, _, token in pairs}
+        except (OSError, ValueError, AttributeError):
+            names = {}
+        if not names or any(not name or len(token) < SHORTEST for name, token in names.items()):
+            form = '{"NAME": "TOKEN"}' if self.file else "NAME:TOKEN,NAME:TOKEN"
+            raise UserError(
+                f"{self.place} must have the form {form}, with tokens of at least {SHORTEST} characters "
+                "(`openssl rand -hex 32` makes one). Correct it"
+                + (", or delete it: the next start makes a new one." if self.file else ", or unset it.")
+            )
+        return names
+
+
+class RateLimit:
+    """A token bucket for each name: `per_minute` requests at once, refilled over a minute."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.capacity, self.buckets = float(per_minute), dict[str, tuple[float, float]]()
+
+    def wait(self, name: str) -> float:
+        """Seconds until the next request is allowed; 0 takes a place now."""
+        now = time.monotonic()
+        left, since = self.buckets.get(name, (self.capacity, now))
+        left = min(self.capacity, left + (now - since) * self.capacity / 60)
+        self.buckets[name] = (max(left - 1, 0.0) if left >= 1 else left, now)
+        return 0.0 if left >= 1 else (1 - left) * 60 / self.capacity

@@ -1,0 +1,158 @@
+"""The parts of the gateway that need no engine: tokens, rate limit, requests, routing, the index of answers."""
+
+import json
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+
+from services.serving import answer_index, engine, tokens
+from services.serving.answer_index import AnswerIndex, wilson
+from services.serving.engine import Target
+from services.serving.fleet import CHALLENGER, CHAMPION, Fleet
+from services.serving.requests import ChatRequest
+from services.serving.tokens import RateLimit, Tokens
+from tasks.errors import UserError
+from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.journal import FeedbackJournal
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(tokens.VARIABLE, raising=False)
+    return tmp_path
+
+
+def test_the_first_start_makes_a_token_that_only_its_owner_can_read(workspace):
+    made = Tokens()
+    file = workspace / ".services" / "tokens.json"
+    ((name, token),) = json.loads(file.read_text()).items()
+    assert (made.place, file.stat().st_mode & 0o777) == (str(file), 0o600)
+    assert made.owner(f"Bearer {token}") == name
+    assert made.owner(f"Bearer {token[:-1]}") is made.owner("Bearer ") is made.owner("") is None
+    assert Tokens().owner(f"Bearer {token}") == name  # the second start makes none
+
+
+def test_an_edited_file_counts_at_once_and_a_mistake_in_it_locks_nobody_out(workspace):
+    known, file = Tokens(), workspace / ".services" / "tokens.json"
+    file.write_text(json.dumps({"ann": "a" * 16}))
+    assert known.owner("Bearer " + "a" * 16) == "ann"
+    file.write_text("{")
+    assert known.owner("Bearer " + "a" * 16) == "ann"
+    with pytest.raises(UserError, match=r"tokens\.json must have the form"):
+        Tokens()
+
+
+@pytest.mark.parametrize("value", ["", "ann", "ann:short", ":" + "a" * 20])
+def test_tokens_of_the_environment_are_checked(workspace, monkeypatch, value):
+    monkeypatch.setenv(tokens.VARIABLE, value)
+    with pytest.raises(UserError, match="DPO_SERVE_TOKENS must have the form NAME:TOKEN"):
+        Tokens()
+
+
+def test_the_rate_limit_refills_over_a_minute(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(tokens.time, "monotonic", lambda: now)
+    limit = RateLimit(30)
+    assert [limit.wait("ann") for _ in range(30)] == [0.0] * 30
+    assert limit.wait("ann") == limit.wait("ann") == pytest.approx(2.0)  # 30 a minute: one every two seconds
+    assert limit.wait("bob") == 0.0
+    now += 2
+    assert (limit.wait("ann"), limit.wait("ann")) == (0.0, pytest.approx(2.0))
+
+
+def test_wilsons_interval():
+    """Of 8 of 10 at z = 1.96: (0.8 + 0.19208 +- 1.96 sqrt(0.016 + 0.009604)) / 1.38416 = 0.4902 and 0.9433."""
+    assert wilson(8, 10) == {"value": 0.8, "low": 0.4902, "high": 0.9433}
+    assert wilson(0, 0) is None
+    assert wilson(3, 3)["high"] == 1.0
+
+
+def test_a_request_has_explicit_parameters_and_null_means_absent():
+    content: dict[str, Any] = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "tools": None,
+    }
+    chat = ChatRequest.model_validate_json(json.dumps({**content, "seed": 3}))
+    assert chat.messages[0].plain() == {"role": "user", "content": "x"}
+    assert chat.parameters(7) == {"max_tokens": 7, "temperature": 1.0, "top_p": 1.0, "seed": 3}
+    assert ChatRequest(**content, max_completion_tokens=2, max_tokens=5).parameters(7)["max_tokens"] == 2
+
+
+def fleet(share: float) -> Fleet:
+    made = Fleet("m", "m/2", share, seed=0)
+    for role, version in ((CHAMPION, "1"), (CHALLENGER, "2")):
+        target = Target("m", version, "", "")
+        made.engines[role] = SimpleNamespace(target=target, is_alive=True, running=0)  # type: ignore[assignment]
+    return made
+
+
+def routed(made: Fleet, model: str | None = None, user: str | None = None) -> str:
+    with made.lease(model, user) as (role, one):
+        assert one.running == 1
+    assert one.running == 0
+    return role
+
+
+def test_a_share_of_users_and_of_requests_meets_the_challenger():
+    made = fleet(0.1)
+    users = [routed(made, user=f"user {n}") for n in range(2000)]
+    assert users == [routed(made, "m", f"user {n}") for n in range(2000)]
+    requests = [routed(made) for _ in range(2000)]
+    for roles in (users, requests):  # 200 expected, standard deviation 13
+        assert 150 < roles.count(CHALLENGER) < 250
+    assert {routed(made, "m/2") for _ in range(9)} == {CHALLENGER}
+    assert {routed(made, "m/1") for _ in range(9)} == {CHAMPION}
+    with pytest.raises(HTTPException, match="Ask for one of: m, m/1, m/2"):
+        routed(made, "m/3")
+
+
+def test_a_dead_challenger_loses_its_share_and_a_dead_champion_asks_to_wait():
+    made = fleet(1.0)
+    assert routed(made) == CHALLENGER
+    made.engines[CHALLENGER].is_alive = False  # type: ignore[misc]
+    assert routed(made) == CHAMPION
+    made.engines[CHAMPION].is_alive = False  # type: ignore[misc]
+    with pytest.raises(HTTPException) as caught:
+        routed(made)
+    assert (caught.value.status_code, caught.value.headers) == (503, {"Retry-After": "10"})
+
+
+def answer(version: str, role: str = CHAMPION, seconds: float = 1.0) -> Answer:
+    prompt = {"messages": [{"role": "user", "content": "x"}], "text": "y", "user": "ann", "run": "r"}
+    return Answer(
+        id=uuid.uuid4().hex, time=1e9, model="m", version=version, role=role, parameters={"seconds": seconds}, **prompt
+    )
+
+
+def thumb(about: Answer, rater: str, value: str) -> Feedback:
+    return Feedback(id=uuid.uuid4().hex, time=1e9, answer=about.id, rater=rater, kind="thumb", value=value)
+
+
+def test_figures_count_each_raters_last_thumb_by_version_and_role(tmp_path, monkeypatch):
+    answers = [answer("1", seconds=n) for n in (1, 2, 3)] + [answer("2", CHALLENGER)]
+    votes, mine = FeedbackJournal(tmp_path), FeedbackJournal(tmp_path)
+    for rater, value in (("ann", "up"), ("bob", "up"), ("ann", "down")):  # in a file that may be read first
+        votes.append(thumb(answers[0], rater, value))
+    for one in answers:
+        mine.append(one)
+    index = AnswerIndex(tmp_path)
+    first, second = index.stats()["versions"]
+    assert (first["model"], first["role"], first["answers"]) == ("m/1", CHAMPION, 3)
+    assert (first["thumbs"]["up"], first["thumbs"]["down"]) == (1, 1)
+    assert first["latency_seconds"] == {"p50": 2.0, "p95": 2.9}
+    assert (second["model"], second["role"], second["thumbs"]["share_up"]) == ("m/2", CHALLENGER, None)
+    monkeypatch.setattr(answer_index, "MOST_ANSWERS", 2)
+    mine.append(answer("3"))
+    assert {one["model"]: one["answers"] for one in index.stats()["versions"]} == {"m/2": 1, "m/3": 1}
+
+
+def test_vllm_serves_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(engine, "find_spec", lambda name: object())
+    command = engine.engine_command(Path("/m"), 5, 0.45)
+    assert Path(command[0]).name == "vllm"
+    assert command[1:] == ["serve", "/m", "--host", "127.0.0.1", "--port", "5", "--gpu-memory-utilization", "0.45"]
