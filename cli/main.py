@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import chat, data, experiments, operations, release, run, runs
+from cli import blame, chat, data, experiments, operations, release, run, runs
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ for panel, module in (
     ("Experiments", experiments),
     ("Runs and data", runs),
     ("Runs and data", data),
+    ("Runs and data", blame),
     ("Release a model", release),
     ("Use a model", chat),
     ("Services", operations),

@@ -91,7 +91,7 @@ def process(raw: dict[str, Any], template: ChatTemplate, params: Prepare, shards
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
         sources = more
-        worker = ChunkWorker(template, sources, params, shards)
+        worker = ChunkWorker(template, sources, params, shards, frozenset(raw.get("excluded", ())))
         stats, results = _process_chunks(worker, files, raw["rows"], quarantine)
         columns = gather_columns(results)
         kept, duplicates = select_pairs(columns, sources, stats, params)

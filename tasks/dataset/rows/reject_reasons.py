@@ -36,6 +36,7 @@ SKIPPED = {
     "over_length": "longer than prepare.max_tokens",
     "tie": "both answers have the same score or number of votes",
     "small_margin": "the scores differ by less than prepare.min_margin",
+    "excluded": "the file source.exclude names the pair",
     "not_sampled": "outside the share of its source, or outside the sample of prepare.max_pairs",
 }
 REJECT_REASONS = QUARANTINED | SKIPPED

@@ -1,0 +1,35 @@
+"""Trace a model's behaviour back to its data: harmful pairs, and the rows of one person."""
+
+from typing import Annotated
+
+import typer
+
+from cli.options import VERSION
+
+
+def blame(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A finished run, champion, MODEL/3, ...; this checkout by default."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help=f"Explain what got worse compared with {VERSION}"),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", metavar="N", min=1, help="How many pairs to show.")] = 20,
+) -> None:
+    """Find the training pairs that work against the held-out pairs.
+
+    Writes the scores of all pairs, and the flagged pairs as a file for `source.exclude`.
+
+    Examples:
+
+    - dpo blame
+    - dpo blame low-kl --against champion
+    """
+    from tasks.evaluation import blame
+
+    blame.blame(run, against, count)
+
+
+COMMANDS = (blame,)
