@@ -24,7 +24,7 @@ HOMES = {
     "prefect": {"flows", "services", "cli"},
     "mlflow": {
         *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
-        *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store")),
+        *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store", "traces")),
     },
     "ray": {"tasks/cluster", "tasks/train_driver.py", "tasks/train_worker.py"},
     "deepspeed": {"training/trainer/engine.py", "training/distributed"},

@@ -78,14 +78,14 @@ TAGS = {
 
 def experiment(client: Any, name: str, artifacts: Path | None) -> str:
     """Its id; made where there is none. `artifacts` is where a store without a server keeps them."""
-    found = client.get_experiment_by_name(name) or _make(client, name, artifacts)
+    found = client.get_experiment_by_name(name) or make_experiment(client, name, artifacts)
     for tag, value in TAGS.items():
         if found.tags.get(tag) is None or (found.tags[tag] != value and "View" in tag):  # a person's note stays
             client.set_experiment_tag(found.experiment_id, tag, value)
     return str(found.experiment_id)
 
 
-def _make(client: Any, name: str, artifacts: Path | None) -> Any:
+def make_experiment(client: Any, name: str, artifacts: Path | None) -> Any:
     from mlflow.exceptions import MlflowException
 
     location = artifacts.resolve().as_uri() if artifacts else None

@@ -1,0 +1,358 @@
+"""Answers as MLflow traces and feedback as their assessments: sending the journal, reading back, erasing a person.
+
+A trace's id and an assessment's id are made from the event's own id. So sending an event again, after a kill between
+sending it and noting that, finds it there and adds nothing.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.errors import UserError
+from tasks.feedback.events import Answer, Event, Feedback, check, from_json, to_json
+from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events
+from tasks.redact import redact
+from tasks.system import disk
+from tasks.system.files import recall, write_json
+from tasks.system.lock import file_lock
+from tasks.tracking.experiment import make_experiment
+from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in
+
+if TYPE_CHECKING:
+    from tasks.config.cluster import Cluster
+
+PREFIX = "feedback-"  # of an experiment's name; the model's name follows
+TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
+SENT, WAITING, LOCK = "sent.json", "waiting.json", "send.lock"
+CHUNK = 500  # events between two notes of what was sent
+PAGE = 500  # traces per search; MLflow's limit
+WAIT_DAYS = 7.0  # for the answer that a feedback names: another machine may send it later
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
+CONNECTIONS = 8  # to an MLflow server; SQLite takes one writer
+PREVIEW = 500  # characters in MLflow's list of traces
+TAGS = ("model", "version", "run", "role", "user")
+KIND = {"mlflow.experimentKind": "genai_development"}  # MLflow opens the page of traces
+
+
+def experiment_name(model: str) -> str:
+    return PREFIX + model
+
+
+def follow(folder: Path, cluster: "Cluster", stop: threading.Event) -> None:
+    """For a thread of a server: send what comes until `stop` is set; never raises."""
+    pause, last = FIRST_PAUSE, ""
+    while not stop.is_set():
+        try:
+            send(folder, cluster)
+            pause, last = FIRST_PAUSE, ""
+        except Exception as error:
+            if str(error) != last:
+                last = str(error)
+                print(f"feedback: not sent yet, kept on disk: {redact(last)}", file=sys.stderr, flush=True)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        stop.wait(pause)
+
+
+def send(folder: Path, cluster: "Cluster") -> int:
+    """Send the journal's new events to MLflow; returns how many. Only one process sends at a time."""
+    total = 0
+    with file_lock(folder / LOCK, wait=False) as acquired:
+        found, waiting = (_unsent(folder), _waiting(folder)) if acquired else ({}, [])
+        while found or waiting:
+            events = [*waiting, *(event for batch, _ in found.values() for event in batch)]
+            with _store(cluster, "forwarder") as store:
+                orphans = _send(store, events)
+            write_json(folder / WAITING, {"events": [to_json(event) for event in orphans]})
+            write_json(folder / SENT, _offsets(folder) | {name: offset for name, (_, offset) in found.items()})
+            total += len(events) - len(orphans)
+            found = _unsent(folder)
+            waiting = orphans if found else []
+        if acquired:
+            _remove_sent(folder)
+    return total
+
+
+def _waiting(folder: Path) -> list[Event]:
+    return [from_json(content) for content in recall(folder / WAITING).get("events", [])]
+
+
+def _offsets(folder: Path) -> dict[str, int]:
+    return {name: int(offset) for name, offset in recall(folder / SENT).items()}
+
+
+def _unsent(folder: Path) -> dict[str, tuple[list[Event], int]]:
+    """The next events of each journal, and the offset behind them."""
+    before = _offsets(folder)
+    found = {path.name: read_events(path, before.get(path.name, 0), CHUNK) for path in sorted(folder.glob("*.jsonl"))}
+    return {name: new for name, new in found.items() if new[1] > before.get(name, 0)}
+
+
+def _remove_sent(folder: Path) -> None:
+    """Delete journals that were sent and that no process writes to."""
+    offsets = _offsets(folder)
+    closed = [path for path in sorted(folder.glob("*.jsonl")) if is_closed(path)]
+    done = [path for path in closed if read_events(path, offsets.get(path.name, 0), 1)[1] == offsets.get(path.name, 0)]
+    for path in done:
+        path.unlink()
+    if done:
+        names = {path.name for path in done}
+        write_json(folder / SENT, {name: offset for name, offset in offsets.items() if name not in names})
+
+
+class _Store:
+    """MLflow's two clients, and the ids of experiments."""
+
+    def __init__(self, uri: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.tracing.client import TracingClient
+
+        self.uri, self.database = uri, Path(uri.removeprefix("sqlite:///"))
+        with file_lock(self.database.parent / "store.lock") if self.local else nullcontext():  # made by one process
+            self.client, self.tracing = MlflowClient(uri, registry_uri=uri), TracingClient(uri)
+
+    @property
+    def local(self) -> bool:
+        return self.uri.startswith("sqlite:///")
+
+    def experiment(self, model: str) -> str:
+        name = experiment_name(model)
+        if (found := self.client.get_experiment_by_name(name)) is None:
+            found = make_experiment(self.client, name, self.database.parent / "artifacts" if self.local else None)
+            for tag, value in KIND.items():
+                self.client.set_experiment_tag(found.experiment_id, tag, value)
+        return str(found.experiment_id)
+
+    def infos(self, experiment: str) -> Iterator[Any]:
+        """All traces of an experiment, with their assessments and without their texts."""
+        yield from (trace.info for trace in self.traces(experiment, texts=False))
+
+    def traces(self, experiment: str, *, texts: bool = True) -> Iterator[Any]:
+        """Oldest first: a trace that arrives while we read makes a new last page and moves no other."""
+        token, order = None, ["timestamp_ms ASC"]
+        while True:
+            page = self.tracing.search_traces(
+                locations=[experiment], max_results=PAGE, order_by=order, page_token=token, include_spans=texts
+            )
+            yield from page
+            token = page.token
+            if not token:
+                return
+
+    def each(self, function: Any, items: Iterable[Any]) -> None:
+        with ThreadPoolExecutor(1 if self.local else CONNECTIONS) as pool:
+            list(pool.map(function, items))
+
+
+@contextmanager
+def _store(cluster: "Cluster", user: str) -> Iterator[_Store]:
+    """A store that cannot be used is one sentence."""
+    limit_waiting()
+    from mlflow.exceptions import MlflowException
+
+    uri = absolute_uri(cluster.tracking_uri)
+    try:
+        log_in(uri, user)
+        yield _Store(uri)
+    except (MlflowException, OSError) as error:
+        reason = disk.explain(error) or redact(str(error).splitlines()[0])
+        raise UserError(
+            f"MLflow at {redact(cluster.tracking_uri)} could not be used for feedback: {reason} "
+            "Start it (`dpo up`) or correct tracking_uri in infra/cluster.yaml; unsent feedback stays on disk."
+        ) from error
+
+
+def _send(store: _Store, events: Sequence[Event]) -> list[Event]:
+    """Returns the feedback whose answer MLflow does not have yet. A new trace takes its feedback along."""
+    answers = {event.id: event for event in events if isinstance(event, Answer)}
+    feedback = {event.id: event for event in events if isinstance(event, Feedback)}
+    there = _known(store, {*answers, *(one.answer for one in feedback.values())})
+    by_answer = defaultdict[str, list[Feedback]](list)
+    for one in feedback.values():
+        by_answer[one.answer].append(one)
+    experiments = {model: store.experiment(model) for model in sorted({answer.model for answer in answers.values()})}
+    new = [answer for answer in answers.values() if answer.id not in there]
+    store.each(lambda a: store.tracing.start_trace(_trace(a, experiments[a.model], by_answer[a.id])), new)
+    for model, experiment in experiments.items():
+        store.tracing.log_spans(experiment, [_span(answer) for answer in answers.values() if answer.model == model])
+    late = [one for id_ in by_answer.keys() & there.keys() for one in by_answer[id_] if one.id not in there[id_]]
+    store.each(lambda one: store.tracing.log_assessment(TRACE + one.answer, _assessment(one)), late)
+    oldest = time.time() - WAIT_DAYS * 86400
+    homeless = by_answer.keys() - there.keys() - answers.keys()
+    return [one for one in feedback.values() if one.answer in homeless and one.time > oldest]
+
+
+def _known(store: _Store, ids: set[str]) -> dict[str, set[str]]:
+    """The answers among these that MLflow has, each with the ids of its feedback."""
+    traces = [TRACE + id_ for id_ in sorted(ids)]
+    pages = (traces[start : start + PAGE] for start in range(0, len(traces), PAGE))
+    infos = (info for page in pages for info in store.tracing.store.batch_get_trace_infos(page))
+    return {
+        info.trace_id.removeprefix(TRACE): {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
+        for info in infos
+    }
+
+
+def _trace(answer: Answer, experiment: str, feedback: Sequence[Feedback]) -> Any:
+    from mlflow.entities import TraceInfo, TraceLocation, TraceState
+
+    return TraceInfo(
+        trace_id=TRACE + answer.id,
+        trace_location=TraceLocation.from_experiment_id(experiment),
+        request_time=round(answer.time * 1000),
+        state=TraceState.OK,
+        execution_duration=0,
+        request_preview=answer.messages[-1]["content"][:PREVIEW],
+        response_preview=answer.text[:PREVIEW],
+        tags={"dpo.answer": answer.id, **{f"dpo.{name}": getattr(answer, name) for name in TAGS}},
+        assessments=[_assessment(one) for one in feedback],
+    )
+
+
+def _span(answer: Answer) -> Any:
+    from mlflow.entities.span import Span
+
+    moment = round(answer.time * 1000) * 1_000_000
+    attributes = {
+        "mlflow.traceRequestId": TRACE + answer.id,
+        "mlflow.spanType": "CHAT_MODEL",
+        "mlflow.spanInputs": {"messages": answer.messages},
+        "mlflow.spanOutputs": answer.text,
+        "dpo.parameters": answer.parameters,
+    }
+    return Span.from_dict(
+        {
+            "trace_id": TRACE + answer.id,
+            "span_id": answer.id[:15] + "1",  # MLflow takes none that is zero
+            "parent_span_id": None,
+            "name": "answer",
+            "start_time_unix_nano": moment,
+            "end_time_unix_nano": moment,
+            "status": {"code": "STATUS_CODE_OK", "message": ""},
+            "attributes": {name: json.dumps(value, ensure_ascii=False) for name, value in attributes.items()},
+        }
+    )
+
+
+def _assessment(feedback: Feedback) -> Any:
+    from mlflow.entities import AssessmentSource
+    from mlflow.entities import Feedback as Assessment
+
+    moment = round(feedback.time * 1000)
+    made = Assessment(
+        name=feedback.kind,
+        value=feedback.value,
+        source=AssessmentSource("HUMAN", feedback.rater),
+        trace_id=TRACE + feedback.answer,
+        metadata={"dpo.feedback": feedback.id, "dpo.other": feedback.other},
+        create_time_ms=moment,
+        last_update_time_ms=moment,
+    )
+    made.assessment_id = ASSESSMENT + feedback.id
+    return made
+
+
+def read(cluster: "Cluster", experiment: str) -> Iterator[Event]:
+    """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
+    with _store(cluster, "writer") as store:
+        if (found := store.client.get_experiment_by_name(experiment)) is None:
+            names = sorted(one.name for one in _experiments(store))
+            others = f"There is feedback in {', '.join(names)}." if names else "No feedback was collected yet."
+            raise UserError(f"MLflow has no experiment {experiment}. {others} Serve the model with `dpo serve` first.")
+        feedback = list[Feedback]()
+        for trace in store.traces(found.experiment_id):
+            if answer := _answer(trace):
+                feedback += filter(None, map(_feedback, trace.info.assessments))
+                yield answer
+    yield from feedback
+
+
+def _answer(trace: Any) -> Answer | None:
+    """None for a trace that another tool made, or whose texts are on their way."""
+    tags = trace.info.tags
+    if "dpo.answer" not in tags or not trace.data.spans:
+        return None
+    span = trace.data.spans[0]
+    return Answer(
+        id=tags["dpo.answer"],
+        time=trace.info.request_time / 1000,
+        messages=span.inputs["messages"],
+        text=span.outputs,
+        parameters=span.get_attribute("dpo.parameters") or {},
+        **{name: tags.get(f"dpo.{name}", "") for name in TAGS},
+    )
+
+
+def _feedback(assessment: Any) -> Feedback | None:
+    """None for an assessment that did not come from us, or that a person has changed into something unknown."""
+    metadata = assessment.metadata or {}
+    if "dpo.feedback" not in metadata or assessment.valid is False or assessment.feedback is None:
+        return None
+    found = Feedback(
+        id=metadata["dpo.feedback"],
+        time=assessment.create_time_ms / 1000,
+        answer=assessment.trace_id.removeprefix(TRACE),
+        rater=assessment.source.source_id,
+        kind=assessment.name,
+        value=assessment.feedback.value,
+        other=metadata.get("dpo.other", ""),
+    )
+    try:
+        check(found)
+    except (ValueError, TypeError):
+        return None
+    return found
+
+
+def _experiments(store: _Store) -> list[Any]:
+    return list(store.client.search_experiments(filter_string=f"name LIKE '{PREFIX}%'"))
+
+
+def erase(cluster: "Cluster", user: str, folder: Path | None = None) -> int:
+    """Delete a person's answers with all feedback on them, and the person's own feedback; returns how many events.
+
+    The journals on disk come first, so that nothing is sent again.
+    """
+    folder = folder or feedback_folder()
+    with file_lock(folder / LOCK), _store(cluster, "writer") as store:
+        traces, assessments = _belonging(store, user)
+        local = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)[0]]
+        waiting = _waiting(folder)
+        answers = {TRACE + event.id for event in local if isinstance(event, Answer) and event.user == user}
+        answers |= {trace for ids in traces.values() for trace in ids}
+        theirs = {event.id for event in [*local, *waiting] if _is_of(event, user, answers)}
+        for path in folder.glob("*.jsonl"):
+            blank(path, theirs)
+        if waiting:
+            kept = [to_json(event) for event in waiting if event.id not in theirs]
+            write_json(folder / WAITING, {"events": kept})
+        for experiment, ids in traces.items():
+            for start in range(0, len(ids), 100):  # MLflow's limit
+                store.client.delete_traces(experiment, trace_ids=ids[start : start + 100])
+        store.each(lambda one: store.tracing.delete_assessment(one.trace_id, one.assessment_id), assessments)
+    erased = {trace.removeprefix(TRACE) for trace in answers} | theirs
+    return len(erased | {one.assessment_id.removeprefix(ASSESSMENT) for one in assessments})
+
+
+def _is_of(event: Event, user: str, traces: set[str]) -> bool:
+    if isinstance(event, Answer):
+        return event.user == user
+    return event.rater == user or TRACE + event.answer in traces
+
+
+def _belonging(store: _Store, user: str) -> tuple[dict[str, list[str]], list[Any]]:
+    """The person's traces by experiment, and the person's assessments of other traces."""
+    traces, assessments = defaultdict[str, list[str]](list), list[Any]()
+    for experiment in _experiments(store):
+        for info in store.infos(experiment.experiment_id):
+            if info.tags.get("dpo.user") == user:
+                traces[experiment.experiment_id].append(info.trace_id)
+            else:
+                assessments += [one for one in info.assessments if one.source.source_id == user]
+    return traces, assessments
