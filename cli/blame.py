@@ -32,4 +32,17 @@ def blame(
     blame.blame(run, against, count)
 
 
-COMMANDS = (blame,)
+def forget(
+    user: Annotated[str, typer.Option(metavar="NAME", help="The person, as the column `user` of the rows names them.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Erase; without this option nothing is deleted.")] = False,
+) -> None:
+    """Erase a person's feedback, and the runs, data and models made from their rows (dry run by default).
+
+    The champion stays until another takes its place. The command says what to do first; run it again afterwards.
+    """
+    from tasks.runs import forget
+
+    forget.forget(user, yes)
+
+
+COMMANDS = (blame, forget)

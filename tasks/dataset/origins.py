@@ -29,10 +29,15 @@ class Origin:
 
 def raw_rows(root: Path = Path()) -> Iterator[tuple[dict[str, Any], dict[str, Any], int, RawRow]]:
     """Every readable row of data/raw: its source and file as the manifest describes them, its number, and the row."""
-    for entry in read_json(root / RAW / "manifest.json")["sources"]:
+    for entry in read_json(root / RAW / "manifest.json").get("sources", []):
         for file in entry["files"]:
             for chunk in read_chunks(root / RAW / entry["name"] / file["file"], file["called"]):
                 yield from ((entry, file, number, row) for number, row in rows_in(chunk) if isinstance(row, dict))
+
+
+def belongs_to(row: RawRow, user: str) -> bool:
+    """Whether the row is a person's: its column `user`, or one of the space-separated names in `raters`."""
+    return str(row.get(USER)) == user or user in str(row.get("raters") or "").split()
 
 
 def pair_origins(params: Prepare) -> dict[str, Origin]:

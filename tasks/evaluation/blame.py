@@ -152,7 +152,7 @@ def _parts(train: PairTable, row_tokens: int) -> Iterator[tuple[list[Pair], list
 def rank(train: PairTable, values: Sequence[tuple[float, float]], origins: dict[str, Origin]) -> list[Line]:
     """A line for each training pair, the most harmful first."""
     margins, changes = np.array(values).T
-    scores = -changes
+    scores = -changes / (1 + np.exp(margins))  # the loss's slope: pairs that are learnt already push no more
     deviations = (scores - np.median(scores)) / (1.4826 * np.median(np.abs(scores - np.median(scores))) or 1.0)
     flagged = (scores > 0) & (deviations > DEVIATIONS)
     lines = []
