@@ -1,7 +1,8 @@
 """`dpo blame [RUN]`: which training pairs work against the held-out pairs, or pushed a regression against a version.
 
-A training pair is harmful if a step that raises the margins of the held-out pairs lowers its own
-(training/evaluation/influence.py). docs/evaluation.md compares this score with others.
+Two signs add up. Influence: a step that raises the margins of the held-out pairs lowers the pair's own
+(training/evaluation/influence.py). And the pair stays contradictory: its margin is low at the end of training.
+docs/evaluation.md compares this score with others.
 """
 
 import json
@@ -10,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tasks.dataset.pairs import PairTable, pairs_file, read_pairs, with_referenc
 from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights
+from tasks.evaluation.sharding import pair_values, token_values
 from tasks.models import base_folder
 from tasks.reports.markup import printable
 from tasks.runs.open_run import open_run
@@ -33,9 +34,9 @@ from tasks.system.progress import Bar
 from training.objectives.objective import Objective
 from training.objectives.packing import Pair, pack
 
-PAIRS_PER_TASK = 512
+PAIRS_PER_TASK, PAIRS_AT_ONCE = 128, 4096  # the second bounds memory
 TARGETS = 256  # held-out pairs in the gradient at most
-DEVIATIONS = 5.0  # robust standard deviations from the median from which on a pair is flagged
+DEVIATIONS = 5.0  # a pair above this score is flagged: robust standard deviations from the median
 SIGNIFICANT = 0.01
 TEXT = 36  # characters in the table
 Line = dict[str, Any]
@@ -59,9 +60,9 @@ class Blamer(Evaluator):
 
     def influence(
         self, weights: Weights, base: str | None, target: Target, pairs: Sequence[Pair], rows: Sequence[Sequence[int]]
-    ) -> list[tuple[float, float]]:
-        """Each pair's margin, and its change along the target's gradient."""
-        from training.evaluation.influence import margin_gradient, margins_and_changes, move_halfway
+    ) -> list[float]:
+        """The change of each pair's margin along the target's gradient."""
+        from training.evaluation.influence import margin_changes, margin_gradient, move_halfway
         from training.models.loading import best_device
 
         with self._loaded(weights) as model:
@@ -72,7 +73,7 @@ class Blamer(Evaluator):
                     self.scorer, target.objective, target.pairs, target.weights, parameters, best_device()
                 )
                 self.along = parameters, gradient
-            return margins_and_changes(self.scorer, target.objective, pairs, rows, *self.along, best_device())
+            return margin_changes(self.scorer, target.objective, pairs, rows, *self.along, best_device())
 
 
 def blame(run: str | None, against: str | None, count: int) -> None:
@@ -91,8 +92,10 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     train, held_out = (_pairs(params, split) for split in ("train", "eval"))
     with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else None)
-        values = _influences(workers, params, target, train)
-        lines = rank(train, values, pair_origins(params.prepare))
+        policy, base = _policy(workers, params)
+        margins = _margins(workers, policy, target.objective, train)
+        changes = _influences(workers, policy, base, target, train)
+        lines = rank(train, margins, changes, pair_origins(params.prepare))
         shown = [line for line in lines if line["flagged"]] or lines[:count]
         _add_texts(workers, params, train, shown)
     folder = home() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
@@ -124,47 +127,69 @@ def _target(params: Params, held_out: PairTable, drops: list[float] | None) -> T
     return Target(objective, [held_out[n] for n in numbers], [drops[n] for n in numbers])
 
 
-def _influences(workers: WorkerPool, params: Params, target: Target, train: PairTable) -> list[tuple[float, float]]:
+def _policy(workers: WorkerPool, params: Params) -> tuple[Weights, str | None]:
+    """The policy, and after full fine-tuning the folder of the base model that it started from."""
     base = str(workers.shared_path(base_folder(params.source.model)))
-    policy = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
-    dtype, quantization = params.evaluate.dtype, params.train.quantization
+    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
     if params.train.adapter:
-        model, start = Weights(base, base, dtype, quantization, policy), None
-    else:
-        model, start = Weights(policy, base, dtype), base
-    tasks = ((model, start, target, *part) for part in _parts(train, workers.cluster.evaluate.row_tokens))
-    values: list[tuple[float, float]] = []
-    with Bar("blame", len(train), "training pairs") as bar:
-        while some := list(islice(tasks, workers.num_workers * 4)):  # bounded memory: pairs are read as they are needed
-            for part in workers.map("influence", some):
-                values += part
-                bar.more(len(part))
-    return values
+        return Weights(base, base, params.evaluate.dtype, params.train.quantization, trained), None
+    return Weights(trained, base, params.evaluate.dtype), base
 
 
-def _parts(train: PairTable, row_tokens: int) -> Iterator[tuple[list[Pair], list[list[int]]]]:
-    for first in range(0, len(train), PAIRS_PER_TASK):
-        pairs = train[first : first + PAIRS_PER_TASK]
-        lengths = [len(pair) for pair in pairs]
-        yield pairs, pack(lengths, lengths, row_tokens)
+def _margins(workers: WorkerPool, policy: Weights, objective: Objective, train: PairTable) -> list[float]:
+    """Of each training pair under the policy."""
+    margins: list[float] = []
+    with Bar("blame", len(train), "margins") as bar:
+        for first in range(0, len(train), PAIRS_AT_ONCE):
+            pairs = train[first : first + PAIRS_AT_ONCE]
+            tokens = token_values(workers, policy, pairs, bar.more)
+            margins += [value.margin for value in pair_values(workers, objective, pairs, tokens)[1]]
+    return margins
 
 
-def rank(train: PairTable, values: Sequence[tuple[float, float]], origins: dict[str, Origin]) -> list[Line]:
+def _influences(
+    workers: WorkerPool, policy: Weights, base: str | None, target: Target, train: PairTable
+) -> list[float]:
+    """How much each training pair's margin rises with those of the target."""
+    changes: list[float] = []
+    with Bar("blame", len(train), "influences") as bar:
+        for first in range(0, len(train), PAIRS_AT_ONCE):
+            parts = _parts(train[first : first + PAIRS_AT_ONCE], workers.cluster.evaluate.row_tokens)
+            tasks = [(policy, base, target, *part) for part in parts]
+            for part in workers.map("influence", tasks, lambda number, tasks=tasks: bar.more(len(tasks[number][3]))):
+                changes += part
+    return changes
+
+
+def _parts(pairs: Sequence[Pair], row_tokens: int) -> Iterator[tuple[Sequence[Pair], list[list[int]]]]:
+    """Some pairs, and the rows to compute them in."""
+    for first in range(0, len(pairs), PAIRS_PER_TASK):
+        some = pairs[first : first + PAIRS_PER_TASK]
+        lengths = [len(pair) for pair in some]
+        yield some, pack(lengths, lengths, row_tokens)
+
+
+def _deviations(values: np.ndarray) -> np.ndarray:
+    """Robust standard deviations from the median."""
+    distance = values - np.median(values)
+    return distance / (1.4826 * np.median(np.abs(distance)) or 1.0)
+
+
+def rank(
+    train: PairTable, margins: Sequence[float], changes: Sequence[float], origins: dict[str, Origin]
+) -> list[Line]:
     """A line for each training pair, the most harmful first."""
-    margins, changes = np.array(values).T
-    scores = -changes / (1 + np.exp(margins))  # the loss's slope: pairs that are learnt already push no more
-    deviations = (scores - np.median(scores)) / (1.4826 * np.median(np.abs(scores - np.median(scores))) or 1.0)
-    flagged = (scores > 0) & (deviations > DEVIATIONS)
+    scores = _deviations(_deviations(-np.array(changes)) + _deviations(-np.array(margins)))
     lines = []
     for n in np.argsort(-scores, kind="stable").tolist():
         name = train.table["id"][n].as_py()
         origin = origins.get(name, Origin("", 0, ""))
-        numbers = {"score": scores[n], "deviations": deviations[n], "margin": margins[n]}
+        numbers = {"score": scores[n], "influence": changes[n], "margin": margins[n]}
         lines.append(
             {
                 "id": name,
                 **{key: round(float(value), 6) for key, value in numbers.items()},
-                "flagged": bool(flagged[n]),
+                "flagged": bool(scores[n] > DEVIATIONS),
                 "source": train.table["source"][n].as_py() or "",
                 **vars(origin),
                 "number": n,
@@ -227,7 +252,7 @@ def _print(lines: list[Line], shown: Sequence[Line], folder: Path, targets: int,
     rows = [
         (
             line["id"],
-            f"{line['deviations']:.1f}" + "*" * line["flagged"],
+            f"{line['score']:.1f}" + "*" * line["flagged"],
             f"{line['file']}:{line['row']}",
             printable(line["user"] or "-"),
             *(_start(line[name]) for name in ("prompt", "chosen", "rejected")),
@@ -235,7 +260,7 @@ def _print(lines: list[Line], shown: Sequence[Line], folder: Path, targets: int,
         for line in shown
     ]
     print(f"\nTraining pairs that work against {what}, the most harmful first (* flagged):")
-    print(text_table(rows, ("id", "deviations", "row", "user", "prompt", "chosen ...", "rejected ...")))
+    print(text_table(rows, ("id", "score", "row", "user", "prompt", "chosen ...", "rejected ...")))
     for column in ("source", "user"):
         if sentence := concentration(lines, column):
             print(sentence)

@@ -63,7 +63,7 @@ def margin_gradient(
 
 
 @torch.no_grad()
-def margins_and_changes(
+def margin_changes(
     scorer: nn.Module,
     objective: Objective,
     pairs: Sequence[Pair],
@@ -71,18 +71,18 @@ def margins_and_changes(
     parameters: Parameters,
     direction: Sequence[Tensor],
     device: torch.device,
-) -> list[tuple[float, float]]:
-    """Each pair's margin, and the margin's derivative along the direction. `rows` contain every pair number once."""
+) -> list[float]:
+    """The derivative of each pair's margin along the direction. `rows` contain every pair number once."""
     step = STEP * _norm(list(parameters.values()))
     columns: list[dict[int, float]] = []
-    for distance in (0.0, step, -step):
+    for distance in (step, -step):
         columns.append({})
         with _moved(parameters, direction, distance):
             for row in rows:
                 values = _margins(scorer, objective, pairs, row, device).tolist()
                 columns[-1] |= dict(zip(row, values, strict=True))
-    here, forwards, backwards = columns
-    return [(here[n], (forwards[n] - backwards[n]) / (2 * step)) for n in range(len(pairs))]
+    forwards, backwards = columns
+    return [(forwards[n] - backwards[n]) / (2 * step) for n in range(len(pairs))]
 
 
 def _margins(
