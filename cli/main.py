@@ -2,7 +2,7 @@
 
 import typer
 
-from cli import arena, chat, data, experiments, feedback, operations, release, rounds, run, runs, serving
+from cli import arena, blame, chat, data, experiments, feedback, operations, release, rounds, run, runs, serving
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ for panel, module in (
     ("Experiments", experiments),
     ("Runs and data", runs),
     ("Runs and data", data),
+    ("Runs and data", blame),
     ("Release a model", release),
     ("Use a model", chat),
     ("Use a model", arena),

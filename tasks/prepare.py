@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks import stage
-from tasks.config.params import RUN, Layout, Params, Prepare, load_cluster, load_params
+from tasks.config.params import RUN, Layout, Prepare, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card, row_stats
@@ -127,7 +127,7 @@ def process(
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
         sources = more
-        worker = ChunkWorker(template, sources, params, shards)
+        worker = ChunkWorker(template, sources, params, shards, frozenset(raw.get("excluded", ())))
         stats, results = _process_chunks(worker, files, raw["rows"], quarantine)
         columns = gather_columns(results)
         kept, duplicates = select_pairs(columns, sources, stats, params)

@@ -4,6 +4,7 @@ data/raw holds the data unchanged. A model that is a local folder or in the hub'
 holds only a manifest with the hash of each file.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
 from tasks.dataset.fetch import check_address, data_sources, errors_of_stores, fetch
-from tasks.dataset.readers import count_rows, read_chunks
+from tasks.dataset.readers import SUFFIXES, count_rows, read_chunks, rows_in, suffix_of
 from tasks.errors import UserError
 from tasks.models import (
     HUB,
@@ -31,6 +32,7 @@ from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
 
 SFT_KEY = "source.sft"
+PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
 
 
@@ -53,6 +55,8 @@ def check_addresses(params: Source, template: str = "auto") -> None:
     for entry in data_sources(params):
         check_address(entry["key"], entry["address"])
     model = (registered_name(params.model)[1] or "demo") if params.model.startswith(REGISTRY) else params.model
+    if params.exclude:
+        excluded_ids(params.exclude)
     if not model.startswith(HUB) and model != "demo":
         folder = local_path(model)
         if not (folder / "config.json").is_file():
@@ -105,10 +109,32 @@ def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
     pairs = [entry for entry in sources if entry["key"] != SFT_KEY]
     rows = sum(file["rows"] for entry in pairs for file in entry["files"])
     hashes = {f"{entry['name']}/{file['file']}": file["sha256"] for entry in sources for file in entry["files"]}
+    excluded = {"excluded": excluded_ids(params.exclude)} if params.exclude else {}
     address = " + ".join(entry["address"] for entry in pairs)
-    manifest = {"source": address, "sha256": fingerprint(hashes), "rows": rows, "sources": sources}
+    manifest = {
+        "source": address,
+        "sha256": fingerprint(hashes | excluded),
+        "rows": rows,
+        "sources": sources,
+        **excluded,
+    }
     write_json(raw / "manifest.json", manifest)
     return manifest
+
+
+def excluded_ids(address: str) -> list[str]:
+    """The pair ids in the file of `source.exclude`."""
+    path = local_path(address)
+    if not path.is_file() or suffix_of(path) not in SUFFIXES:
+        raise UserError(f"source.exclude: {address} is no file of rows. Set the file that `dpo blame` wrote, or null.")
+    rows = [row for chunk in read_chunks(path, address) for _, row in rows_in(chunk)]
+    ids = [str(row.get("id")) if isinstance(row, dict) else "" for row in rows]
+    if wrong := [number for number, one in enumerate(ids, 1) if not PAIR_ID.fullmatch(one)]:
+        raise UserError(
+            f"source.exclude: row {wrong[0]} of {address} has no `id` of a pair (16 hexadecimal digits). "
+            "data/metrics/pairs.jsonl and the files of `dpo blame` have such ids."
+        )
+    return sorted(set(ids))
 
 
 def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:

@@ -66,6 +66,8 @@ def _changeable(source: Source) -> Iterator[tuple[str, partial[str]]]:
         key, address = entry["key"], entry["address"]
         if address != "demo" and not is_pinned(address):
             yield f"{key} {address}", partial(content_id, key, address)
+    if source.exclude:
+        yield f"source.exclude {source.exclude}", partial(content_id, "source.exclude", source.exclude)
     for key, folder in (("source.model", source.model), ("source.adapter", source.adapter)):
         if folder and folder != "demo" and not is_pinned(folder):
             yield f"{key} {folder}", partial(_model_id, key, folder)

@@ -52,6 +52,7 @@ class Source(Section):
     data: Data
     eval: str | None
     sft: str | None = None
+    exclude: str | None = None
     model: str
     adapter: str | None
     seed: int

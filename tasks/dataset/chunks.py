@@ -122,6 +122,7 @@ class ChunkWorker:
     sources: list[RowSource]
     params: Prepare
     shards: Path
+    excluded: frozenset[str] = frozenset()  # ids of pairs to leave out
 
     def __call__(self, task: ChunkTask) -> ChunkResult:
         result = ChunkResult(task.number, task.source, task.file_name, (task.file, task.chunk.start))
@@ -150,6 +151,8 @@ class ChunkWorker:
         source, valid = self.sources[result.source], []
         checks = check_pairs([candidate.preference for candidate in candidates], self.params.max_characters)
         for candidate, rejected in zip(candidates, checks, strict=True):
+            if rejected is None and candidate.pair_id in self.excluded:
+                rejected = RejectedRow("excluded")
             if rejected is None and not self._is_sampled(source, candidate):
                 rejected = RejectedRow("not_sampled")
             if rejected is None:

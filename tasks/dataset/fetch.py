@@ -125,6 +125,14 @@ def content_id(key: str, address: str) -> str:
     return fingerprint({name: known_sha256(file) for name, file in files.items()})
 
 
+def local_files(address: str) -> list[Path]:
+    """The files of rows behind a local address; none for the demo and for addresses elsewhere."""
+    path = local_path(address)
+    if address == "demo" or address.startswith(HUB) or REMOTE in address or not path.exists():
+        return []
+    return [path] if path.is_file() else _row_files(path)
+
+
 def _row_files(folder: Path) -> list[Path]:
     """Files of rows below a folder, in a fixed order. Names that start with a dot belong to tools and are ignored."""
     paths = (path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts))

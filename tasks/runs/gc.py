@@ -48,11 +48,12 @@ class Garbage:
     notes: list[str]
 
 
-def find_garbage(newest: int) -> Garbage:
-    """What would be deleted; deletes nothing."""
+def find_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> Garbage:
+    """What would be deleted; deletes nothing. `forgotten` runs go, whatever keeps them; every refused model stays."""
     cluster, runs = load_cluster(ROOT), all_runs()
     versions = registered_versions(cluster, runs)
     reasons = reasons_to_keep(runs, versions, cluster, newest)
+    reasons = {name: why for name, why in reasons.items() if name not in forgotten}
     kept, deleted, notes = _split(runs, reasons)
     items: list[Item] = []
     for registered in (registered for registered in versions if not is_needed(registered, kept)):
@@ -61,6 +62,7 @@ def find_garbage(newest: int) -> Garbage:
         except UserError as error:
             notes.append(str(error).rstrip("."))
     refused = [registered for registered in versions if registered.is_refused and is_needed(registered, kept)]
+    refused = [] if forgotten else refused
     items += [_weights(registered) for registered in refused if registered.version.tags.get("weights") == "stored"]
     names = {registered.version.tags.get("run", "") for registered in refused}
     without_model = {name for name in names if reasons.get(name) == RECENT}
@@ -181,10 +183,10 @@ def _chain_of_commits(kept: list[Run], without_model: set[str]) -> tuple[str, in
     return tip, len(trees)
 
 
-def delete_garbage(newest: int) -> None:
+def delete_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> None:
     """Delete while no run is active: a running stage's results are in the cache before any commit names them."""
     with hold_workspace(ROOT), worktrees_lock():
-        garbage = find_garbage(newest)
+        garbage = find_garbage(newest, forgotten)
         active = [run.name for run in garbage.runs if run.is_running]
         active += [
             path.name for path in records.WORKTREES.glob("*") if workspace_holder(path) and path.name not in active

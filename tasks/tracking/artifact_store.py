@@ -65,3 +65,9 @@ def delete(client: Any, root: str, places: Iterable[str]) -> None:
     store = get_artifact_repository(root, client.tracking_uri, client.tracking_uri)
     for place in places:
         store.delete_artifacts(place)
+
+
+def delete_all(client: Any, run_id: str) -> None:
+    """Every file of an MLflow run. Its metrics and params stay."""
+    root = str(client.get_run(run_id).info.artifact_uri)
+    delete(client, root, [artifact.path for artifact in client.list_artifacts(run_id)])

@@ -116,6 +116,19 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters of a model with an adapter."""
+    parts = ("lora_", "modules_to_save.")
+    return {name: parameter for name, parameter in model.named_parameters() if any(part in name for part in parts)}
+
+
+def scale_adapter(model: nn.Module, factor: float) -> None:
+    """Multiply what the adapter adds to each layer."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.scale_layer(factor)
+
+
 def merged_tensors(base: Path, adapter: Path | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the model with the adapter merged, one at a time, under the names in the base model's files.
 

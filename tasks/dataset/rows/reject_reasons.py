@@ -37,6 +37,7 @@ SKIPPED = {
     "tie": "both answers have the same score or number of votes",
     "small_margin": "the scores differ by less than prepare.min_margin",
     "not_sampled": "outside the share of its source or the sample of prepare.max_pairs, or replaced by sampled answers",
+    "excluded": "the file source.exclude names the pair",
 }
 REJECT_REASONS = QUARANTINED | SKIPPED
 FIXES = {  # where most rows have the same fault
