@@ -23,6 +23,9 @@ setup: $(READY) ## create the environment in .venv, or update it after a change 
 demo: $(READY) ## train a tiny model on a preference with the whole stack (3 minutes)
 	@dpo run --recipe demo
 
+flywheel: $(READY) ## let programmed users vote, and train on their votes for three nights (10 minutes)
+	@dpo flywheel
+
 test: $(DEV) ## run all tests in two processes, as CI does
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -23,6 +23,13 @@ def arena(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    feedback_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Registered model under which feedback on unregistered models is kept; promote.model_name by default.",
+        ),
+    ] = None,
     rater_token: Annotated[
         str | None,
         typer.Option(envvar="DPO_ARENA_TOKEN", help="Raters log in with it; generated and kept by default."),
@@ -34,7 +41,7 @@ def arena(
     from services.arena.server import serve
 
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    serve((champion, challenger), prompts, traces, sampling, overlap, rater_token, (bind, port))
+    serve((champion, challenger), prompts, traces, sampling, overlap, rater_token, (bind, port), feedback_model)
 
 
 COMMANDS = (arena,)

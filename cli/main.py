@@ -2,7 +2,21 @@
 
 import typer
 
-from cli import arena, blame, chat, data, experiments, feedback, operations, release, rounds, run, runs, serving
+from cli import (
+    arena,
+    blame,
+    chat,
+    data,
+    experiments,
+    feedback,
+    flywheel,
+    operations,
+    release,
+    rounds,
+    run,
+    runs,
+    serving,
+)
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -19,6 +33,7 @@ app = typer.Typer(
 for panel, module in (
     ("Run the pipeline", run),
     ("Run the pipeline", rounds),
+    ("Run the pipeline", flywheel),
     ("Experiments", experiments),
     ("Runs and data", runs),
     ("Runs and data", data),

@@ -156,7 +156,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
         version = copy_start_model(address, base)
         address, revision = version or (str(registered_name(address)[1]), None)  # the revision is the manifest's hash
     if address == "demo":
-        _make_demo_model(base, params.seed)
+        make_demo_model(base, params.seed)
     folder = base if address == "demo" or address.startswith(REGISTRY) else model_folder(address, template)
     if address.startswith(HUB):
         revision = folder.name  # the cache names a snapshot by its commit
@@ -212,7 +212,7 @@ def model_folder(address: str, template: str) -> Path:
     return folder
 
 
-def _make_demo_model(base: Path, seed: int) -> None:
+def make_demo_model(base: Path, seed: int) -> None:
     from training.models import tiny  # heavy: torch
 
     with Bar("source", total=BASE_STEPS, unit="steps of the demo's base model") as bar:

@@ -26,6 +26,7 @@ def serve(
     overlap: float,
     token: str | None,
     address: tuple[str, int],
+    feedback_model: str | None = None,
 ) -> None:
     """Compare champion and challenger (`names`) until Ctrl-C."""
     import uvicorn
@@ -36,7 +37,7 @@ def serve(
     if not background.is_free(host, port):
         raise UserError(f"Port {port} of {host} is in use by {background.port_holder(port)}. Give another --port.")
     texts = [Prompt(as_messages(prompt)) for prompt in (read_prompts(prompts) if prompts else ())]
-    first, second = sides(*names, sampling)
+    first, second = sides(*names, sampling, feedback_model)
     cluster, journal, stop = load_cluster(), FeedbackJournal(), threading.Event()
     events = _stored(cluster, first.model)
     asked = [event for event in events if isinstance(event, Answer) and (from_traces or _is_typed(event))]

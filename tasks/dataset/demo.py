@@ -81,6 +81,11 @@ def conversations(seed: int = 0) -> list[tuple[str, str]]:
     return made
 
 
+def questions(seed: int, count: int) -> list[str]:
+    """Unique prompts alone."""
+    return [prompt for prompt, _ in _prompts(random.Random(f"questions {seed}"), count)]
+
+
 def judge(prompt: str, answer: str) -> dict[str, bool]:
     """Whether an answer is kind (one sentence, one kind ending, nothing else) and whether it is correct."""
     answer = answer.strip()

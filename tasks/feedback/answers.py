@@ -70,22 +70,29 @@ def stable_id(*content: Any) -> str:
     return UUID(bytes=digest[:16], version=4).hex
 
 
-def sides(champion: str, challenger: str | None, sampling: dict[str, Any]) -> tuple[Side, Side]:
-    """Champion and challenger; without a challenger two samples of one model."""
+def sides(
+    champion: str, challenger: str | None, sampling: dict[str, Any], unregistered: str | None = None
+) -> tuple[Side, Side]:
+    """Champion and challenger; without a challenger two samples of one model.
+
+    Feedback on a model that is not registered is kept under the name `unregistered`, or else promote.model_name.
+    """
     if challenger is None:
         if sampling["temperature"] == 0:
             raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
-        one = _side("sample", champion, sampling)
+        one = _side("sample", champion, sampling, unregistered)
         return one, replace(one, sampling={**sampling, "seed": sampling["seed"] + 1})
-    first, second = _side("champion", champion, sampling), _side("challenger", challenger, sampling)
+    first, second = (
+        _side(role, name, sampling, unregistered) for role, name in (("champion", champion), ("challenger", challenger))
+    )
     if second.model != first.model:  # feedback on a pair is kept with the champion's model
         second = replace(second, model=first.model, version="", run="")
     return first, second
 
 
-def _side(role: str, name: str, sampling: dict[str, Any]) -> Side:
+def _side(role: str, name: str, sampling: dict[str, Any], unregistered: str | None) -> Side:
     folder = model_folder(name)
-    default = load_params().promote.model_name
+    default = unregistered or load_params().promote.model_name
     if (Path(name) / "config.json").exists() or name == "base" or name.endswith("/base"):
         return Side(role, name, folder, sampling, default)
     if folder.is_relative_to(home() / ".scratch" / "worktrees"):  # a run that has not registered its model

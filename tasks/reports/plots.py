@@ -78,6 +78,30 @@ def held_out(bins: list[dict[str, float]], margins: list[dict[str, float]], path
     pyplot.close(figure)
 
 
+def win_rates(nights: Sequence[tuple[int, Mapping[str, float]]], path: Path) -> None:
+    """Win rate with its interval, night by night."""
+    pyplot = _pyplot()
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpo", "font.size": 12}):
+        figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+        numbers, rates = [night for night, _ in nights], [rate["rate"] for _, rate in nights]
+        spread = [
+            [rate["rate"] - rate["low"] for _, rate in nights],
+            [rate["high"] - rate["rate"] for _, rate in nights],
+        ]
+        axis.axhline(0.5, color="#94a3b8", linestyle=":")
+        axis.errorbar(numbers, rates, yerr=spread, color="#2563b8", marker="o", linewidth=2.5, markersize=8, capsize=5)
+        for number, rate in zip(numbers, rates, strict=True):
+            axis.annotate(f"{rate:.0%}", (number, rate), xytext=(10, 8), textcoords="offset points", fontweight="bold")
+        labels = ["base model", *(f"after night {number}" for number in numbers[1:])]
+        axis.set_xticks(numbers, labels)
+        axis.set(ylabel="win rate vs. base", ylim=(0.4, 0.85), xlim=(-0.25, max(numbers) + 0.4))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 def parallel(axes: Sequence[tuple[str, Sequence[Any]]], path: Path) -> None:
     """Parallel coordinates: an axis for each column, a line for each row, coloured by the last column."""
     pyplot = _pyplot()

@@ -1,0 +1,63 @@
+"""The report of the flywheel's demo: win rate night by night, and each version's way from votes to weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from tasks.reports import plots
+from tasks.reports.markup import templates
+
+Night = Mapping[str, Any]
+HEAD = (
+    "night",
+    "version",
+    "starts from",
+    "votes before",
+    "win rate vs. base",
+    "champion / tie / base",
+    "data",
+    "weights",
+)
+
+
+def rows(nights: Sequence[Night]) -> list[list[str]]:
+    counts = [sum(night["votes"].values()) for night in nights]
+    return [_row(night, sum(counts[:number])) for number, night in enumerate(nights)]
+
+
+def _row(night: Night, votes_before: int) -> list[str]:
+    rate, votes = night["win_rate"], night["votes"]
+    return [
+        str(night["night"]),
+        night["version"] or "base model",
+        _start(night["start"]),
+        str(votes_before),
+        f"{rate['rate']:.1%} ({rate['low']:.1%} to {rate['high']:.1%})",
+        f"{votes.get('second', 0)} / {votes.get('tie', 0) + votes.get('both_bad', 0)} / {votes.get('first', 0)}",
+        night["data"][:12],
+        night["weights"][:12],
+    ]
+
+
+def _start(model: str) -> str:
+    """`registry:NAME/2` as `version 2`."""
+    return f"version {model.rpartition('/')[2]}" if model.startswith("registry:") and "|" not in model else model
+
+
+def table(nights: Sequence[Night]) -> str:
+    lines = [list(HEAD), *rows(nights)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def write(nights: Sequence[Night], folder: Path) -> Path:
+    """The page, and its picture as a file of its own."""
+    points = [(night["night"], night["win_rate"]) for night in nights]
+    plots.win_rates(points, folder / "flywheel.svg")
+    picture = (folder / "flywheel.svg").read_text()
+    environment = templates(Path(__file__).parent, autoescape=True)
+    content = {"head": HEAD, "rows": rows(nights), "picture": Markup(picture[picture.index("<svg") :])}
+    (folder / "report.html").write_text(environment.get_template("flywheel.html").render(content))
+    return folder / "report.html"
