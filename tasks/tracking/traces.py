@@ -320,17 +320,19 @@ def erase(cluster: "Cluster", user: str, folder: Path | None = None) -> int:
         local = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)[0]]
         waiting = _waiting(folder)
         answers = {TRACE + event.id for event in local if isinstance(event, Answer) and event.user == user}
-        answers |= {trace for ids in traces.values() for trace in ids}
+        answers |= {info.trace_id for infos in traces.values() for info in infos}
         theirs = {event.id for event in [*local, *waiting] if _is_of(event, user, answers)}
         for path in folder.glob("*.jsonl"):
             blank(path, theirs)
         if waiting:
             kept = [to_json(event) for event in waiting if event.id not in theirs]
             write_json(folder / WAITING, {"events": kept})
-        for experiment, ids in traces.items():
-            for start in range(0, len(ids), 100):  # MLflow's limit
-                store.client.delete_traces(experiment, trace_ids=ids[start : start + 100])
+        for experiment, infos in traces.items():
+            for start in range(0, len(infos), 100):  # MLflow's limit
+                ids = [info.trace_id for info in infos[start : start + 100]]
+                store.client.delete_traces(experiment, trace_ids=ids)
         store.each(lambda one: store.tracing.delete_assessment(one.trace_id, one.assessment_id), assessments)
+    assessments += [one for infos in traces.values() for info in infos for one in info.assessments]
     erased = {trace.removeprefix(TRACE) for trace in answers} | theirs
     return len(erased | {one.assessment_id.removeprefix(ASSESSMENT) for one in assessments})
 
@@ -341,13 +343,13 @@ def _is_of(event: Event, user: str, traces: set[str]) -> bool:
     return event.rater == user or TRACE + event.answer in traces
 
 
-def _belonging(store: _Store, user: str) -> tuple[dict[str, list[str]], list[Any]]:
+def _belonging(store: _Store, user: str) -> tuple[dict[str, list[Any]], list[Any]]:
     """The person's traces by experiment, and the person's assessments of other traces."""
-    traces, assessments = defaultdict[str, list[str]](list), list[Any]()
+    traces, assessments = defaultdict[str, list[Any]](list), list[Any]()
     for experiment in _experiments(store):
         for info in (trace.info for trace in store.traces(experiment.experiment_id, texts=False)):
             if info.tags.get("dpo.user") == user:
-                traces[experiment.experiment_id].append(info.trace_id)
+                traces[experiment.experiment_id].append(info)
             else:
                 assessments += [one for one in info.assessments if one.source.source_id == user]
     return traces, assessments
