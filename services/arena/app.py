@@ -115,8 +115,9 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
 
     @router.get("/api/progress")
-    def progress(name: str = rater) -> dict[str, Any]:
-        return arena.progress(name)
+    def progress(results: bool = False, name: str = rater) -> dict[str, Any]:
+        """`results` costs a thousand resamples: the page asks for them only while they are open."""
+        return {**arena.progress(name), **(arena.results() if results else {})}
 
     @router.get("/api/next")
     def next_comparison(skip: Annotated[tuple[str, ...], Query()] = (), name: str = rater) -> dict[str, Any]:
