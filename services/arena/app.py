@@ -18,6 +18,7 @@ from services.arena.comparisons import Arena
 from tasks.feedback.answers import AnswerSource
 from tasks.feedback.journal import FeedbackJournal
 
+PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
 COOKIE, MONTH = "dpo_arena", 30 * 24 * 3600
 PAGE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.html", "page.js"))
 STYLE = hashlib.sha256("".join(re.findall("<style>(.*?)</style>", PAGE, re.DOTALL)).encode()).digest()
@@ -89,7 +90,7 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
         worker.start()
         yield
         arena.stopped.set()
-        worker.join()
+        worker.join(PATIENCE)
 
     router = APIRouter(dependencies=[Depends(guard)], lifespan=lifespan)
 

@@ -164,7 +164,9 @@ function undo() {
 
 function remember(list) {
   past = list.slice(-20);
-  sessionStorage.setItem(prefix() + "past", JSON.stringify(past));
+  try {
+    sessionStorage.setItem(prefix() + "past", JSON.stringify(past));
+  } catch { /* too long for the browser: undo then ends at a reload */ }
 }
 
 // Figures

@@ -5,13 +5,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks.errors import UserError
 from tasks.feedback.agreement import agreement
-from tasks.feedback.answers import ModelAnswers, Prompt, Side, sides
+from tasks.feedback.answers import ModelAnswers, Prompt, Side, erase, sides
 from tasks.feedback.events import Answer
 from tests.support.arena import FixedAnswers, Rater, arena, questions, stored, votes
 
@@ -192,6 +193,10 @@ def test_models_answer_once_and_a_restart_reads_answers_and_votes(
         assert bool(answers.models) == (not session)
         assert progress["raters"] == {f"rater {number}": 3 - progress["identical"] for number in range(session + 1)}
     assert progress["identical"] < 3
+    asked = [replace(prompt, user="ada") for prompt in prompts]
+    ModelAnswers(first, second).pairs(asked)
+    assert (erase("ada"), erase("ada")) == (6, 0)  # the same prompts without a user stay
+    assert len(list((tmp_path / ".scratch" / "arena").rglob("*.json"))) == 6
     texts = {event.text for event in stored(tmp_path / "journal") if isinstance(event, Answer)}
     assert len(texts) > 1
 
