@@ -48,7 +48,7 @@ class Vote(Undo):
 
 
 class Question(BaseModel):
-    text: Annotated[str, Field(min_length=1, max_length=8000)]
+    text: Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=8000)]
 
 
 def guard(request: Request, response: Response) -> None:

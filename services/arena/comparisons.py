@@ -13,7 +13,7 @@ from fastapi import HTTPException
 
 from services.arena.results import results
 from tasks.feedback.answers import AnswerSource, Prompt, stable_id
-from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
 from tasks.redact import redact
 
@@ -81,6 +81,12 @@ class Arena:
                 self._add(first, second)
 
     def _add(self, first: Answer, second: Answer) -> None:
+        try:
+            check(first)
+            check(second)
+        except ValueError as error:  # such as a role that is none: no vote on it could be stored
+            print(f"arena: a prompt is left out: {redact(str(error))}", file=sys.stderr, flush=True)
+            return
         if first.text == second.text:  # a tie that nobody has to read
             self.identical += 1
             return
@@ -162,7 +168,7 @@ class Arena:
         with self.lock:
             voters = [self.votes.get(key, {}) for key in self.comparisons]
             labelled, yours = sum(map(bool, voters)), sum(rater in by_rater for by_rater in voters)
-            total = len(self.prompts) - self.identical
+            total = len(self.comparisons) + len(self.queue)
         return {"rater": rater, "labelled": labelled, "yours": yours, "total": total}
 
     def results(self) -> dict[str, Any]:

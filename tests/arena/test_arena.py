@@ -127,6 +127,20 @@ def test_undo_withdraws_a_vote_and_a_repeated_request_changes_nothing(tmp_path: 
     assert progress["votes"] == {"tie": 1, "both_bad": 2}
 
 
+def test_a_prompt_whose_answers_cannot_be_stored_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strange = [Prompt([{"role": "poet", "content": "Sing."}]), *questions(2)]
+    with arena(tmp_path, FixedAnswers(second=lambda prompt: "\0" if "0" in prompt else "Fine."), strange) as address:
+        ada = Rater(address, "ada")
+        while shown := ada.next():
+            progress = ada.prefer(shown, "Fine.")
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            ada.call("prompt", {"text": "\0"})
+        with pytest.raises(urllib.error.HTTPError, match="422|500"):  # FastAPI cannot quote it in its reply
+            ada.call("prompt", {"text": "\ud800"})
+    assert (progress["labelled"], progress["total"]) == (1, 1)
+    assert capfd.readouterr().err.count("arena: a prompt is left out") == 2
+
+
 def test_a_typed_prompt_comes_next_and_is_kept(tmp_path: Path) -> None:
     with arena(tmp_path, FixedAnswers(), questions(5)) as address:
         ada = Rater(address, "ada")
