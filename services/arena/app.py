@@ -18,6 +18,7 @@ from services.arena.comparisons import Arena
 from tasks.feedback.answers import AnswerSource
 from tasks.feedback.journal import FeedbackJournal
 
+PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
 COOKIE, MONTH = "dpo_arena", 30 * 24 * 3600
 PAGE, SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.html", "page.js"))
 STYLE = hashlib.sha256("".join(re.findall("<style>(.*?)</style>", PAGE, re.DOTALL)).encode()).digest()
@@ -47,7 +48,7 @@ class Vote(Undo):
 
 
 class Question(BaseModel):
-    text: Annotated[str, Field(min_length=1, max_length=8000)]
+    text: Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=8000)]
 
 
 def guard(request: Request, response: Response) -> None:
@@ -89,7 +90,7 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
         worker.start()
         yield
         arena.stopped.set()
-        worker.join()
+        worker.join(PATIENCE)
 
     router = APIRouter(dependencies=[Depends(guard)], lifespan=lifespan)
 
@@ -115,8 +116,9 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
 
     @router.get("/api/progress")
-    def progress(name: str = rater) -> dict[str, Any]:
-        return arena.progress(name)
+    def progress(results: bool = False, name: str = rater) -> dict[str, Any]:
+        """`results` costs a thousand resamples: the page asks for them only while they are open."""
+        return {**arena.progress(name), **(arena.results() if results else {})}
 
     @router.get("/api/next")
     def next_comparison(skip: Annotated[tuple[str, ...], Query()] = (), name: str = rater) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The comparisons of an arena: computed ahead of the raters, shown once to each of them, and their votes."""
 
 import hmac
-import json
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from fastapi import HTTPException
 
 from services.arena.results import results
 from tasks.feedback.answers import AnswerSource, Prompt, stable_id
-from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
 from tasks.redact import redact
 
@@ -82,6 +81,12 @@ class Arena:
                 self._add(first, second)
 
     def _add(self, first: Answer, second: Answer) -> None:
+        try:
+            check(first)
+            check(second)
+        except ValueError as error:  # such as a role that is none: no vote on it could be stored
+            print(f"arena: a prompt is left out: {redact(str(error))}", file=sys.stderr, flush=True)
+            return
         if first.text == second.text:  # a tie that nobody has to read
             self.identical += 1
             return
@@ -123,7 +128,7 @@ class Arena:
 
     def _random(self, *content: str) -> float:
         """A number in [0, 1) that is always the same and that nobody can compute without the secret."""
-        digest = hmac.digest(self.secret, json.dumps(content).encode(), "sha256")
+        digest = hmac.digest(self.secret, "\0".join(content).encode(), "sha256")
         return int.from_bytes(digest[:6]) / 2**48
 
     def is_swapped(self, rater: str, comparison: str) -> bool:
@@ -161,7 +166,13 @@ class Arena:
 
     def progress(self, rater: str) -> dict[str, Any]:
         with self.lock:
+            voters = [self.votes.get(key, {}) for key in self.comparisons]
+            labelled, yours = sum(map(bool, voters)), sum(rater in by_rater for by_rater in voters)
+            total = len(self.comparisons) + len(self.queue)
+        return {"rater": rater, "labelled": labelled, "yours": yours, "total": total}
+
+    def results(self) -> dict[str, Any]:
+        with self.lock:
             votes = [dict(self.votes.get(key, {})) for key in self.comparisons]
             second = next((comparison.second.role for comparison in self.comparisons.values()), "")
-            total, identical = len(self.prompts) - self.identical, self.identical
-        return {"rater": rater, "total": total, "second": second, **results(votes, identical)}
+        return {"second": second, **results(votes, self.identical)}

@@ -59,6 +59,7 @@ async function send() {
     failures = 0;
     localStorage.removeItem(action.key);
     showSaved();
+    showResults();
   }
   sending = false;
 }
@@ -163,7 +164,9 @@ function undo() {
 
 function remember(list) {
   past = list.slice(-20);
-  sessionStorage.setItem(prefix() + "past", JSON.stringify(past));
+  try {
+    sessionStorage.setItem(prefix() + "past", JSON.stringify(past));
+  } catch { /* too long for the browser: undo then ends at a reload */ }
 }
 
 // Figures
@@ -171,12 +174,18 @@ function remember(list) {
 const percent = (share) => `${(100 * share).toFixed(0)}%`;
 const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
-function showProgress(progress) {
-  const { labelled, total, win_rate: wins, agreement, raters, votes, identical } = progress;
-  const yours = raters[rater] ?? 0;
+function showProgress({ labelled, total, yours }) {
   $("count").textContent = `${labelled} of ${total} labelled · ${yours} by you`;
   $("bar").value = total ? labelled / total : 0;
-  $("rate-title").textContent = progress.second === "sample" ? "Second sample's win rate" : "Challenger's win rate";
+}
+
+async function showResults() {
+  if (!rater || document.hidden || !$("results").open) return;
+  const results = await api("progress?results=1").catch(() => null);
+  if (!results) return;
+  const { win_rate: wins, agreement, raters, votes, identical } = results;
+  showProgress(results);
+  $("rate-title").textContent = results.second === "sample" ? "Second sample's win rate" : "Challenger's win rate";
   $("rate").textContent = wins ? percent(wins.rate) : "–";
   $("range").setAttribute("x", wins ? 100 * wins.low : 0);
   $("range").setAttribute("width", wins ? Math.max(100 * (wins.high - wins.low), 1) : 0);
@@ -294,11 +303,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-$("results").addEventListener("toggle", async () => {
-  if ($("results").open && rater) await api("progress").then(showProgress, () => {});
-});
-setInterval(() => {
-  if (rater && !document.hidden && $("results").open) api("progress").then(showProgress, () => {}); // other raters
-}, 5000);
+$("results").addEventListener("toggle", showResults);
+setInterval(showResults, 5000); // votes of others
 addEventListener("online", () => { send(); fill(); });
 boot();

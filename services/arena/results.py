@@ -17,7 +17,6 @@ def results(votes: Sequence[Mapping[str, str]], identical: int) -> dict[str, Any
     voted = [list(by_rater.values()) for by_rater in votes if by_rater]
     outcomes = [mean(WINS[value] for value in values) for values in voted]
     return {
-        "labelled": len(voted),
         "raters": dict(sorted(Counter(rater for by_rater in votes for rater in by_rater).items())),
         "votes": Counter(value for values in voted for value in values),
         "identical": identical,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from services import background, passwords
-from services.arena.app import create_app, create_router
+from services.arena.app import PATIENCE, create_app, create_router
 from tasks.chat import as_messages, read_prompts
 from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.cluster import Cluster, load_cluster
@@ -54,7 +54,7 @@ def serve(
     _announce(host, port, token)
     uvicorn.run(create_app(router), host=host, port=port, log_level="warning")
     stop.set()
-    sender.join()
+    sender.join(PATIENCE)  # the rest stays in the journal
 
 
 def _stored(cluster: Cluster, model: str) -> list[Event]:

@@ -121,7 +121,8 @@ class ModelAnswers:
         if missing:
             texts = self._model(side.folder).answers([prompts[n].messages for n in missing], **side.sampling)
             for number, text in zip(missing, texts, strict=True):
-                write_json(files[number], {"text": text, "time": time.time(), "user": prompts[number].user})
+                valid = text.encode(errors="replace").decode().replace("\0", "")  # the journal takes no other text
+                write_json(files[number], {"text": valid, "time": time.time(), "user": prompts[number].user})
             self.computed += len(missing)
         return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
 

@@ -5,13 +5,14 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks.errors import UserError
 from tasks.feedback.agreement import agreement
-from tasks.feedback.answers import ModelAnswers, Prompt, Side, sides
+from tasks.feedback.answers import ModelAnswers, Prompt, Side, erase, sides
 from tasks.feedback.events import Answer
 from tests.support.arena import FixedAnswers, Rater, arena, questions, stored, votes
 
@@ -126,6 +127,20 @@ def test_undo_withdraws_a_vote_and_a_repeated_request_changes_nothing(tmp_path: 
     assert progress["votes"] == {"tie": 1, "both_bad": 2}
 
 
+def test_a_prompt_whose_answers_cannot_be_stored_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strange = [Prompt([{"role": "poet", "content": "Sing."}]), *questions(2)]
+    with arena(tmp_path, FixedAnswers(second=lambda prompt: "\0" if "0" in prompt else "Fine."), strange) as address:
+        ada = Rater(address, "ada")
+        while shown := ada.next():
+            progress = ada.prefer(shown, "Fine.")
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            ada.call("prompt", {"text": "\0"})
+        with pytest.raises(urllib.error.HTTPError, match="422|500"):  # FastAPI cannot quote it in its reply
+            ada.call("prompt", {"text": "\ud800"})
+    assert (progress["labelled"], progress["total"]) == (1, 1)
+    assert capfd.readouterr().err.count("arena: a prompt is left out") == 2
+
+
 def test_a_typed_prompt_comes_next_and_is_kept(tmp_path: Path) -> None:
     with arena(tmp_path, FixedAnswers(), questions(5)) as address:
         ada = Rater(address, "ada")
@@ -192,6 +207,10 @@ def test_models_answer_once_and_a_restart_reads_answers_and_votes(
         assert bool(answers.models) == (not session)
         assert progress["raters"] == {f"rater {number}": 3 - progress["identical"] for number in range(session + 1)}
     assert progress["identical"] < 3
+    asked = [replace(prompt, user="ada") for prompt in prompts]
+    ModelAnswers(first, second).pairs(asked)
+    assert (erase("ada"), erase("ada")) == (6, 0)  # the same prompts without a user stay
+    assert len(list((tmp_path / ".scratch" / "arena").rglob("*.json"))) == 6
     texts = {event.text for event in stored(tmp_path / "journal") if isinstance(event, Answer)}
     assert len(texts) > 1
 

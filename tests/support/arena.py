@@ -108,7 +108,9 @@ class Rater:
         return found[-1]["comparison"]
 
     def vote(self, comparison: str, choice: str, key: str | None = None) -> dict[str, Any]:
-        return self.call("vote", {"id": key or uuid.uuid4().hex, "comparison": comparison, "choice": choice})
+        """Returns the results with this vote."""
+        self.call("vote", {"id": key or uuid.uuid4().hex, "comparison": comparison, "choice": choice})
+        return self.call("progress?results=1")
 
     def prefer(self, shown: dict[str, Any], word: str) -> dict[str, Any]:
         """Vote for the side whose text has this word."""
