@@ -7,7 +7,6 @@ start of a round is pinned to a version before its run begins, so that a resumed
 command again continues where it stopped; a larger number adds rounds.
 """
 
-import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +30,7 @@ from tasks.system import processes
 from tasks.system.files import fingerprint, recall, write_json
 
 FOLDER = ROOT / ".scratch" / "rounds"
-SAMPLING = {"answers": 4}  # if params.yaml has no section `sample`
-ERROR = re.compile(r"^error: (.*)")
+SAMPLING = {"sample.answers": 4}  # if params.yaml has no section `sample`
 
 
 @flow
@@ -57,7 +55,7 @@ def rounds(
     """
     work = plan(count, reference, recipe, overrides, name)
     result = work.run(count, keep_going)
-    text = table(list(rounds_table.HEAD), [list(cells) for cells in rounds_table.cells(result["rows"])])
+    text = table([*rounds_table.COLUMNS.values()], rounds_table.cells(result["rows"]))
     create_markdown_artifact(f"{text}\n\n{result['ended']}", key="dpo-rounds", description="The rounds")
     return result
 
@@ -70,7 +68,7 @@ def plan(
         raise UserError(f"`dpo rounds {count}`: there must be at least 1 round.")
     content = retrain.params_and_code(run_config.changed_files(recipe, overrides))["params"]
     params = Params.model_validate(content)
-    values = dict(overrides or {}) if params.sample else {**(overrides or {}), "sample": SAMPLING}
+    values = {**({} if params.sample else SAMPLING), **(overrides or {})}
     base = registered_name(params.source.model)[1] if params.source.model.startswith(REGISTRY) else params.source.model
     if reference == "base" and base is None:
         raise UserError(
@@ -78,19 +76,15 @@ def plan(
             f"bar, as in {params.source.model}|hub:owner/name@revision."
         )
     champion = f"{params.promote.model_name}/{params.promote.alias}"
-    if base is not None:
-        run_config.changed_files(recipe, {**values, **_start(f"{REGISTRY}{champion}|{base}", reference)})
     digest = fingerprint([content, reference])
     name = name or f"rounds-{digest[:6]}"
     path = FOLDER / name / "rounds.json"
     if (saved := recall(path)) and saved["content"] != digest:
         raise UserError(f"There are other rounds named {name}: their parameters differ. Choose another --name.")
-    return Rounds(name, digest, champion, base, reference, recipe, values, saved.get("starts", {}))
-
-
-def _start(address: str, reference: str) -> dict[str, Any]:
-    other = reference == "base" and address.startswith(REGISTRY)
-    return {"source.model": address, **({"train.reference_model": "base"} if other else {})}
+    seed = params.sample.seed if params.sample else 0
+    work = Rounds(name, digest, champion, base, reference, recipe, values, seed, saved.get("starts", {}))
+    run_config.changed_files(recipe, {**values, **work.values(1, f"{REGISTRY}{champion}|{base or 'demo'}")})
+    return work
 
 
 @dataclass
@@ -104,8 +98,15 @@ class Rounds:
     reference: str
     recipe: str | None
     overrides: dict[str, Any]
+    seed: int
     starts: dict[str, str]  # source.model by round
     log: Any = field(init=False)  # of the flow
+
+    def values(self, number: int, address: str) -> dict[str, Any]:
+        """The parameters of a round. Its own seed lets a round draw other answers if the model is the same."""
+        other = self.reference == "base" and address.startswith(REGISTRY)
+        reference = {"train.reference_model": "base"} if other else {}
+        return {"source.model": address, "sample.seed": self.seed + number - 1, **reference}
 
     def run(self, count: int, keep_going: bool) -> dict[str, Any]:
         self.log = get_run_logger()
@@ -115,10 +116,7 @@ class Rounds:
             rows.append(self._round(number, count))
             self.log.info("rounds: round %d: %s", number, rows[-1]["why"])
             if not rows[-1]["promoted"] and not keep_going and number < count:
-                ended = (
-                    f"Stopped after round {number} of {count}: its model was not promoted, so the next round would "
-                    "draw the same answers. --keep-going goes on."
-                )
+                ended = f"Stopped after round {number} of {count}: its model was not promoted. --keep-going goes on."
                 break
         return {"rounds": self.name, "rows": rows, "ended": ended}
 
@@ -151,22 +149,18 @@ class Rounds:
         return self.starts[str(number)]
 
     def _execute(self, run: str, number: int, address: str, *, resume: bool) -> None:
-        trial = Trial(number, run, _start(address, self.reference), {})
+        trial = Trial(number, run, self.values(number, address), {})
         command = [sys.executable, "-m", "cli", "resume", run] if resume else trial.command(self.recipe, self.overrides)
         env = environment({"rounds": self.name, "round": str(number)})
         if embedded_server.embedded():  # the run must not wait for approval on a server that nobody can open
             del env["PREFECT_API_URL"]
-        errors: list[str] = []
-
-        def show(line: str) -> None:
-            self.log.info("%s", line)
-            errors.extend([line] if errors or ERROR.match(line) else [])
-
-        code = processes.run(command, ROOT, env, show)
+        code = processes.run(command, ROOT, env, lambda line: self.log.info("%s", line))
         cancellation.stop_if_noticed()
         if code:
-            reason = "\n".join(errors).removeprefix("error: ") or f"it ended with exit code {code}"
-            raise UserError(f"Round {number} failed: {reason}\nThe same command again continues at this round.")
+            raise UserError(
+                f"Round {number} failed: {run} ended with exit code {code}. Its output is above. The same command "
+                "again continues at this round."
+            )
 
 
 def run_here(count: int, reference: str, keep_going: bool, **options: Any) -> int:
@@ -175,5 +169,6 @@ def run_here(count: int, reference: str, keep_going: bool, **options: Any) -> in
     plan(count, reference, **chosen)  # a mistake is reported before a server is started
     with terminal.attached():
         result: dict[str, Any] = rounds(count=count, reference=reference, keep_going=keep_going, **chosen)  # type: ignore[assignment, arg-type]
-    print(f"\n{records.text_table(rounds_table.cells(result['rows']), rounds_table.HEAD)}\n{result['ended']}")
+    head = tuple(rounds_table.COLUMNS.values())
+    print(f"\n{records.text_table(rounds_table.cells(result['rows']), head)}\n{result['ended']}")
     return 0 if result["rows"][-1]["promoted"] else 1

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 from tasks import stage
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Evaluate, Params, Sample, load_cluster, load_params
+from tasks.config.params import Endpoint, Evaluate, Params, Sample, load_cluster, load_params
 from tasks.config.paths import RAW, SAMPLE, home
 from tasks.dataset.prompts import Prompt, read_prompts
 from tasks.dataset.templates import load_template
@@ -30,16 +30,12 @@ from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 
+Answer = tuple[str, bool]  # the text, and whether an end token ended it, not the limit
 MANIFEST, FILE = "manifest.json", "pairs.jsonl"
 NUMERICS = 1  # increase when our computation gives other answers
 VLLM_BATCH = 2000  # prompts per task
 JUDGED_TOGETHER = 1024  # answers per request to the workers
 SEEDS = 1000  # more than the answers to a prompt: answer k of seed s is drawn with seed 1000 s + k
-
-
-class Answer(NamedTuple):
-    text: str
-    finished: bool  # ended by an end token, not by the limit
 
 
 class Store:
@@ -68,7 +64,9 @@ def sample(run: Run) -> None:
     with lock_cached_folder(folder, run.folder, "sample"), evaluator_pool(cluster, "sample") as workers:
         drawn, computed = _draw(workers, params, settings, prompts, folder)
         usable = [_usable(answers) for answers in drawn]
-        scores = _scores(workers, settings, prompts, usable, folder)
+        scores = [] if settings.endpoint else _scores(workers, settings, prompts, usable, folder)
+    if settings.endpoint:  # after the workers ended: it may take hours, and no GPU should wait for it
+        scores = _compared(settings.endpoint, prompts, usable)
     pairs = [
         {**prompt.row(), "chosen": better, "rejected": worse, "score_chosen": high, "score_rejected": low}
         for prompt, answers, values in zip(prompts, usable, scores, strict=True)
@@ -77,8 +75,7 @@ def sample(run: Run) -> None:
     figures = {
         "prompts": len(prompts),
         "answers": sum(map(len, drawn)),
-        "finished": mean(float(answer.finished) for answers in drawn for answer in answers),
-        "different": sum(map(len, usable)) / len(prompts),  # usable answers per prompt
+        "finished": mean(float(finished) for answers in drawn for _, finished in answers),
         "score": mean([value for values in scores for value in values] or [0.0]),
         "pairs": len(pairs),
     }
@@ -114,11 +111,10 @@ def _draw(
         with Bar("sample", len(keys), "answers") as bar:
             bar.update(len(keys) - len(missing))
             for number, answers in draw_batches(workers, settings, weights, requests):
-                made = [[answer.text, answer.finished] for answer in answers]
-                store.add({keys[item]: one for item, one in zip(batches[number], made, strict=True)})
-                bar.more(len(made))
-    drawn = [[Answer(*store.values[keys[n, seed]]) for seed in seeds] for n in range(len(prompts))]
-    return drawn, len(missing)
+                items = zip(batches[number], answers, strict=True)
+                store.add({keys[item]: [answer.text, answer.finished] for item, answer in items})
+                bar.more(len(answers))
+    return [[store.values[keys[n, seed]] for seed in seeds] for n in range(len(prompts))], len(missing)
 
 
 def _missing_batches(
@@ -135,30 +131,24 @@ def _missing_batches(
 
 def _usable(answers: Sequence[Answer]) -> list[str]:
     """The different texts. An answer without an end would be learnt with an end that the model did not choose."""
-    return list(dict.fromkeys(answer.text for answer in answers if answer.finished and answer.text.strip()))
+    return list(dict.fromkeys(text for text, finished in answers if finished and text.strip()))
 
 
 def _scores(
     workers: WorkerPool, settings: Evaluate, prompts: Sequence[Prompt], answers: Sequence[list[str]], folder: Path
 ) -> list[list[float]]:
-    """The judge's score of each answer: a verdict on it, or the share of the other answers that it beats."""
-    if settings.endpoint:
-        return _compared(settings, prompts, answers)
-    exchanges = [(prompt.text, text) for prompt, texts in zip(prompts, answers, strict=True) for text in texts]
-    store = Store(folder / f"scores-{fingerprint(_judge(settings))}")
-    keys = {exchange: fingerprint(exchange) for exchange in exchanges}
+    """The score of each answer by a judge of single answers."""
+    store, asked = Store(folder / f"scores-{fingerprint(_judge(settings))}"), list(zip(prompts, answers, strict=True))
+    keys = {(prompt.text, text): fingerprint([prompt.text, text]) for prompt, texts in asked for text in texts}
     missing = [exchange for exchange, key in keys.items() if key not in store.values or settings.judge == "demo"]
     with Bar("sample", len(keys), "judgements") as bar:
         bar.update(len(keys) - len(missing))
         for start in range(0, len(missing), JUDGED_TOGETHER):
             some = missing[start : start + JUDGED_TOGETHER]
-            verdicts = judges.verdicts(workers, settings, [asked for asked, _ in some], [text for _, text in some])
+            verdicts = judges.verdicts(workers, settings, [prompt for prompt, _ in some], [text for _, text in some])
             store.add({keys[one]: judges.score(verdict) for one, verdict in zip(some, verdicts, strict=True)})
             bar.more(len(some))
-    return [
-        [store.values[keys[prompt.text, text]] for text in texts]
-        for prompt, texts in zip(prompts, answers, strict=True)
-    ]
+    return [[store.values[keys[prompt.text, text]] for text in texts] for prompt, texts in asked]
 
 
 def _judge(settings: Evaluate) -> list[Any]:
@@ -168,13 +158,12 @@ def _judge(settings: Evaluate) -> list[Any]:
     return [file_hashes(judges.reward_folder(settings)), settings.reward_model.label, settings.dtype]
 
 
-def _compared(settings: Evaluate, prompts: Sequence[Prompt], answers: Sequence[list[str]]) -> list[list[float]]:
-    """Every answer to a prompt is compared with every other one. The judge caches its replies itself."""
-    assert settings.endpoint
+def _compared(endpoint: Endpoint, prompts: Sequence[Prompt], answers: Sequence[list[str]]) -> list[list[float]]:
+    """The share of the other answers to its prompt that each answer beats. The judge caches its replies itself."""
     matches = [(n, pair) for n, texts in enumerate(answers) for pair in combinations(range(len(texts)), 2)]
     items = [(prompts[n].text, answers[n][first], answers[n][second]) for n, (first, second) in matches]
     with Bar("sample", len(items), "judgements") as bar:
-        outcomes = EndpointJudge(settings.endpoint).compare(items, bar.update)
+        outcomes = EndpointJudge(endpoint).compare(items, bar.update)
     scores = [[0.0] * len(texts) for texts in answers]
     for (n, (first, second)), outcome in zip(matches, outcomes, strict=True):
         share = 0.5 if outcome is None else outcome  # a refusal is a tie

@@ -1,44 +1,35 @@
 """What the rounds of `dpo rounds` came to: a row per round, read from the small results of its run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from tasks.config.params import load_params
 from tasks.config.paths import METRICS, SAMPLE
 from tasks.evaluation import judges
-from tasks.evaluation.win_rate import win_rate
+from tasks.reports.headline import describe_decision
 from tasks.system.files import recall
 
-HEAD = ("round", "run", "starts from", "pairs", "win rate vs. start", "vs. first start", "accuracy", "promoted")
+COLUMNS = {"round": "round", "run": "run", "start": "starts from", "pairs": "pairs", "win_rate": "win rate vs. start"}
+COLUMNS |= {"win_rate_first": "vs. first start", "accuracy": "accuracy", "promoted": "promoted"}
 
 
 def row(number: int, run: str, start: str, results: Path, first: Path) -> dict[str, Any]:
     """The figures of a round; `first` has the results of round 1, whose base model all rounds are compared with."""
     metrics, decision = recall(results / METRICS / "evaluate.json"), recall(results / METRICS / "promote.json")
-    sampled = recall(results / SAMPLE / "manifest.json").get("figures", {})
     return {
         "round": number,
         "run": run,
         "start": start,
-        "pairs": sampled.get("pairs"),
-        "score": sampled.get("score"),  # of the start model's answers, by the judge of `sample`
+        "pairs": recall(results / SAMPLE / "manifest.json").get("figures", {}).get("pairs"),
         "win_rate": metrics.get("win_rate", {}).get("rate"),
         "win_rate_first": _against_first(results, first),
         "accuracy": metrics.get("rewards/accuracies"),
         "promoted": bool(decision.get("promoted")),
-        "why": _decision(decision),
+        "why": describe_decision(decision),
     }
-
-
-def _decision(decision: Mapping[str, Any]) -> str:
-    what = f"{decision.get('model')}/{decision.get('version')}"
-    if decision.get("promoted"):
-        return f"{what} is {decision['alias']}"
-    if decision.get("waiting"):
-        return f"{what} passed the gate and waits for approval: `dpo approve {what} NAME`"
-    return f"{what} is not promoted, because {'; '.join(decision.get('reasons', ['it did not come to the gate']))}"
 
 
 def _against_first(results: Path, first: Path) -> float | None:
@@ -47,36 +38,25 @@ def _against_first(results: Path, first: Path) -> float | None:
     From the verdicts in both files: no model answers again. A judge that gives no verdicts would have to be asked.
     """
     params = load_params(results / "params.yaml").evaluate
-    if params.judge not in ("demo", "reward"):
+    before, after = _answers(first, "base"), _answers(results, "policy")
+    prompts = [prompt for prompt in after if prompt in before]
+    if params.judge not in ("demo", "reward") or not prompts:
         return None
-    before = {line["prompt"]: line["base"] for line in _samples(first)}
-    both = [
-        (line["prompt"], before[line["prompt"]], line["policy"])
-        for line in _samples(results)
-        if line["prompt"] in before
-    ]
-    if not both:
-        return None
-    prompts, old, new = map(list, zip(*both, strict=True))
-    outcomes = judges.outcomes(params, prompts, old, new) or []
-    rate: float | None = win_rate(outcomes, prompts, [0.0] * len(outcomes), params.seed).get("rate")
-    return rate
+    outcomes = judges.outcomes(params, prompts, [before[text] for text in prompts], [after[text] for text in prompts])
+    return mean(outcome for outcome in outcomes or () if outcome is not None)
 
 
-def _samples(results: Path) -> list[dict[str, Any]]:
+def _answers(results: Path, model: str) -> dict[str, dict[str, Any]]:
     path = results / METRICS / "samples.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {line["prompt"]: line[model] for line in lines}
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows as text, in the order of HEAD."""
-    rates = ("win_rate", "win_rate_first", "accuracy")
-    return [
-        (
-            *(str(row[name]) for name in ("round", "run", "start")),
-            "" if row["pairs"] is None else str(row["pairs"]),
-            *("" if row[name] is None else f"{row[name]:.3f}" for name in rates),
-            "yes" if row["promoted"] else "no",
-        )
-        for row in rows
-    ]
+    """The rows as text, in the order of COLUMNS."""
+    words = {None: "", True: "yes", False: "no"}
+
+    def text(value: Any) -> str:
+        return words[value] if value is None or isinstance(value, bool) else str(value)
+
+    return [tuple(f"{v:.3f}" if isinstance(v := row[name], float) else text(v) for name in COLUMNS) for row in rows]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tasks.config.params import Evaluate, Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import Params, dotted, overlay, read_yaml, validate
 from tasks.dataset import demo
 from tasks.dataset.pairs import read_rows
 from tasks.dataset.prompts import Prompt
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.errors import UserError
 from tasks.runs import dvc_lock
-from tasks.sample import Answer, _compared, _pairs, _usable
+from tasks.sample import _compared, _pairs, _usable
 from tests.evaluation.test_judges import classifier, server  # noqa: F401 (a fixture)
 from tests.support.workspaces import PROJECT, make_workspace, run, start, wait_for, write_cluster
 
@@ -41,7 +41,7 @@ def test_best_against_worst_or_every_pair_with_the_margin() -> None:
 
 
 def test_only_different_and_finished_answers_are_used() -> None:
-    drawn = [Answer("yes", True), Answer("cut of", False), Answer("yes", True), Answer(" ", True), Answer("no", True)]
+    drawn = [("yes", True), ("cut of", False), ("yes", True), (" ", True), ("no", True)]
     assert _usable(drawn) == ["yes", "no"]
 
 
@@ -54,9 +54,9 @@ def test_a_judge_of_pairs_ranks_by_the_share_of_answers_that_one_beats(
     (tmp_path / "infra").mkdir()
     write_cluster(tmp_path, {})
     judge = {"url": server.url, "model": "m", "key_variable": None, "requests_per_minute": 1e6}
-    settings: Evaluate = section(judge="endpoint", endpoint=judge).as_evaluate(make_params().evaluate)
+    settings = section(judge="endpoint", endpoint=judge).as_evaluate(make_params().evaluate)
     prompt = Prompt([], "Which?", [1], None)
-    scores = _compared(settings, [prompt, prompt], [["worse", "the better one", "bad"], ["alone"]])
+    scores = _compared(settings.endpoint, [prompt, prompt], [["worse", "the better one", "bad"], ["alone"]])
     assert scores == [[0.25, 1.0, 0.25], [0.0]]
 
 

@@ -59,7 +59,7 @@ def register(root: Path, number: int) -> None:
 
 def start_of(root: Path, run: str) -> str:
     params = yaml.safe_load((root / ".scratch" / "runs" / run / "results" / "params.yaml").read_text())
-    assert params["sample"] == {"answers": 4}
+    assert params["sample"] == {"answers": 4, "seed": int(run[-1]) - 1}
     return str(params["source"]["model"])
 
 
