@@ -157,10 +157,11 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
     if budget is not None and not already:
         test = error_budget.plan_test(budget, model_registry, version, champion, compared.paired)
         reasons += test.reasons
-        if champion is not None and test.anchor is not None and not reasons:  # last, since it may take minutes
-            is_champion = test.anchor.number == champion.number
-            anchored = compared if is_champion else _compare_with(test.anchor, workers, params, model_registry)
-            reasons += _losses(budget, anchored, test.anchor.number)
+        anchor = test.anchor
+        if champion and anchor and anchor.number != version.number and not reasons:  # last, since it may take minutes
+            is_champion = anchor.number == champion.number
+            anchored = compared if is_champion else _compare_with(anchor, workers, params, model_registry)
+            reasons += _losses(budget, anchored, anchor.number)
     needs_approval = bool(params.promote.approval_hours or version.tags.get("rolled_back"))
     waiting = needs_approval and not already and not reasons
     return {

@@ -18,8 +18,7 @@ from functools import cache
 import numpy
 
 from tasks.config.params import ErrorBudget, Evaluate, Promote, load_params
-from tasks.evaluation.compare import compare, pair_up
-from tasks.evaluation.reevaluate import ModelResults
+from tasks.evaluation.compare import Paired, summarize
 from tasks.release.error_budget import lost_too_much, not_better
 from tasks.release.gate import regressions
 from tests.benchmarks.table import markdown
@@ -90,22 +89,22 @@ def todays_rule(evaluate: Evaluate, promote: Promote, prompts: int) -> Rule:
 
     @cache
     def decide(champion: Counts) -> bool:
-        comparison = compare(evaluate, *results(champion, prompts))
+        comparison = summarize(evaluate, paired(champion, prompts))
         return not regressions(promote, comparison, "1")
 
     return lambda champion, anchor: decide(champion)
 
 
-def budget_rule(evaluate: Evaluate, budget: ErrorBudget, prompts: int) -> Rule:
+def budget_rule(budget: ErrorBudget, prompts: int) -> Rule:
     """promote.error_budget: shown to be better than the champion, and shown not to lose too much against the anchor."""
 
     @cache
     def is_better(champion: Counts) -> bool:
-        return not not_better(budget, pair_up(evaluate, *results(champion, prompts)), "1")
+        return not not_better(budget, paired(champion, prompts), "1")
 
     @cache
     def is_close(anchor: Counts) -> bool:
-        return not lost_too_much(budget, pair_up(evaluate, *results(anchor, prompts)), "1")
+        return not lost_too_much(budget, paired(anchor, prompts), "1")
 
     return lambda champion, anchor: is_better(champion) and is_close(anchor)
 
@@ -114,9 +113,9 @@ def rules_of(prompts: int) -> dict[str, tuple[Rule, list[World]]]:
     """Each rule with its worlds."""
     params = load_params(PROJECT / "params.yaml")
     today = todays_rule(params.evaluate, params.promote, prompts)
-    improvement = budget_rule(params.evaluate, ErrorBudget(metric=METRIC), prompts)
-    close = budget_rule(params.evaluate, ErrorBudget(metric=METRIC, improvement=False), prompts)
-    careful = budget_rule(params.evaluate, ErrorBudget(metric=METRIC, biased_votes=0.2), prompts)
+    improvement = budget_rule(ErrorBudget(metric=METRIC), prompts)
+    close = budget_rule(ErrorBudget(metric=METRIC, improvement=False), prompts)
+    careful = budget_rule(ErrorBudget(metric=METRIC, biased_votes=0.2), prompts)
     return {
         "today": (today, WORLDS),
         "error budget": (improvement, WORLDS + VOTES),
@@ -125,68 +124,70 @@ def rules_of(prompts: int) -> dict[str, tuple[Rule, list[World]]]:
     }
 
 
-def results(counts: Counts, prompts: int) -> tuple[ModelResults, ModelResults]:
+def paired(counts: Counts, prompts: int) -> dict[str, Paired]:
     """Two models of which the first is right on `counts[0]` prompts alone and the second on `counts[1]`."""
-    wins, losses = counts
-    ours = [number >= losses for number in range(prompts)]
-    theirs = [not losses <= number < losses + wins for number in range(prompts)]
-    sides = [{str(i): {"prompt": str(i), "margin": 1.0 if right else -1.0} for i, right in enumerate(side)}
-             for side in (ours, theirs)]  # fmt: skip
-    return ModelResults({}, sides[0]), ModelResults({}, sides[1])
-
-
-class HeldOut:
-    """The prompts of each year, in the order easy, uncertain, hard; draws on which of them a model is right."""
-
-    def __init__(self, generator: numpy.random.Generator, years: int, prompts: int) -> None:
-        self.generator = generator
-        ends = generator.multinomial(prompts, SHARES, years).cumsum(axis=1)
-        numbers = numpy.arange(prompts)
-        self.is_easy, self.is_known = numbers < ends[:, [0]], numbers < ends[:, [1]]
-        self.levels: numpy.ndarray | None = None
-        self.thresholds = numpy.zeros((years, prompts), numpy.uint16)
-
-    def outcomes(self, levels: numpy.ndarray) -> numpy.ndarray:
-        """On which prompts models of these levels are right: (years, prompts)."""
-        if self.levels is None or (levels != self.levels).any():
-            more = RIGHT + (1 - RIGHT) * numpy.maximum(levels, 0)[:, None] / (1 - ACCURACY)
-            right = more * (1 + numpy.minimum(levels, 0)[:, None] / ACCURACY)
-            easy, uncertain, hard = (numpy.rint(65535 * right[:, [kind]]).astype(numpy.uint16) for kind in range(3))
-            self.thresholds = numpy.where(self.is_easy, easy, numpy.where(self.is_known, uncertain, hard))
-            self.levels = levels.copy()
-        return self.generator.integers(0, 65535, self.thresholds.shape, numpy.uint16) < self.thresholds
+    (wins, losses), numbers = counts, numpy.arange(prompts)
+    ours, theirs = (numbers >= losses), (numbers < losses) | (numbers >= losses + wins)
+    sides = [side.astype(float).tolist() for side in (ours, theirs)]
+    return {METRIC: Paired(*sides, [str(number) for number in range(prompts)], 1.0)}
 
 
 def simulate(rule: Rule, world: World, years: int, prompts: int, seed: int = 0) -> Result:
+    """Prompts of one kind on which the same models are right are interchangeable, so only their number is drawn."""
     generator, nights = numpy.random.default_rng(seed), world.since + 3 if world.gain else NIGHTS
-    levels, start, first = numpy.zeros(years), numpy.zeros(years), numpy.ones(years, bool)
+    levels, start, is_first = numpy.zeros(years), numpy.zeros(years), numpy.ones(years, bool)
     promoted = numpy.zeros((years, nights), bool)
     for night in range(nights):
         if night == 0 or world.fresh:
-            held_out = HeldOut(generator, years, prompts)
-            anchor = champion = held_out.outcomes(start)
-            if not first.all():
-                champion = numpy.where(first[:, None], anchor, held_out.outcomes(levels))
+            cells = _held_out(generator, world, years, prompts, levels, is_first)
         level = numpy.maximum(levels + world.step, FLOOR) if world.step else start + world.gain * (night >= world.since)
-        challenger = held_out.outcomes(level)
-        counts = _votes(world, challenger, champion)
-        against = counts if first.all() else _votes(world, challenger, anchor)
-        now = numpy.array([rule(*pair) for pair in zip(counts, against, strict=True)])
-        champion = numpy.where(now[:, None], challenger, champion) if now.any() else champion
-        levels, first, promoted[:, night] = numpy.where(now, level, levels), first & ~now, now
+        right = generator.binomial(cells, _chances(level))
+        wrong = cells - right
+        champion, anchor = (_votes(world, right, wrong, axis) for axis in (4, 3))
+        now = numpy.array([rule(*counts) for counts in zip(champion, anchor, strict=True)])
+        after = numpy.stack([wrong.sum(axis=4), right.sum(axis=4)], axis=4)  # the challenger in the champion's place
+        cells = numpy.where(now[:, None, None, None, None], after, cells)
+        levels, is_first, promoted[:, night] = numpy.where(now, level, levels), is_first & ~now, now
     return Result(promoted, levels, world.since)
 
 
-def _votes(world: World, ours: numpy.ndarray, theirs: numpy.ndarray) -> list[Counts]:
-    """How many prompts of each year the challenger wins and loses, by the votes of people."""
-    wins, losses = ours & ~theirs, theirs & ~ours
-    share = max(world.flipped, world.biased)
-    bad = numpy.arange(ours.shape[1]) % round(1 / share) == 0 if share else None  # of each kind the same share
+def _held_out(
+    generator: numpy.random.Generator,
+    world: World,
+    years: int,
+    prompts: int,
+    levels: numpy.ndarray,
+    is_first: numpy.ndarray,
+) -> numpy.ndarray:
+    """Numbers of prompts: (years, wrong votes, kinds, the anchor is right, the champion is right)."""
+    kinds = generator.multinomial(prompts, SHARES, years)
+    bad = generator.binomial(kinds, max(world.flipped, world.biased))
+    cells = numpy.stack([kinds - bad, bad], axis=1)  # (years, wrong votes, kinds)
+    right = generator.binomial(cells, RIGHT)
+    cells = numpy.stack([cells - right, right], axis=3)
+    right = generator.binomial(cells, _chances(levels)[..., 0])
+    same = is_first[:, None, None, None]  # the champion is the anchor
+    right = numpy.where(same, cells * [0, 1], right)
+    return numpy.stack([cells - right, right], axis=4)
+
+
+def _chances(levels: numpy.ndarray) -> numpy.ndarray:
+    """How often models of these levels are right, by kind of prompt."""
+    more = RIGHT + (1 - RIGHT) * numpy.maximum(levels, 0)[:, None] / (1 - ACCURACY)
+    right = more * (1 + numpy.minimum(levels, 0)[:, None] / ACCURACY)
+    return right[:, None, :, None, None]
+
+
+def _votes(world: World, right: numpy.ndarray, wrong: numpy.ndarray, axis: int) -> list[Counts]:
+    """How many prompts of each year the challenger wins and loses against the model of that axis, by people's votes."""
+    wins = right.take(0, axis).sum(axis=(2, 3))  # (years, wrong votes)
+    losses = wrong.take(1, axis).sum(axis=(2, 3))
+    won, lost = wins.sum(axis=1), losses.sum(axis=1)
     if world.flipped:
-        wins, losses = numpy.where(bad, losses, wins), numpy.where(bad, wins, losses)
+        won, lost = wins[:, 0] + losses[:, 1], losses[:, 0] + wins[:, 1]
     if world.biased:
-        wins, losses = wins | losses & bad, losses & ~bad
-    return list(zip(*(numpy.count_nonzero(side, axis=1).tolist() for side in (wins, losses)), strict=True))
+        won, lost = won + losses[:, 1], losses[:, 0]
+    return list(zip(won.tolist(), lost.tolist(), strict=True))
 
 
 def row(world: World, result: Result) -> list[str]:
