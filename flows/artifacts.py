@@ -19,7 +19,7 @@ from tasks.config.params import load_cluster, load_params
 from tasks.config.paths import ROOT
 from tasks.redact import redact
 from tasks.reports import cost, run_report
-from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
+from tasks.reports.headline import HEADLINE_METRICS, accuracy_label, decision_of, verdict
 from tasks.reports.markup import plain
 from tasks.runs.records import RESULTS
 from tasks.runs.workspace import Workspace
@@ -113,6 +113,7 @@ def _numbers(metrics: dict[str, Any]) -> tuple[str, str]:
     elsewhere = ("samples/", "intervals/", "tables/")
     shown = {name: value for name, value in metrics.items() if not name.startswith(elsewhere)}
     headline = {f"{name}/rate" if f"{name}/rate" in shown else name: label for name, label, _ in HEADLINE_METRICS}
+    headline["rewards/accuracies"] = accuracy_label(metrics)
     first = [(label, shown[name], _interval(metrics, name)) for name, label in headline.items() if name in shown]
     rest = [(name, value, _interval(metrics, name)) for name, value in shown.items() if name not in headline]
     more = "## All held-out metrics\n\n" + table(("held-out", "", "95% interval"), rest) if rest else ""

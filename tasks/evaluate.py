@@ -83,11 +83,15 @@ def _pair_metrics(
     objective = Objective(params.train.loss, params.train.loss_options())
     means, values = pair_values(workers, objective, pairs, tokens)
     values = [
-        replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row["rejected_mask"]))
+        replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row[_other_mask(value)]))
         for value, row in zip(values, rows, strict=True)  # without the prompt's tokens, which may count too
     ]
     del means["tokens"]
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
+
+
+def _other_mask(value: PairValues) -> str:
+    return "chosen_mask" if value.sign else "rejected_mask"  # the second answer of an unpaired row is another row's
 
 
 def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
@@ -161,7 +165,7 @@ def _print_headlines(metrics: dict[str, Any]) -> None:
     bounds = metrics["intervals"]["rewards/accuracies"]
     print(
         f"evaluate: held-out reward accuracy {metrics['rewards/accuracies']:.3f} ({bounds['low']:.3f} to "
-        f"{bounds['high']:.3f}) on {int(metrics['pairs'])} pairs"
+        f"{bounds['high']:.3f}) on {int(metrics['pairs'])} {'unpaired rows' if 'rewards/auc' in metrics else 'pairs'}"
     )
     if "rate" in metrics.get("win_rate", {}):
         wins = metrics["win_rate"]

@@ -6,7 +6,7 @@ duplicates are found by hashes when all chunks are done.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks import stage
-from tasks.config.params import RUN, Layout, Prepare, load_cluster, load_params
+from tasks.config.params import RUN, Layout, Params, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card, row_stats
@@ -68,7 +68,7 @@ def prepare(run: Run) -> None:
         shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
-        done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl", params.train.loss)
+        done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl", params.train)
         _write_pairs(shards, pairs, done, params.prepare.max_tokens)
         if demonstrations := [entry for entry in raw["sources"] if entry["key"] == "source.sft"]:
             _write_demonstrations(demonstrations, template, params.prepare, pairs)
@@ -114,16 +114,16 @@ def process(
     params: Prepare,
     shards: Path,
     quarantine: Path,
-    loss: Mapping[str, float] | None = None,
+    train: Train | None = None,
 ) -> Processed:
-    """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used, or not by this loss."""
+    """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used, or not for this training."""
     entries = [entry for entry in raw["sources"] if entry["key"] != "source.sft"]
     entries.sort(key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
     files = _raw_files(entries)
     sources = [_row_source(entry, params) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     _check_names(params, sources)
-    unpaired.check_sources(sources, loss)
+    unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
         sources = more

@@ -40,6 +40,7 @@ HOMES = {
         "tasks/dataset/shards.py",
         "tasks/dataset/tables.py",
         "tasks/dataset/logp_shards.py",
+        "tasks/dataset/unpaired.py",
     },
     "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/card/histograms.py"},
     "jinja2": {"tasks/reports/run_report.py", "tasks/reports/markup.py"},

@@ -156,6 +156,10 @@ class Train(Optimization):
     def needs_reference(self) -> bool:
         return options.needs_reference(self.loss, self.loss_options())
 
+    def check_rows(self, unpaired: bool) -> None:
+        """ValueError if the loss is for the other kind of data."""
+        options.check_rows(self.loss, unpaired)
+
     @model_validator(mode="after")
     def _check_loss_options(self) -> "Train":
         options.check(self.loss, self.loss_options())

@@ -160,7 +160,7 @@ class PairTable(Sequence[Pair]):
         fields: dict[str, Any] = {name: column[row] for name, column in self.lists.items()}
         for name, default in NUMBERS.items():
             value = self.table[name][row].as_py()
-            fields[name] = default if value is None else value
+            fields[name] = default if value is None else float(value)
         pair = Pair(self.table["id"][row].as_py(), **fields)
         pair = _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
         if self.reference is None:

@@ -12,17 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as compute
 
+from tasks.config.params import Train
 from tasks.dataset.chunks import RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.pairs import PAIR_SCHEMA, open_table
 from tasks.dataset.shards import BATCH_ROWS, shared_prefixes
 from tasks.errors import UserError
-from training.objectives.options import check_rows
 
 SHAPE = "unpaired"
 
 
-def check_sources(sources: Sequence[RowSource], loss: Mapping[str, float] | None) -> None:
+def check_sources(sources: Sequence[RowSource], train: Train | None) -> None:
     """UserError if the sources are of two kinds, or of another kind than the loss."""
     shapes = {source.name: source.layout.shape for source in sources}
     unpaired = [name for name, shape in shapes.items() if shape == SHAPE]
@@ -32,9 +32,9 @@ def check_sources(sources: Sequence[RowSource], loss: Mapping[str, float] | None
             f"The rows of {', '.join(unpaired)} are unpaired, and those of {others} are pairs. A training takes one "
             "kind: set prepare.format, or the format in prepare.by_source, to unpaired: two rows of each pair."
         )
-    if loss:
+    if train:
         try:
-            check_rows(loss, bool(unpaired))
+            train.check_rows(bool(unpaired))
         except ValueError as error:
             raise UserError(f"{error}.") from error
 

@@ -40,14 +40,19 @@ def mean_interval(
     sums = numpy.bincount(group, weights=numpy.asarray(values, dtype=float))
     counts = numpy.bincount(group)
     result = interval(lambda index: float(sums[index].sum() / counts[index].sum()), len(sums), seed)
-    return _wilson(result.mean, len(sums), limits) if limits and result.low == result.high else result
+    return widened(result, len(sums), limits)
+
+
+def widened(result: Interval, count: int, limits: tuple[float, float] | None) -> Interval:
+    """The interval, or Wilson's where all resamples agree."""
+    return _wilson(result.mean, count, limits) if limits and result.low == result.high else result
 
 
 def interval(statistic: Callable[[numpy.ndarray], float], count: int, seed: int) -> Interval:
     """A statistic of `count` items, a function of their indices, with the percentiles of its resamples."""
     generator = numpy.random.default_rng(seed)
     resampled = [statistic(generator.integers(0, count, count)) for _ in range(RESAMPLES)]
-    low, high = numpy.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = numpy.nanquantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     value = statistic(numpy.arange(count))
     return Interval(round(value, DIGITS), round(float(low), DIGITS), round(float(high), DIGITS))
 

@@ -7,6 +7,7 @@ evaluated again.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,11 +62,21 @@ def pair_up(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> dict[
     paired: dict[str, Paired] = {}
     ids = [pair for pair in ours.pairs if pair in theirs.pairs]
     if ids:
-        new, old = ([float(side.pairs[pair]["margin"] > 0) for pair in ids] for side in (ours, theirs))
+        weights = _balance([ours.pairs[pair].get("sign", 0) for pair in ids])
+        new, old = (
+            [weight * float(side.pairs[pair]["margin"] > 0) for pair, weight in zip(ids, weights, strict=True)]
+            for side in (ours, theirs)
+        )
         prompts = [ours.pairs[pair]["prompt"] for pair in ids]
-        paired["rewards/accuracies"] = Paired(new, old, prompts, 1.0)
+        paired["rewards/accuracies"] = Paired(new, old, prompts, max(weights))
     prompts = [prompt for prompt in ours.answers if prompt in theirs.answers]
     return paired | (_pair_up_answers(params, ours, theirs, prompts) if prompts else {})
+
+
+def _balance(signs: list[int]) -> list[float]:
+    """Weights with mean 1 that make both labels of unpaired rows count the same."""
+    counts = Counter(signs)
+    return [len(signs) / (len(counts) * counts[sign]) for sign in signs]
 
 
 def _pair_up_answers(

@@ -3,10 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from tasks.evaluation.bootstrap import DIGITS, mean_interval
+import numpy
+from numpy.typing import NDArray
+
+from tasks.evaluation.bootstrap import DIGITS, Interval, interval, mean_interval, widened
 from training.evaluation.samples import PairValues
 
 PairRow = dict[str, Any]  # a row of data/pairs
@@ -24,10 +28,15 @@ def held_out(values: Sequence[PairValues], rows: Sequence[PairRow], seed: int) -
         "rewards/margins": [value.margin for value in values],
         "kl": [value.kl for value in values],
     }
+    between = unpaired_intervals(values, prompts, seed) if any(value.sign for value in values) else {}
+    intervals = {
+        name: mean_interval(column, prompts, seed, LIMITS.get(name))
+        for name, column in columns.items()
+        if name not in between
+    }
     return {
-        "intervals": {
-            name: mean_interval(column, prompts, seed, LIMITS.get(name)).bounds() for name, column in columns.items()
-        },
+        **{name: interval.mean for name, interval in between.items() if name == "rewards/auc"},
+        "intervals": {name: interval.bounds() for name, interval in (intervals | between).items()},
         "calibration": _errors(values),
         "length_bias": length_bias(values),
         "tables": {
@@ -50,7 +59,13 @@ def bucket(tokens: int) -> str:
 
 
 def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
-    """Accuracy where the chosen response is shorter, longer or as long, and the correlation of margin and length."""
+    """Accuracy where the chosen response is shorter, longer or as long, and the correlation of margin and length.
+
+    Of unpaired rows the correlation of reward and length: a row has no other response.
+    """
+    if any(value.sign for value in values):
+        lengths = [float(value.chosen_tokens) for value in values]
+        return {"correlation": _correlation(lengths, [_own_reward(value) for value in values])}
     groups: dict[str, list[PairValues]] = defaultdict(list)
     for value in values:
         difference = value.chosen_tokens - value.rejected_tokens
@@ -61,6 +76,40 @@ def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
     return {**bias, "correlation": _correlation(lengths, [value.margin for value in values])}
 
 
+def unpaired_intervals(values: Sequence[PairValues], prompts: Sequence[str], seed: int) -> dict[str, Interval]:
+    """Of unpaired rows, with intervals over prompts: accuracy, in which both labels count the same; the reward margin
+    between the labels; and the AUC, the share of desirable and undesirable answers that the rewards order rightly.
+    Without rows of both labels, nothing.
+    """
+    sign, right = numpy.array([value.sign for value in values]), numpy.array([value.margin > 0 for value in values])
+    reward, (_, group) = numpy.array([*map(_own_reward, values)]), numpy.unique(prompts, return_inverse=True)
+    _, rank = numpy.unique(reward, return_inverse=True)
+    if abs(sign.sum()) == len(sign):
+        return {}
+
+    def statistic(name: str, index: NDArray[Any]) -> float:
+        count = numpy.bincount(index, minlength=group.max() + 1)[group]  # of each row in the resample
+        up, down = count * (sign > 0), count * (sign < 0)
+        if not up.any() or not down.any():
+            return numpy.nan
+        if name == "rewards/auc":
+            higher, lower = (numpy.bincount(rank, side) for side in (up, down))
+            return float(higher @ (lower.cumsum() - lower / 2) / (up.sum() * down.sum()))  # a tie counts half
+        first, second = (
+            (side * (right if name == "rewards/accuracies" else reward)).sum() / side.sum() for side in (up, down)
+        )
+        return float((first + second) / 2 if name == "rewards/accuracies" else first - second)
+
+    names = ("rewards/accuracies", "rewards/margins", "rewards/auc")
+    found = {name: interval(partial(statistic, name), int(group.max()) + 1, seed) for name in names}
+    share = found["rewards/accuracies"]
+    return found | {"rewards/accuracies": widened(share, int(group.max()) + 1, LIMITS["rewards/accuracies"])}
+
+
+def _own_reward(value: PairValues) -> float:
+    return value.rejected_reward if value.sign < 0 else value.chosen_reward
+
+
 def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
     """By bin of confidence in the preferred response: mean confidence, accuracy and number of pairs."""
     bins: dict[int, list[PairValues]] = defaultdict(list)
@@ -69,7 +118,7 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
     return [
         {
             "confidence": round(sum(map(_confidence, group)) / len(group), DIGITS),
-            "accuracy": _accuracy(group),
+            "accuracy": round(_share_right(group), DIGITS),
             "pairs": len(group),
         }
         for _, group in sorted(bins.items())
@@ -93,9 +142,16 @@ def disagreements(
     """Every pair, the strongest disagreement with its label first: wrong labels show up there."""
     ordered = sorted(zip(values, rows, strict=True), key=lambda item: (item[0].margin, item[0].id))
     decoded = [item for number, item in enumerate(ordered) if number < WITH_TEXTS or item[0].margin <= 0]
-    texts = iter(decode([row[f"{name}_ids"] for _, row in decoded for name in ("chosen", "rejected")]))
-    by_id = {value.id: {"chosen": next(texts), "rejected": next(texts)} for value, _ in decoded}
+    texts = iter(decode([row[f"{name}_ids"] for value, row in decoded for name in _own_answers(value)]))
+    by_id = {value.id: {side: next(texts) for side in _own_answers(value).values()} for value, _ in decoded}
     return [_line(value, row, by_id.get(value.id, {})) for value, row in ordered]
+
+
+def _own_answers(value: PairValues) -> dict[str, str]:
+    """The answers of a row by their column: what each is. The second answer of an unpaired row is another row's."""
+    return (
+        {"chosen": "chosen" if value.sign > 0 else "rejected"} if value.sign else {n: n for n in ("chosen", "rejected")}
+    )
 
 
 def _line(value: PairValues, row: PairRow, texts: dict[str, str]) -> dict[str, Any]:
@@ -109,6 +165,7 @@ def _line(value: PairValues, row: PairRow, texts: dict[str, str]) -> dict[str, A
         "rejected_reward": round(value.rejected_reward, DIGITS),
         "chosen_tokens": value.chosen_tokens,
         "rejected_tokens": value.rejected_tokens,
+        **({"sign": value.sign} if value.sign else {}),
         **texts,
     }
 
@@ -146,7 +203,13 @@ def _first_number(name: str) -> int:
 
 
 def _accuracy(values: Sequence[PairValues]) -> float:
-    return round(sum(value.margin > 0 for value in values) / len(values), DIGITS)  # a tie is not a win
+    """Both labels of unpaired rows count the same, whatever their number."""
+    kinds = [[value for value in values if value.sign == sign] for sign in {value.sign for value in values}]
+    return round(sum(map(_share_right, kinds)) / len(kinds), DIGITS)
+
+
+def _share_right(values: Sequence[PairValues]) -> float:
+    return sum(value.margin > 0 for value in values) / len(values)  # a tie is not a win
 
 
 def _confidence(value: PairValues) -> float:

@@ -84,7 +84,7 @@ def reevaluate(
     return ModelResults(
         {row["prompt"]: record for row, record in zip(prompts, records, strict=True)},
         {
-            value.id: {"id": value.id, "prompt": row["prompt"], "margin": value.margin}
+            value.id: {"id": value.id, "prompt": row["prompt"], "margin": value.margin, "sign": value.sign}
             for value, row in zip(values, held_out.rows, strict=True)
         },
     )

@@ -112,6 +112,10 @@ def _values(
         f"keeps {data.share_within(limit):.1%} of the pairs; the longest has {longest} tokens",
     )
     yield Choice("params.prepare.eval_fraction", fraction, f"about {held_out} held-out pairs")
+    if data.shape == "unpaired":
+        yield Choice("params.train.loss", {"kto": 1.0}, "KTO: the rows have one answer each, desirable or not")
+    else:
+        yield Choice("params.train.loss", {"sigmoid": 1.0}, "DPO as in its paper; docs/losses.md has others")
     yield from _training(training, model, full, given)
     if not model.has_template:
         yield from _sft(model, machine, full)
@@ -134,7 +138,6 @@ def _training(pairs: int, model: ModelFacts, full: bool, given: dict[str, Any]) 
     steps, small = math.ceil(pairs / batch) * epochs, model.sizes.parameters < SMALL_MODEL
     yield Choice("params.train.epochs", epochs, f"about {pairs} training pairs; fewer pairs take more epochs")
     yield Choice("params.train.global_batch_size", batch, f"about {steps} steps")
-    yield Choice("params.train.loss", {"sigmoid": 1.0}, "DPO as in its paper; docs/losses.md has others")
     yield Choice("params.train.beta", 0.1, "a higher value keeps the model closer to the base model")
     if full:
         yield Choice("params.train.adapter", None, "full fine-tuning (--full)")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.params import Params
+from tasks.reports.headline import accuracy_label
 from tasks.reports.markup import templates
 from tasks.tracking.journal import flatten_metrics
 
@@ -49,5 +50,6 @@ def _headlines(values: dict[str, float]) -> list[tuple[str, str]]:
                 values.get(f"intervals/{name}/{end}", values.get(f"{parent}/{end}")) for end in ("low", "high")
             )
             interval = f" ({low:.4g} to {high:.4g})" if low is not None and high is not None else ""
+            text = accuracy_label(values) if name == "rewards/accuracies" else text
             rows.append((text, f"{values[name]:.4g}{interval}"))
     return rows

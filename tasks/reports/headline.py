@@ -1,5 +1,6 @@
 """A run in one sentence, from what it left in data/metrics."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,18 @@ HEADLINE_METRICS = (
     ("win_rate", "win rate vs. base model", True),
     ("win_rate/length_controlled", "win rate at equal length", True),
     ("rewards/accuracies", "prefers the chosen answer", True),
+    ("rewards/auc", "ranks desirable above undesirable answers (AUC)", True),
     ("rewards/margins", "reward margin", False),
     ("kl/answers", "KL to the base model, nats per answer", False),
     ("calibration/expected_error", "calibration error", False),
     ("health/repetition", "repetition", False),
     ("health/length_ratio", "length vs. base model", False),
 )
+
+
+def accuracy_label(metrics: Mapping[str, Any]) -> str:
+    """What rewards/accuracies counts: pairs, or unpaired rows."""
+    return "rates the answer as its label" if "rewards/auc" in metrics else "prefers the chosen answer"
 
 
 def decision_of(root: Path) -> dict[str, Any]:
@@ -42,7 +49,9 @@ def _quality(metrics: dict[str, Any]) -> str:
     if "rewards/accuracies" in values:
         bounds = metrics.get("intervals", {}).get("rewards/accuracies")
         interval = f" ({bounds['low']:.1%} to {bounds['high']:.1%})" if bounds else ""
-        return f"Prefers the chosen answer in {values['rewards/accuracies']:.1%}{interval} of held-out pairs."
+        rows = "rows, both labels counted alike" if "rewards/auc" in values else "pairs"
+        share = f"{values['rewards/accuracies']:.1%}{interval}"
+        return f"{accuracy_label(values).capitalize()} in {share} of held-out {rows}."
     return "Not evaluated."
 
 

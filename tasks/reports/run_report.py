@@ -20,7 +20,7 @@ from tasks.errors import UserError
 from tasks.redact import redact
 from tasks.reports import plots
 from tasks.reports.cost import costs, gpu_costs
-from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
+from tasks.reports.headline import HEADLINE_METRICS, accuracy_label, decision_of, verdict
 from tasks.reports.markup import printable
 from tasks.system.files import read_json
 from tasks.tracking.journal import flatten_metrics, read_lines
@@ -97,6 +97,7 @@ def _headline(metrics: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         low, high = (values.get(f"{name}/{end}", values.get(f"intervals/{name}/{end}")) for end in ("low", "high"))
         form = ".1%" if is_share else ".3g"
+        label = accuracy_label(values) if name == "rewards/accuracies" else label
         metric: dict[str, Any] = {"label": label, "value": f"{value:{form}}", "low": None, "bar": None}
         if low is not None and high is not None:
             metric |= {"low": f"{low:{form}}", "high": f"{high:{form}}"}

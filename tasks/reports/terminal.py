@@ -18,7 +18,7 @@ from tasks.config.params import load_cluster
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words
-from tasks.reports.headline import decision_of, describe_decision
+from tasks.reports.headline import accuracy_label, decision_of, describe_decision
 from tasks.runs import commits
 from tasks.system.files import read_json
 
@@ -51,9 +51,10 @@ def _metrics_table(metrics: dict[str, Any]) -> Table:
     if "rate" in (won := metrics.get("win_rate", {})):
         table.add_row(f"win rate vs. base model{_interval(won)}", "-", f"{won['rate']:.1%}")
     bounds = metrics.get("intervals", {}).get("rewards/accuracies")
-    label = f"prefers the chosen answer{_interval(bounds)}, {metrics['pairs']:.0f} pairs"
+    label = f"{accuracy_label(metrics)}{_interval(bounds)}, {metrics['pairs']:.0f} pairs"
     table.add_row(label, "-", f"{metrics['rewards/accuracies']:.1%}")
-    table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
+    if "rewards/margins" in metrics:  # unpaired rows may have one label alone
+        table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
     return table
 
 

@@ -180,3 +180,39 @@ def test_the_base_model_is_the_policy_with_its_adapter_switched_off(tiny_base: P
         assert answer_log_ratios(workers, base, policy, asked) == [-ratio for ratio in first]
         assert answer_log_ratios(workers, base, base, asked) == [0.0, 0.0]  # the adapter is loaded but switched off
     assert min(map(abs, first)) > 1e-3
+
+
+def rated(reward: float, sign: int, zero: float = 0.1) -> PairValues:
+    """An unpaired row: its reward should be above `zero` if it is desirable, below it otherwise."""
+    high, low = (reward, zero) if sign > 0 else (zero, reward)
+    return PairValues(
+        id="a", chosen_reward=high, rejected_reward=low, chosen_tokens=3, rejected_tokens=3, kl=0.0, sign=sign
+    )
+
+
+def test_both_labels_of_unpaired_rows_count_the_same():
+    """Nine desirable rows and one undesirable, all above the zero reward: 90% are right, but that is no skill."""
+    values = [*(rated(0.5 + n / 100, 1) for n in range(9)), rated(0.4, -1)]
+    rows = [row(f"prompt {n}") for n in range(10)]
+    measured = held_out(values, rows, seed=0)
+    assert measured["tables"]["source"]["all"]["accuracy"] == 0.5
+    assert measured["intervals"]["rewards/accuracies"]["low"] <= 0.5
+    assert measured["rewards/auc"] == 1.0  # and yet the rewards order them rightly
+    assert measured["length_bias"] == {"correlation": 0.0}
+    margins = measured["intervals"]["rewards/margins"]
+    assert margins["low"] <= 0.54 - 0.4 <= margins["high"]
+
+
+def test_auc_counts_a_tie_half_and_one_label_alone_has_none():
+    values = [rated(0.5, 1), rated(0.2, 1), rated(0.2, -1), rated(0.1, -1)]  # pairs: 1, 1, 0.5, 1
+    rows = [row(f"prompt {n}") for n in range(4)]
+    assert held_out(values, rows, seed=0)["rewards/auc"] == pytest.approx(3.5 / 4)
+    assert "rewards/auc" not in held_out(values[:2], rows[:2], seed=0)
+
+
+def test_the_texts_of_an_unpaired_row_are_its_own():
+    tokens = {"chosen_ids": [1], "rejected_ids": [2]}
+    lines = disagreements([rated(0.5, -1)], [{**row("prompt"), **tokens}], lambda ids: [str(one) for one in ids])
+    assert lines[0]["rejected"] == "[1]"
+    assert lines[0]["sign"] == -1
+    assert "chosen" not in lines[0]

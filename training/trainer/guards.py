@@ -107,8 +107,8 @@ class Alarms:
         if falling and values.get("rewards/chosen", 0.0) < 0:
             active["displacement"] = (
                 f"the chosen responses have become less likely over {FALLING_LOGS} logs (rewards/chosen "
-                f"{values['rewards/chosen']:.3g}): the policy moves away from both responses. Add an sft term to "
-                "train.loss, or lower train.learning_rate"
+                f"{values['rewards/chosen']:.3g}): the policy moves away from both responses. Lower "
+                "train.learning_rate or, for losses of pairs, add an sft term to train.loss"
             )
         if values.get("rewards/margins", 0.0) > SATURATED:
             active["saturation"] = (

@@ -15,7 +15,7 @@ STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
 def decode_pair(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
     """Prompt and both responses as pieces of text, each with whether it is in the loss."""
     tokens = {part: (pair[f"{part}_ids"], pair[f"{part}_mask"]) for part in STYLES}
-    if pair["sign"]:  # an unpaired row has one answer
+    if pair.get("sign"):  # an unpaired row has one answer
         tokens = {"prompt": tokens["prompt"], "chosen" if pair["sign"] > 0 else "rejected": tokens["chosen"]}
     return {part: _pieces(tokenizer, ids, mask or [0] * len(ids)) for part, (ids, mask) in tokens.items()}
 
@@ -39,7 +39,7 @@ def show(count: int) -> None:
     for pair in read_rows(pairs_file("train"), count):
         console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")
         for part, pieces in decode_pair(tokenizer, pair).items():
-            ids = "chosen" if pair["sign"] and part != "prompt" else part
+            ids = "chosen" if pair.get("sign") and part != "prompt" else part
             in_loss = sum(pair[f"{ids}_mask"])
             console.print(f"{part}: {len(pair[f'{ids}_ids'])} tokens, {in_loss} in the loss", style="underline")
             console.print(*(Text(text, style=STYLES[part] if counted else "dim") for text, counted in pieces), sep="")
