@@ -180,7 +180,8 @@ def test_a_client_that_disconnects_ends_the_generation(gateway):
     address = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
     headers = {"Authorization": f"Bearer {TOKENS['ann']}"}
     with httpx.stream("POST", address, json=body, headers=headers, trust_env=False) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: the connection is closed with it
+        next(lines)
         assert gateway.call("GET", "/v1/stats").json()["running"] == {f"{NAME}/1": 1}
     wait_for(lambda: gateway.call("GET", "/v1/stats").json()["running"] == {f"{NAME}/1": 0}, 5)
     assert len(gateway.events()) == before
