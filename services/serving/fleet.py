@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from fastapi import HTTPException
 
-from services.serving.engine import Engine, Target, find_target
+from services.serving.engine import Engine, Target, find_target, weights
 from tasks.errors import UserError
 from tasks.redact import redact
 
@@ -112,7 +112,7 @@ class Fleet:
         """Have an engine of `target` in that role, and stop the one before after its last request."""
         before = self.engines.get(role)
         shared = any(engine.target == target and engine.is_alive for engine in self.engines.values())
-        made = None if shared else self._start(target)
+        made = None if shared else self._start(target, before)
         with self.lock:
             self.engines[role] = made or next(one for one in self.engines.values() if one.target == target)
             unused = before if before not in self.engines.values() else None
@@ -120,11 +120,12 @@ class Fleet:
         if unused:
             self._thread(self._drain, unused)
 
-    def _start(self, target: Target) -> Engine:
+    def _start(self, target: Target, before: Engine | None) -> Engine:
         print(f"serve: starting an engine for {target.name}", flush=True)
         engine = None
         try:
-            engine = Engine(target, GPU_MEMORY / (len(self.names) + 1))  # one more while an engine is replaced
+            share = GPU_MEMORY / (len(self.names) + 1)  # one more runs while an engine is replaced
+            engine = Engine(target, weights(target, before), share)
             engine.wait(self.closing)
         except BaseException:
             self.failed[target] = time.monotonic()
