@@ -21,6 +21,7 @@ from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.release.model_names import registered_version
+from tasks.release.verify import require_intact
 from tasks.system import processes
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
@@ -51,12 +52,20 @@ def find_target(name: str) -> Target:
         return Target(models.name, version.number, version.tags.get("run", ""), f"{models.name}/{version.number}")
 
 
+def weights(target: Target, before: "Engine | None") -> Path:
+    """The folder of a target, verified against its signed manifest; an engine that ended needs no registry again."""
+    if before is None or before.target != target:
+        return model_folder(target.source).resolve()
+    if target.version:
+        require_intact(before.folder)
+    return before.folder
+
+
 class Engine:
     """A started engine. `wait` until it is healthy before the first request."""
 
-    def __init__(self, target: Target, memory_share: float) -> None:
-        self.target, self.running, self.stack = target, 0, ExitStack()
-        self.folder = model_folder(target.source).resolve()  # verified against the signed manifest
+    def __init__(self, target: Target, folder: Path, memory_share: float) -> None:
+        self.target, self.folder, self.running, self.stack = target, folder, 0, ExitStack()
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         self.log = home() / ".scratch" / "serving" / (re.sub(r"[^\w.-]", "_", target.name) + ".log")

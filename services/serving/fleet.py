@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from fastapi import HTTPException
 
-from services.serving.engine import Engine, Target, find_target
+from services.serving.engine import Engine, Target, find_target, weights
 from tasks.errors import UserError
 from tasks.redact import redact
 
@@ -35,7 +35,7 @@ class Fleet:
         self.share, self.random = share, random.Random(seed)
         self.engines: dict[str, Engine] = {}  # by role; both roles may share one
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self.failed: dict[str, tuple[Target, float]] = {}  # by role: what did not start, and when
+        self.failed: dict[Target, float] = {}  # when it did not start
         self.reported: dict[str, str] = {}  # last message by role, so that it is printed once
         self.threads: list[threading.Thread] = []
 
@@ -101,9 +101,10 @@ class Fleet:
             wanted = find_target(self.names[role])
         except UserError as error:  # the registry is down: keep what there is alive
             wanted, problem = now.target, error
-        failed, since = self.failed.get(role, (None, 0.0))
-        if (wanted != now.target or not now.is_alive) and (failed != wanted or time.monotonic() - since > RETRY):
-            self._serve(role, wanted)
+        since = time.monotonic() - RETRY
+        may_start = (target for target in (wanted, now.target) if self.failed.get(target, since) <= since)
+        if (target := next(may_start, None)) and (target != now.target or not now.is_alive):
+            self._serve(role, target)
         if problem:
             raise problem
 
@@ -111,7 +112,7 @@ class Fleet:
         """Have an engine of `target` in that role, and stop the one before after its last request."""
         before = self.engines.get(role)
         shared = any(engine.target == target and engine.is_alive for engine in self.engines.values())
-        made = None if shared else self._start(role, target)
+        made = None if shared else self._start(target, before)
         with self.lock:
             self.engines[role] = made or next(one for one in self.engines.values() if one.target == target)
             unused = before if before not in self.engines.values() else None
@@ -119,18 +120,19 @@ class Fleet:
         if unused:
             self._thread(self._drain, unused)
 
-    def _start(self, role: str, target: Target) -> Engine:
+    def _start(self, target: Target, before: Engine | None) -> Engine:
         print(f"serve: starting an engine for {target.name}", flush=True)
         engine = None
         try:
-            engine = Engine(target, GPU_MEMORY / (len(self.names) + 1))  # one more while an engine is replaced
+            share = GPU_MEMORY / (len(self.names) + 1)  # one more runs while an engine is replaced
+            engine = Engine(target, weights(target, before), share)
             engine.wait(self.closing)
         except BaseException:
-            self.failed[role] = (target, time.monotonic())
+            self.failed[target] = time.monotonic()
             if engine:
                 engine.stop()
             raise
-        self.failed.pop(role, None)
+        self.failed.pop(target, None)
         return engine
 
     def _drain(self, engine: Engine) -> None:

@@ -19,7 +19,7 @@ from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens
-from tasks.feedback.events import Answer, Feedback, check
+from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
 
 UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
@@ -44,7 +44,7 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     async def refuse(_: Request, error: AnyHTTPException) -> Response:
         return JSONResponse(error_content(error), error.status_code, error.headers)
 
-    def caller(request: Request) -> str:
+    async def caller(request: Request) -> str:
         """The owner of the request's token, within the rate limit."""
         name = tokens.owner(request.headers.get("authorization", ""))
         if name is None:
@@ -85,14 +85,15 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
         given = await read_body(request, FeedbackRequest)
         about = {"answer": given.answer_id, "other": given.other, "kind": given.kind, "value": given.value}
         event = Feedback(id=uuid.uuid4().hex, time=time.time(), rater=given.user or name, **about)
-        try:
-            check(event)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
         for answer_id in filter(None, (given.answer_id, given.other)):
             if not await run_in_threadpool(index.knows, answer_id):
                 raise HTTPException(404, f"There is no answer {answer_id}.")
-        await run_in_threadpool(journal.append, event)  # on disk when it returns
+        try:
+            await run_in_threadpool(journal.append, event)  # on disk when it returns
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        except OSError as error:
+            raise HTTPException(503, f"The feedback could not be stored: {error}", {"Retry-After": "60"}) from error
         return {"id": event.id}
 
     @app.get("/v1/stats")
@@ -125,7 +126,8 @@ async def answer(
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
     origin = {"model": target.model, "version": target.version, "run": target.run, "role": role}
     prompt = {"id": same["id"], "time": began, "messages": messages, "user": chat.user or name}
-    made = Answer(**prompt, **origin, text="".join(text), parameters={**how, **measured})
+    said = "".join(text).replace("\0", "\ufffd")  # a null character cannot be stored
+    made = Answer(**prompt, **origin, text=said, parameters={**how, **measured})
     await run_in_threadpool(keep, journal, made)
     yield last | same | {"usage": usage}
 

@@ -72,7 +72,9 @@ class Gateway:
         return self.call("POST", "/v1/chat/completions", json={"messages": HELLO, "max_tokens": 4, **options})
 
     def engines(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process(self.process.pid).children() if "serve" in child.cmdline()]
+        children = psutil.Process(self.process.pid).children()
+        alive = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in alive if "serve" in child.cmdline()]
 
     def events(self) -> dict[str, Answer | Feedback]:
         files = sorted((self.workspace / ".scratch" / "feedback").glob("*.jsonl"))
@@ -180,7 +182,8 @@ def test_a_client_that_disconnects_ends_the_generation(gateway):
     address = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
     headers = {"Authorization": f"Bearer {TOKENS['ann']}"}
     with httpx.stream("POST", address, json=body, headers=headers, trust_env=False) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: the connection is closed with it
+        next(lines)
         assert gateway.call("GET", "/v1/stats").json()["running"] == {f"{NAME}/1": 1}
     wait_for(lambda: gateway.call("GET", "/v1/stats").json()["running"] == {f"{NAME}/1": 0}, 5)
     assert len(gateway.events()) == before
@@ -279,15 +282,17 @@ def test_a_version_that_does_not_start_leaves_the_champion_in_its_place(gateway,
 def test_a_killed_engine_is_started_again_while_the_registry_is_down(gateway):
     database = gateway.workspace / ".mlflow" / "mlflow.db"
     database.rename(database.with_suffix(".away"))
-    wait_for(lambda: "There is no registry yet" in gateway.said(), 120)
-    (engine,) = gateway.engines()
-    engine.kill()
-    engine.wait(10)
-    refused = gateway.ask()
-    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
-    assert gateway.call("GET", "/health").status_code == 503
-    wait_for(lambda: gateway.ask().status_code == 200, 240)
-    database.with_suffix(".away").rename(database)
+    try:
+        wait_for(lambda: "There is no registry yet" in gateway.said(), 120)
+        (engine,) = gateway.engines()
+        engine.kill()
+        wait_for(lambda: not gateway.engines(), 10)
+        refused = gateway.ask()
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
+        assert gateway.call("GET", "/health").status_code == 503
+        wait_for(lambda: gateway.ask().status_code == 200, 240)
+    finally:
+        database.with_suffix(".away").rename(database)
 
 
 def test_no_engine_survives_a_killed_gateway(gateway):
