@@ -1,8 +1,7 @@
 """`dpo blame [RUN]`: which training pairs work against the held-out pairs, or pushed a regression against a version.
 
-Two signs add up. Influence: a step that raises the margins of the held-out pairs lowers the pair's own
-(training/evaluation/influence.py). And the pair stays contradictory: its margin is low at the end of training.
-docs/evaluation.md compares this score with others.
+A training pair is harmful if a step that raises the margins of the held-out pairs lowers its own
+(training/evaluation/influence.py). docs/evaluation.md compares this score with others.
 """
 
 import json
@@ -24,7 +23,6 @@ from tasks.dataset.pairs import PairTable, pairs_file, read_pairs, with_referenc
 from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights
-from tasks.evaluation.sharding import pair_values, token_values
 from tasks.models import base_folder
 from tasks.reports.markup import printable
 from tasks.runs.open_run import open_run
@@ -36,7 +34,7 @@ from training.objectives.packing import Pair, pack
 
 PAIRS_PER_TASK, PAIRS_AT_ONCE = 128, 4096  # the second bounds memory
 TARGETS = 256  # held-out pairs in the gradient at most
-DEVIATIONS = 5.0  # a pair above this score is flagged: robust standard deviations from the median
+HARMFUL, MOST = 0.1, 0.05  # pairs above this score are flagged, but no more than this share of all
 SIGNIFICANT = 0.01
 TEXT = 36  # characters in the table
 Line = dict[str, Any]
@@ -88,7 +86,7 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     train, held_out = (_pairs(params, split) for split in ("train", "eval"))
     with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
-        lines = rank(train, *_values(workers, params, target, train), pair_origins(params.prepare))
+        lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
         _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
     folder = home() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,52 +119,35 @@ def _target(params: Params, held_out: PairTable, weights: list[float]) -> Target
     return Target(objective, [held_out[n] for n in numbers], [weights[n] for n in numbers])
 
 
-def _values(workers: WorkerPool, params: Params, target: Target, train: PairTable) -> tuple[list[float], list[float]]:
-    """The margin of each training pair under the policy, and how much it rises with those of the target."""
+def _influences(workers: WorkerPool, params: Params, target: Target, train: PairTable) -> list[float]:
+    """How much each training pair's margin rises with those of the target."""
     base = str(workers.shared_path(base_folder(params.source.model)))
     policy, start = str(workers.shared_path(Path.cwd(), POLICY) / POLICY), None
     model = Weights(base, base, params.evaluate.dtype, params.train.quantization, policy)
     if not params.train.adapter:
         model, start = Weights(policy, base, params.evaluate.dtype), base
-    groups = range(0, len(train), PAIRS_AT_ONCE)
-    margins: list[float] = []
-    with Bar("blame", len(train), "margins") as bar:
-        for first in groups:
-            pairs = train[first : first + PAIRS_AT_ONCE]
-            tokens = token_values(workers, model, pairs, bar.more)
-            margins += [value.margin for value in pair_values(workers, target.objective, pairs, tokens)[1]]
+    size, row_tokens = PAIRS_PER_TASK, workers.cluster.evaluate.row_tokens
     changes: list[float] = []
-    with Bar("blame", len(train), "influences") as bar:
-        for first in groups:
-            parts = range(first, min(first + PAIRS_AT_ONCE, len(train)), PAIRS_PER_TASK)
-            row_tokens = workers.cluster.evaluate.row_tokens
-            tasks = [(model, start, target, train[at : at + PAIRS_PER_TASK], row_tokens) for at in parts]
-            for part in workers.map(
-                "influence", tasks, lambda _: bar.update(min(bar.done + PAIRS_PER_TASK, bar.total))
-            ):
+    with Bar("blame", len(train), "training pairs") as bar:
+        for first in range(0, len(train), PAIRS_AT_ONCE):
+            parts = range(first, min(first + PAIRS_AT_ONCE, len(train)), size)
+            tasks = [(model, start, target, train[at : at + size], row_tokens) for at in parts]
+            for part in workers.map("influence", tasks, lambda _: bar.update(min(bar.done + size, len(train)))):
                 changes += part
-    return margins, changes
+    return changes
 
 
-def rank(
-    train: PairTable, margins: Sequence[float], changes: Sequence[float], origins: dict[str, Origin]
-) -> list[Line]:
-    """A line for each training pair, the most harmful first."""
-    scores = _deviations(_deviations(-np.array(changes)) + _deviations(-np.array(margins)))
+def rank(train: PairTable, changes: Sequence[float], origins: dict[str, Origin]) -> list[Line]:
+    """A line for each training pair, the most harmful first. The median pair has the score 1 or -1."""
+    scores = -np.array(changes) / (np.median(np.abs(changes)) or 1.0)
+    limit = max(HARMFUL, float(np.quantile(scores, 1 - MOST)))
     lines = []
     for n in np.argsort(-scores, kind="stable").tolist():
         name, source = (train.table[column][n].as_py() or "" for column in ("id", "source"))
-        numbers = {"score": float(scores[n]), "influence": changes[n], "margin": margins[n]}
+        score = round(float(scores[n]), 4)
         origin = asdict(origins.get(name, Origin("", 0, "")))
-        flagged = bool(scores[n] > DEVIATIONS)
-        lines.append({"id": name, **numbers, "flagged": flagged, "source": source, **origin, "pair": n})
+        lines.append({"id": name, "score": score, "flagged": score > limit, "source": source, **origin, "pair": n})
     return lines
-
-
-def _deviations(values: np.ndarray) -> np.ndarray:
-    """Robust standard deviations from the median."""
-    distance = values - np.median(values)
-    return distance / (1.4826 * np.median(np.abs(distance)) or 1.0)
 
 
 def concentration(lines: Sequence[Line], column: str) -> str:
@@ -215,7 +196,7 @@ def _print(lines: list[Line], shown: Sequence[Line], folder: Path) -> None:
     rows = []
     for line in shown:
         texts = (printable(" ".join(line[name].split()))[:TEXT] for name in ("prompt", "chosen", "rejected"))
-        score, place = f"{line['score']:.1f}" + "*" * line["flagged"], f"{line['file']}:{line['row']}"
+        score, place = f"{line['score']:.2f}" + "*" * line["flagged"], f"{line['file']}:{line['row']}"
         rows.append((line["id"], score, place, printable(line["user"] or "-"), *texts))
     print(text_table(rows, ("id", "score", "row", "user", "prompt ...", "chosen ...", "rejected ...")))
     print("\n".join(filter(None, (concentration(lines, column) for column in ("source", "user")))))
@@ -225,4 +206,4 @@ def _print(lines: list[Line], shown: Sequence[Line], folder: Path) -> None:
         print(f"{len(flagged)} pairs are flagged in {path}. Read them. Then train without those that the file names:")
         print(f"  dpo run --set source.exclude={path}")
     else:
-        print(f"No pair is flagged: none is {DEVIATIONS:g} robust standard deviations worse than the median.")
+        print(f"No pair is flagged: none has a score above {HARMFUL:g} of the median pair's size.")
