@@ -1,16 +1,15 @@
 """`dpo blame [RUN]`: which training pairs work against the held-out pairs, or pushed a regression against a version.
 
-Two signs add up. Influence: a step that raises the margins of the held-out pairs lowers the pair's own
-(training/evaluation/influence.py). And the pair stays contradictory: its margin is low at the end of training.
-docs/evaluation.md compares this score with others.
+A training pair is harmful if a step that raises the margins of the held-out pairs lowers its own
+(training/evaluation/influence.py). docs/evaluation.md compares this score with others.
 """
 
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tasks.dataset.pairs import PairTable, pairs_file, read_pairs, with_referenc
 from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights
-from tasks.evaluation.sharding import pair_values, token_values
 from tasks.models import base_folder
 from tasks.reports.markup import printable
 from tasks.runs.open_run import open_run
@@ -36,7 +34,7 @@ from training.objectives.packing import Pair, pack
 
 PAIRS_PER_TASK, PAIRS_AT_ONCE = 128, 4096  # the second bounds memory
 TARGETS = 256  # held-out pairs in the gradient at most
-DEVIATIONS = 5.0  # a pair above this score is flagged: robust standard deviations from the median
+HARMFUL, MOST = 0.1, 0.05  # pairs above this score are flagged, but no more than this share of all
 SIGNIFICANT = 0.01
 TEXT = 36  # characters in the table
 Line = dict[str, Any]
@@ -52,28 +50,26 @@ class Target:
 
 
 class Blamer(Evaluator):
-    """A worker that also computes the influence of training pairs. It keeps the gradient for all its tasks."""
+    """A worker that also computes influences. It keeps the held-out gradient for all its tasks."""
 
-    def __init__(self, number: int = 0) -> None:
-        super().__init__(number)
-        self.along: Any = None  # the trained parameters, and the gradient of the target
+    derivatives: Any = None
+    gradient: Any = None
 
     def influence(
-        self, weights: Weights, base: str | None, target: Target, pairs: Sequence[Pair], rows: Sequence[Sequence[int]]
+        self, weights: Weights, base: str | None, target: Target, pairs: Sequence[Pair], row_tokens: int
     ) -> list[float]:
-        """The change of each pair's margin along the target's gradient."""
-        from training.evaluation.influence import margin_changes, margin_gradient, move_halfway
+        """How much each pair's margin rises with those of the target."""
+        from training.evaluation.influence import MarginDerivatives, move_halfway
         from training.models.loading import best_device
 
         with self._loaded(weights) as model:
-            if self.along is None:
+            if self.derivatives is None:
                 parameters = move_halfway(model, Path(base) if base else None)
                 self._start_scoring(weights, target.pairs[:3])
-                gradient = margin_gradient(
-                    self.scorer, target.objective, target.pairs, target.weights, parameters, best_device()
-                )
-                self.along = parameters, gradient
-            return margin_changes(self.scorer, target.objective, pairs, rows, *self.along, best_device())
+                self.derivatives = MarginDerivatives(self.scorer, target.objective, parameters, best_device())
+                self.gradient = self.derivatives.gradient(target.pairs, target.weights)
+            lengths = [len(pair) for pair in pairs]
+            return self.derivatives.along(self.gradient, pairs, pack(lengths, lengths, row_tokens))
 
 
 def blame(run: str | None, against: str | None, count: int) -> None:
@@ -86,21 +82,18 @@ def blame(run: str | None, against: str | None, count: int) -> None:
         raise UserError(f"There is no trained policy in {Path.cwd() / POLICY}. Name a finished run: `dpo blame RUN`.")
     params, cluster = load_params(), load_cluster()
     if cluster.evaluate.zero_stage == 3:
-        raise UserError(
-            "`dpo blame` needs a whole model per worker: set evaluate.zero_stage to 0 in infra/cluster.yaml."
-        )
+        raise UserError("`dpo blame` needs whole models: set evaluate.zero_stage to 0 in infra/cluster.yaml.")
     train, held_out = (_pairs(params, split) for split in ("train", "eval"))
     with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
-        target = _target(params, held_out, _regressions(workers, held_out, other) if other else None)
-        policy, base = _policy(workers, params)
-        margins = _margins(workers, policy, target.objective, train)
-        changes = _influences(workers, policy, base, target, train)
-        lines = rank(train, margins, changes, pair_origins(params.prepare))
-        shown = [line for line in lines if line["flagged"]] or lines[:count]
-        _add_texts(workers, params, train, shown)
+        target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
+        lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
+        _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
     folder = home() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
-    _write(folder, lines)
-    _print(lines, shown[:count], folder, len(target.pairs), against)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, some in (("scores.jsonl", lines), ("flagged.jsonl", _flagged(lines))):
+        write_text(folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in some))
+    print(f"\nTraining pairs that work against {len(target.pairs)} held-out pairs, the most harmful first (* flagged):")
+    _print(lines, shown[:count], folder)
 
 
 def _pairs(params: Params, split: str) -> PairTable:
@@ -118,83 +111,42 @@ def _regressions(workers: WorkerPool, held_out: PairTable, other: Evaluated) -> 
     return drops
 
 
-def _target(params: Params, held_out: PairTable, drops: list[float] | None) -> Target:
-    """The held-out pairs that lost most; without a comparison, a sample of all: ids are hashes."""
-    drops = drops or [1.0] * len(held_out)
+def _target(params: Params, held_out: PairTable, weights: list[float]) -> Target:
+    """The held-out pairs that count most; among equals a random sample, since ids are hashes."""
     ids = held_out.table["id"].to_pylist()
-    numbers = sorted((n for n in range(len(drops)) if drops[n]), key=lambda n: (-drops[n], ids[n]))[:TARGETS]
+    numbers = sorted((n for n in range(len(ids)) if weights[n]), key=lambda n: (-weights[n], ids[n]))[:TARGETS]
     objective = Objective(params.train.loss, params.train.loss_options())
-    return Target(objective, [held_out[n] for n in numbers], [drops[n] for n in numbers])
+    return Target(objective, [held_out[n] for n in numbers], [weights[n] for n in numbers])
 
 
-def _policy(workers: WorkerPool, params: Params) -> tuple[Weights, str | None]:
-    """The policy, and after full fine-tuning the folder of the base model that it started from."""
-    base = str(workers.shared_path(base_folder(params.source.model)))
-    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
-    if params.train.adapter:
-        return Weights(base, base, params.evaluate.dtype, params.train.quantization, trained), None
-    return Weights(trained, base, params.evaluate.dtype), base
-
-
-def _margins(workers: WorkerPool, policy: Weights, objective: Objective, train: PairTable) -> list[float]:
-    """Of each training pair under the policy."""
-    margins: list[float] = []
-    with Bar("blame", len(train), "margins") as bar:
-        for first in range(0, len(train), PAIRS_AT_ONCE):
-            pairs = train[first : first + PAIRS_AT_ONCE]
-            tokens = token_values(workers, policy, pairs, bar.more)
-            margins += [value.margin for value in pair_values(workers, objective, pairs, tokens)[1]]
-    return margins
-
-
-def _influences(
-    workers: WorkerPool, policy: Weights, base: str | None, target: Target, train: PairTable
-) -> list[float]:
+def _influences(workers: WorkerPool, params: Params, target: Target, train: PairTable) -> list[float]:
     """How much each training pair's margin rises with those of the target."""
+    base = str(workers.shared_path(base_folder(params.source.model)))
+    policy, start = str(workers.shared_path(Path.cwd(), POLICY) / POLICY), None
+    model = Weights(base, base, params.evaluate.dtype, params.train.quantization, policy)
+    if not params.train.adapter:
+        model, start = Weights(policy, base, params.evaluate.dtype), base
+    size, row_tokens = PAIRS_PER_TASK, workers.cluster.evaluate.row_tokens
     changes: list[float] = []
-    with Bar("blame", len(train), "influences") as bar:
+    with Bar("blame", len(train), "training pairs") as bar:
         for first in range(0, len(train), PAIRS_AT_ONCE):
-            parts = _parts(train[first : first + PAIRS_AT_ONCE], workers.cluster.evaluate.row_tokens)
-            tasks = [(policy, base, target, *part) for part in parts]
-            for part in workers.map("influence", tasks, lambda number, tasks=tasks: bar.more(len(tasks[number][3]))):
+            parts = range(first, min(first + PAIRS_AT_ONCE, len(train)), size)
+            tasks = [(model, start, target, train[at : at + size], row_tokens) for at in parts]
+            for part in workers.map("influence", tasks, lambda _: bar.update(min(bar.done + size, len(train)))):
                 changes += part
     return changes
 
 
-def _parts(pairs: Sequence[Pair], row_tokens: int) -> Iterator[tuple[Sequence[Pair], list[list[int]]]]:
-    """Some pairs, and the rows to compute them in."""
-    for first in range(0, len(pairs), PAIRS_PER_TASK):
-        some = pairs[first : first + PAIRS_PER_TASK]
-        lengths = [len(pair) for pair in some]
-        yield some, pack(lengths, lengths, row_tokens)
-
-
-def _deviations(values: np.ndarray) -> np.ndarray:
-    """Robust standard deviations from the median."""
-    distance = values - np.median(values)
-    return distance / (1.4826 * np.median(np.abs(distance)) or 1.0)
-
-
-def rank(
-    train: PairTable, margins: Sequence[float], changes: Sequence[float], origins: dict[str, Origin]
-) -> list[Line]:
-    """A line for each training pair, the most harmful first."""
-    scores = _deviations(_deviations(-np.array(changes)) + _deviations(-np.array(margins)))
+def rank(train: PairTable, changes: Sequence[float], origins: dict[str, Origin]) -> list[Line]:
+    """A line for each training pair, the most harmful first. The median pair has the score 1 or -1."""
+    scores = -np.array(changes) / (np.median(np.abs(changes)) or 1.0)
+    limit = max(HARMFUL, float(np.quantile(scores, 1 - MOST)))
     lines = []
     for n in np.argsort(-scores, kind="stable").tolist():
-        name = train.table["id"][n].as_py()
-        origin = origins.get(name, Origin("", 0, ""))
-        numbers = {"score": scores[n], "influence": changes[n], "margin": margins[n]}
-        lines.append(
-            {
-                "id": name,
-                **{key: round(float(value), 6) for key, value in numbers.items()},
-                "flagged": bool(scores[n] > DEVIATIONS),
-                "source": train.table["source"][n].as_py() or "",
-                **vars(origin),
-                "number": n,
-            }
-        )
+        name, source = (train.table[column][n].as_py() or "" for column in ("id", "source"))
+        score = round(float(scores[n]), 4)
+        origin = asdict(origins.get(name, Origin("", 0, "")))
+        lines.append({"id": name, "score": score, "flagged": score > limit, "source": source, **origin, "pair": n})
     return lines
 
 
@@ -232,47 +184,26 @@ def _flagged(lines: Sequence[Line]) -> list[Line]:
 def _add_texts(workers: WorkerPool, params: Params, train: PairTable, lines: Sequence[Line]) -> None:
     """The prompt, and both answers from where they differ."""
     base = str(workers.shared_path(base_folder(params.source.model)))
-    pairs = [train[line["number"]] for line in lines]
+    pairs = [train[line["pair"]] for line in lines]
     ids = [list(answer[p.shared_prefix :]) for p in pairs for answer in (p.chosen_ids, p.rejected_ids)]
     (texts,) = workers.map("decode", [(Weights(base, base, params.evaluate.dtype), ids)])
     for n, line in enumerate(lines):
-        line["prompt"] = train.table["prompt"][line["number"]].as_py()
+        line["prompt"] = train.table["prompt"][line["pair"]].as_py()
         line["chosen"], line["rejected"] = texts[2 * n : 2 * n + 2]
 
 
-def _write(folder: Path, lines: Sequence[Line]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("scores.jsonl", lines), ("flagged.jsonl", _flagged(lines))):
-        plain = ({key: value for key, value in line.items() if key != "number"} for line in some)
-        write_text(folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in plain))
-
-
-def _print(lines: list[Line], shown: Sequence[Line], folder: Path, targets: int, against: str | None) -> None:
-    what = f"{targets} held-out pairs" + (f" that lost against {against}" if against else "")
-    rows = [
-        (
-            line["id"],
-            f"{line['score']:.1f}" + "*" * line["flagged"],
-            f"{line['file']}:{line['row']}",
-            printable(line["user"] or "-"),
-            *(_start(line[name]) for name in ("prompt", "chosen", "rejected")),
-        )
-        for line in shown
-    ]
-    print(f"\nTraining pairs that work against {what}, the most harmful first (* flagged):")
-    print(text_table(rows, ("id", "score", "row", "user", "prompt", "chosen ...", "rejected ...")))
-    for column in ("source", "user"):
-        if sentence := concentration(lines, column):
-            print(sentence)
-    print(f"\nThe scores of all {len(lines)} pairs are in {folder / 'scores.jsonl'}.")
+def _print(lines: list[Line], shown: Sequence[Line], folder: Path) -> None:
+    rows = []
+    for line in shown:
+        texts = (printable(" ".join(line[name].split()))[:TEXT] for name in ("prompt", "chosen", "rejected"))
+        score, place = f"{line['score']:.2f}" + "*" * line["flagged"], f"{line['file']}:{line['row']}"
+        rows.append((line["id"], score, place, printable(line["user"] or "-"), *texts))
+    print(text_table(rows, ("id", "score", "row", "user", "prompt ...", "chosen ...", "rejected ...")))
+    print("\n".join(filter(None, (concentration(lines, column) for column in ("source", "user")))))
+    print(f"The scores of all {len(lines)} pairs are in {folder / 'scores.jsonl'}.")
     if flagged := _flagged(lines):
         path = folder / "flagged.jsonl"
         print(f"{len(flagged)} pairs are flagged in {path}. Read them. Then train without those that the file names:")
         print(f"  dpo run --set source.exclude={path}")
     else:
-        print(f"No pair is flagged: none is {DEVIATIONS:g} robust standard deviations worse than the median.")
-
-
-def _start(text: str) -> str:
-    plain = printable(" ".join(text.split()))
-    return plain if len(plain) <= TEXT else f"{plain[: TEXT - 3]}..."
+        print(f"No pair is flagged: none has a score above {HARMFUL:g} of the median pair's size.")

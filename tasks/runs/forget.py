@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
@@ -34,6 +33,7 @@ from tasks.tracking.mlflow_client import absolute_uri
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client
 
 EVERY = 10**9  # runs that `gc` keeps
+SHOWN = 50  # row numbers of a file
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ def _mlflow_runs(name: str) -> Iterator[str]:
 
 def _certify(user: str, events: int, before: Found, after: Found) -> Path:
     """A record that names the person by a hash alone, with the hashes of what is gone and of what is in use."""
+    manifest = recall(ROOT / MODEL / "manifest.json")  # `dpo reproduce` computes these hashes again
     content = {
         "user_sha256": hashlib.sha256(user.encode()).hexdigest(),
         "time": records.timestamp(),
@@ -169,7 +170,7 @@ def _certify(user: str, events: int, before: Found, after: Found) -> Path:
         "deleted_versions": [_name(one) for one in before.versions if _name(one) not in map(_name, after.versions)],
         "left": {"files": after.sources, "runs": after.runs, "elsewhere": after.elsewhere},
         "complete": after.is_empty(),
-        "model_here": _hashes(recall(ROOT / MODEL / "manifest.json")),
+        "model_here": {name: manifest.get(name) for name in ("data", "reference", "policy", "files")},
     }
     path = ROOT / ".scratch" / "forget" / f"{content['time']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,20 +178,12 @@ def _certify(user: str, events: int, before: Found, after: Found) -> Path:
     return path
 
 
-def _hashes(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What `dpo reproduce` computes again: equal to the hashes of a run that never had the rows."""
-    data, reference = manifest.get("data", {}), manifest.get("reference", {})
-    return {"raw": data.get("sha256"), "pairs": data.get("pairs"), "reference": reference} | {
-        name: manifest.get(name) for name in ("policy", "files")
-    }
-
-
 def _name(one: RegisteredVersion) -> str:
     return f"{one.model.name}/{one.version.number}"
 
 
 def _description(found: Found) -> list[str]:
-    lines = [f"{path}: rows {_ranges(rows)}" for path, rows in found.sources.items()]
+    lines = [f"{path}: rows {_listed(rows)}" for path, rows in found.sources.items()]
     lines += [f"run {name}: {count} rows" for name, count in found.runs.items()]
     lines += [f"{name}: {count} rows" for name, count in found.elsewhere.items()]
     lines += [" ".join(["version", _name(one), *one.aliases]) for one in found.versions]
@@ -199,7 +192,7 @@ def _description(found: Found) -> list[str]:
 
 def _next_steps(found: Found) -> list[str]:
     """What keeps the person's rows in use, and what to do about it."""
-    steps = [f"Delete the rows {_ranges(rows)} of {path}." for path, rows in found.sources.items()]
+    steps = [f"Delete the rows {_listed(rows)} of {path}." for path, rows in found.sources.items()]
     for one in found.in_use():
         run = one.version.tags.get("run")
         steps.append(
@@ -218,12 +211,6 @@ def _next_steps(found: Found) -> list[str]:
     return steps
 
 
-def _ranges(numbers: list[int]) -> str:
-    """3, 4, 5 and 9 as `3-5, 9`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+def _listed(numbers: list[int]) -> str:
+    rest = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return ", ".join(map(str, numbers[:SHOWN])) + rest

@@ -33,7 +33,7 @@ def test_a_user_stands_out_only_if_chance_does_not_explain_it() -> None:
 def test_planted_poison_is_found_and_can_be_left_out(
     tmp_path: Path, tiny_base: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    rows = demo.rows(0)[:400]
+    rows = demo.rows(0)[:250]
     train = [n for n, row in enumerate(rows) if not is_held_out(prompt_hash(row["prompt"]), 0.2)]
     planted = random.Random(0).sample(train, len(train) // 100)
     for n in planted:

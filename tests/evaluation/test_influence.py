@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.evaluation.influence import margin_changes, margin_gradient, move_halfway
+from training.evaluation.influence import MarginDerivatives, move_halfway
 from training.models.adapters import load_adapter
 from training.models.loading import load_model, load_tokenizer
 from training.models.parity import make_scorer
@@ -33,24 +33,18 @@ def pairs(base: Path) -> list[Pair]:
 def test_changes_equal_the_dot_products_of_gradients(tiny_base: Path, adapter: Path) -> None:
     model, given = load_adapter(load_model(tiny_base, "float32"), adapter), pairs(tiny_base)
     parameters = move_halfway(model, None)
-    scorer = make_scorer(model, given, CPU)
+    derivatives = MarginDerivatives(make_scorer(model, given, CPU), OBJECTIVE, parameters, CPU)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    target = margin_gradient(scorer, OBJECTIVE, given[:1], [2.0], parameters, CPU)
+    target = derivatives.gradient(given[:1], [2.0])
     assert sum(part.square().sum().item() for part in target) == pytest.approx(1.0, rel=1e-4)
 
-    changes = margin_changes(scorer, OBJECTIVE, given, [[2, 0], [1]], parameters, target, CPU)
+    changes = derivatives.along(target, given, [[2, 0], [1]])
     assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
-    for number in range(3):  # the same with a backward pass for each pair
-        own = margin_gradient(scorer, OBJECTIVE, given[number : number + 1], [1.0], parameters, CPU)
+    for number, pair in enumerate(given):  # the same with a backward pass for each pair
+        own = derivatives.gradient([pair], [1.0])
+        (norm,) = derivatives.along(own, [pair], [[0]])
         cosine = sum((a * b).sum().item() for a, b in zip(own, target, strict=True))
-        expected = cosine * norm(scorer, given[number], parameters)
-        assert changes[number] == pytest.approx(expected, rel=0.02, abs=0.01 * changes[0])
-
-
-def norm(scorer: torch.nn.Module, pair: Pair, parameters: dict[str, torch.nn.Parameter]) -> float:
-    """Of the gradient of a pair's margin: its change along its own direction."""
-    own = margin_gradient(scorer, OBJECTIVE, [pair], [1.0], parameters, CPU)
-    return margin_changes(scorer, OBJECTIVE, [pair], [[0]], parameters, own, CPU)[0]
+        assert changes[number] == pytest.approx(norm * cosine, rel=0.02, abs=0.01 * changes[0])
 
 
 def test_a_fully_trained_policy_moves_halfway_to_its_base_model(tiny_base: Path) -> None:

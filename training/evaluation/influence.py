@@ -2,15 +2,15 @@
 
 TracIn's score of a training pair is the dot product of its gradient with that of the held-out pairs. A dot product with
 a fixed vector is a directional derivative: how the training pair's margin changes if the weights move along the
-held-out gradient. One backward pass over the held-out pairs and forward passes of the training pairs in packed rows
-therefore give the score of every pair, without a gradient per pair.
+held-out gradient. One backward pass over the held-out pairs and two forward passes over the training pairs, in packed
+rows, therefore give the score of every pair.
 
 The weights are those halfway between base model and policy. At the end of training the losses are saturated and most
 gradients vanish; at the start nothing is learnt yet.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +22,12 @@ from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import Pair, build_row
 
-Parameters = Mapping[str, nn.Parameter]
 HALF = 0.5
 STEP = 0.01  # of the weights' norm: far above rounding, and small enough for a derivative
 
 
 @torch.no_grad()
-def move_halfway(model: nn.Module, base: Path | None) -> Parameters:
+def move_halfway(model: nn.Module, base: Path | None) -> dict[str, nn.Parameter]:
     """Move a policy halfway back to the base model; the trained parameters. `base` is None for an adapter."""
     if base is None:
         adapters.scale_adapter(model, HALF)
@@ -40,71 +39,46 @@ def move_halfway(model: nn.Module, base: Path | None) -> Parameters:
     return dict(model.named_parameters())
 
 
-def margin_gradient(
-    scorer: nn.Module,
-    objective: Objective,
-    pairs: Sequence[Pair],
-    pair_weights: Sequence[float],
-    parameters: Parameters,
-    device: torch.device,
-) -> list[Tensor]:
-    """Gradient of the weighted sum of margins, with unit norm. Bounded memory: one pair at a time."""
-    for parameter in parameters.values():
-        parameter.requires_grad_()
-    total = [torch.zeros_like(parameter) for parameter in parameters.values()]
-    for number, weight in enumerate(pair_weights):
-        value = weight * _margins(scorer, objective, pairs, [number], device).sum()
-        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        for entry, part in zip(total, found, strict=True):
-            if part is not None:
-                entry += part
-    size = _norm(total)
-    return [part / size for part in total] if size else total
+@dataclass(frozen=True)
+class MarginDerivatives:
+    """Derivatives of reward margins with respect to the trained parameters of a model."""
 
+    scorer: nn.Module
+    objective: Objective
+    parameters: Mapping[str, nn.Parameter]
+    device: torch.device
 
-@torch.no_grad()
-def margin_changes(
-    scorer: nn.Module,
-    objective: Objective,
-    pairs: Sequence[Pair],
-    rows: Sequence[Sequence[int]],
-    parameters: Parameters,
-    direction: Sequence[Tensor],
-    device: torch.device,
-) -> list[float]:
-    """The derivative of each pair's margin along the direction. `rows` contain every pair number once."""
-    step = STEP * _norm(list(parameters.values()))
-    columns: list[dict[int, float]] = []
-    for distance in (step, -step):
-        columns.append({})
-        with _moved(parameters, direction, distance):
+    def gradient(self, pairs: Sequence[Pair], pair_weights: Sequence[float]) -> list[Tensor]:
+        """Of the weighted sum of margins, with unit norm. Bounded memory: one pair at a time."""
+        trained = [parameter.requires_grad_() for parameter in self.parameters.values()]
+        total = [torch.zeros_like(parameter) for parameter in trained]
+        for number, weight in enumerate(pair_weights):
+            value = weight * self._margins(pairs, [number]).sum()
+            for entry, part in zip(total, torch.autograd.grad(value, trained, allow_unused=True), strict=True):
+                entry += 0.0 if part is None else part
+        size = _norm(total) or 1.0
+        return [part / size for part in total]
+
+    @torch.no_grad()
+    def along(self, direction: Sequence[Tensor], pairs: Sequence[Pair], rows: Sequence[Sequence[int]]) -> list[float]:
+        """The derivative of each pair's margin along a direction. `rows` contain every pair number once."""
+        trained = list(self.parameters.values())
+        saved, step = [parameter.clone() for parameter in trained], STEP * _norm(trained)
+        change = torch.zeros(len(pairs))
+        for sign in (1.0, -1.0):
+            for parameter, start, part in zip(trained, saved, direction, strict=True):
+                parameter.copy_(start + sign * step * part)
             for row in rows:
-                values = _margins(scorer, objective, pairs, row, device).tolist()
-                columns[-1] |= dict(zip(row, values, strict=True))
-    forwards, backwards = columns
-    return [(forwards[n] - backwards[n]) / (2 * step) for n in range(len(pairs))]
+                change[list(row)] += sign * self._margins(pairs, row).float().cpu()
+        for parameter, start in zip(trained, saved, strict=True):
+            parameter.copy_(start)
+        return (change / (2 * step)).tolist()
 
-
-def _margins(
-    scorer: nn.Module, objective: Objective, pairs: Sequence[Pair], members: Sequence[int], device: torch.device
-) -> Tensor:
-    """The reward margins of one row's pairs, (pairs,)."""
-    row = build_row(pairs, members).to(device)
-    chosen, rejected = objective.rewards(pair_logps(row, row_logps(scorer, row), objective))
-    return chosen - rejected
-
-
-@contextmanager
-def _moved(parameters: Parameters, direction: Sequence[Tensor], distance: float) -> Iterator[None]:
-    """Move the weights, and restore their exact values afterwards."""
-    saved = [parameter.detach().clone() for parameter in parameters.values()]
-    for parameter, part in zip(parameters.values(), direction, strict=True):
-        parameter.data.add_(part, alpha=distance)
-    try:
-        yield
-    finally:
-        for parameter, value in zip(parameters.values(), saved, strict=True):
-            parameter.data.copy_(value)
+    def _margins(self, pairs: Sequence[Pair], members: Sequence[int]) -> Tensor:
+        """Of the pairs of one row, (pairs,)."""
+        row = build_row(pairs, members).to(self.device)
+        chosen, rejected = self.objective.rewards(pair_logps(row, row_logps(self.scorer, row), self.objective))
+        return chosen - rejected
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
