@@ -32,7 +32,7 @@ PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
 SENT, WAITING, LOCK = "sent.json", "waiting.json", "send.lock"
 CHUNK = 200  # events of a journal between two notes of what was sent
-PAGE = 500  # traces per search; MLflow's limit
+PAGE, MOST_IDS = 500, 100  # traces per search, MLflow's limit; ids in a filter
 WAIT_DAYS = 7.0  # for the answer that a feedback names: another machine may send it later
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 CONNECTIONS = 8  # to an MLflow server; SQLite takes one writer
@@ -185,11 +185,15 @@ def _send(store: _Store, events: Sequence[Event]) -> list[Event]:
 
 def _known(store: _Store, ids: set[str]) -> dict[str, set[str]]:
     """The answers among these that MLflow has, each with the ids of its feedback."""
-    infos = store.tracing.store.batch_get_trace_infos([TRACE + id_ for id_ in sorted(ids)])
-    return {
-        info.trace_id.removeprefix(TRACE): {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
-        for info in infos
-    }
+    experiments = [one.experiment_id for one in _experiments(store)]
+    wanted = [f"'{TRACE}{id_}'" for id_ in sorted(ids)] if experiments else []
+    found = dict[str, set[str]]()
+    for start in range(0, len(wanted), MOST_IDS):  # by search: MLflow's batch calls refuse ids that it does not know
+        among = f"request_id IN ({', '.join(wanted[start : start + MOST_IDS])})"
+        for info in store.tracing.store.search_traces(locations=experiments, filter_string=among, max_results=PAGE)[0]:
+            known = {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
+            found[info.trace_id.removeprefix(TRACE)] = known
+    return found
 
 
 def _trace(answer: Answer, experiment: str, feedback: Sequence[Feedback]) -> Any:

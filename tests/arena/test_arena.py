@@ -135,7 +135,7 @@ def test_a_prompt_whose_answers_cannot_be_stored_is_left_out(tmp_path: Path, cap
             progress = ada.prefer(shown, "Fine.")
         with pytest.raises(urllib.error.HTTPError, match="422"):
             ada.call("prompt", {"text": "\0"})
-        with pytest.raises(urllib.error.HTTPError, match="422|500"):  # FastAPI cannot quote it in its reply
+        with pytest.raises(urllib.error.HTTPError, match=r"422|500"):  # FastAPI cannot quote it in its reply
             ada.call("prompt", {"text": "\ud800"})
     assert (progress["labelled"], progress["total"]) == (1, 1)
     assert capfd.readouterr().err.count("arena: a prompt is left out") == 2

@@ -72,7 +72,7 @@ def test_passwords_are_generated_once_and_private(tmp_path: Path, monkeypatch: p
     assert passwords.prefect_login() == login
     made = passwords.load()
     assert min(map(len, made.values())) >= 32
-    assert len(set(made.values())) == len(made) == 5
+    assert len(set(made.values())) == len(made) == 6
     for path in (passwords.FILE, passwords.CLIENT):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert tomllib.loads(passwords.CLIENT.read_text())["api"]["auth_string"] == 'ada:a "quoted" \\ one'
