@@ -112,7 +112,7 @@ def find_anchor(budget: ErrorBudget, models: Registry, champion: Version | None)
     if budget.anchor is None:
         return None
     accepted = [v.number for v in models.versions() if "promoted_over" in v.tags and not v.tags.get("rolled_back")]
-    first = models.notes().get(PINNED) or next(iter(accepted), champion and champion.number)
+    first = models.notes().get(PINNED) or next(iter(accepted), champion.number if champion else None)
     number = first if budget.anchor == "first" else budget.anchor
     anchor = models.version(number) if number else None
     if number and anchor is None:

@@ -1,7 +1,7 @@
 """Run the gate through years of nights: how often luck promotes, how much is lost unseen, how soon a gain passes.
 
     python -m tests.benchmarks.gate_simulation --years 1000 --prompts 1500
-    python -m tests.benchmarks.gate_simulation --prompts 6000 --world "5 points" --rule "error budget"
+    python -m tests.benchmarks.gate_simulation --prompts 4000 --world "5 points" --rule "error budget"
 
 Each night a challenger meets the champion on `--prompts` held-out pairs, and the product's own functions decide. They
 see the number of prompts that the challenger wins and loses, so their answers are computed once for each such pair of
