@@ -98,7 +98,7 @@ def _vote(folder: Path, night: int) -> dict[str, Any]:
         with Bar("arena", total, "votes") as bar:
             for done in _votes(client, night):
                 bar.update(done)
-        progress = client.get("api/progress").raise_for_status().json()
+        progress = client.get("api/progress", params={"results": True}).raise_for_status().json()
     return {"votes": progress["votes"], "win_rate": progress["win_rate"], "raters": progress["raters"]}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks import stage
-from tasks.config.params import RUN, Layout, Params, Prepare, Train, load_cluster, load_params
+from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card, row_stats

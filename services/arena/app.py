@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from services.arena.comparisons import Arena
@@ -149,4 +151,12 @@ def create_app(router: APIRouter) -> FastAPI:
     """The arena standing alone, without FastAPI's own pages, which load scripts from elsewhere."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(router)
+    app.add_exception_handler(RequestValidationError, _refuse)
     return app
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    """FastAPI's own reply repeats the input, which may hold what no reply can."""
+    assert isinstance(error, RequestValidationError)
+    found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
+    return JSONResponse({"detail": "; ".join(found)}, 422)
