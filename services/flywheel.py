@@ -99,7 +99,7 @@ def _vote(folder: Path, night: int) -> dict[str, Any]:
             for done in _votes(client, night):
                 bar.update(done)
         progress = client.get("api/progress", params={"results": True}).raise_for_status().json()
-    return {"votes": progress["votes"], "win_rate": progress["win_rate"], "raters": progress["raters"]}
+    return {"votes": progress["votes"], "win_rate": progress["win_rate"]}
 
 
 def _votes(client: httpx.Client, night: int) -> Iterator[int]:
@@ -107,7 +107,7 @@ def _votes(client: httpx.Client, night: int) -> Iterator[int]:
     rng, done = random.Random(night), 0
     for user in USERS:
         form = {"name": user.name, "token": client.headers["x-token"]}
-        own = client.post("api/login", json=form).raise_for_status().json()["raters"].get(user.name, 0)
+        own = client.post("api/login", json=form).raise_for_status().json()["yours"]
         while own < user.votes:
             answer = client.get("api/next").raise_for_status().json()
             if (comparison := answer["comparison"]) is None:
