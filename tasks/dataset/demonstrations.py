@@ -116,5 +116,4 @@ def _tokenized(
             "margin": 0.0,
             "weight": 1.0,
             "source": "sft",
-            "sign": 0,
         }

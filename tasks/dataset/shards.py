@@ -17,6 +17,7 @@ BATCH_ROWS = 8192  # of a record batch
 
 def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows of PAIR_SCHEMA. Lists of numbers are concatenated first, which Arrow takes without a copy."""
+    rows = [{"sign": 0, **row} for row in rows]
     fields = [field for field in PAIR_SCHEMA if field.name != "shared_prefix"]
     arrays = {field.name: _array([row[field.name] for row in rows], field.type) for field in fields}
     arrays["shared_prefix"] = pa.array(shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())

@@ -16,7 +16,7 @@ from training.evaluation.samples import PairValues
 PairRow = dict[str, Any]  # a row of data/pairs
 BUCKETS = (32, 64, 128, 256, 512)  # the upper ends of the buckets, in tokens of the longer response
 BINS = 10
-LIMITS = {"rewards/accuracies": (0.0, 1.0)}
+LIMITS = {"rewards/accuracies": (0.0, 1.0), "rewards/auc": (0.0, 1.0)}
 WITH_TEXTS = 50  # the first pairs of pairs.jsonl have texts whatever their margin
 
 
@@ -101,9 +101,8 @@ def unpaired_intervals(values: Sequence[PairValues], prompts: Sequence[str], see
         return float((first + second) / 2 if name == "rewards/accuracies" else first - second)
 
     names = ("rewards/accuracies", "rewards/margins", "rewards/auc")
-    found = {name: interval(partial(statistic, name), int(group.max()) + 1, seed) for name in names}
-    share = found["rewards/accuracies"]
-    return found | {"rewards/accuracies": widened(share, int(group.max()) + 1, LIMITS["rewards/accuracies"])}
+    count = int(group.max()) + 1
+    return {name: widened(interval(partial(statistic, name), count, seed), count, LIMITS.get(name)) for name in names}
 
 
 def _own_reward(value: PairValues) -> float:

@@ -131,7 +131,7 @@ class Objective:
         """A note if the weights of the two kinds of rows are outside the range of KTO's paper (eq. 8)."""
         up, down = (float(columns.weight[columns.sign == sign].sum()) for sign in (1, -1))
         first, second = (float(self.options.get(name, 1.0)) for name in ("desirable_weight", "undesirable_weight"))
-        if not up or not down or 1.0 <= round(first * up / (second * down), 2) <= 1.33:
+        if not up or not down or 1.0 <= round(first * up / (second * down), 1) <= 1.3:
             return None
         low, high = second * down / up, first * up / down
         return (

@@ -72,7 +72,7 @@ def train_step(
     contexts, margins = global_batch.row_contexts(
         policy, objective, rows, batch.pair_numbers, window.device, running=state.margins, seed=batch.step
     )
-    shared = {}
+    shared: dict[str, Any] = {}
     if batch.mismatched:  # unpaired rows
         others = [row.to(window.device) for row in batch.mismatched]
         others = moving.rows(batch.step, others) if moving else others
