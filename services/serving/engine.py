@@ -93,7 +93,7 @@ class Engine:
 
     def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
         """A request in the engine's own words, always as a stream: closing it ends the generation."""
-        body = {"model": str(self.folder), "messages": messages, "stream": True}
+        body: dict[str, Any] = {"model": str(self.folder), "messages": messages, "stream": True}
         if uses_vllm():
             return {**body, **parameters, "stream_options": {"include_usage": True}}
         # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.
