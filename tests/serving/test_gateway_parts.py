@@ -156,3 +156,11 @@ def test_vllm_serves_where_it_is_installed(monkeypatch):
     command = engine.engine_command(Path("/m"), 5, 0.45)
     assert Path(command[0]).name == "vllm"
     assert command[1:] == ["serve", "/m", "--host", "127.0.0.1", "--port", "5", "--gpu-memory-utilization", "0.45"]
+
+
+def test_a_folder_is_served_under_a_name_that_mlflow_takes(tmp_path):
+    folder = tmp_path / "my model@2"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    target = engine.find_target(str(folder))
+    assert (target.name, target.version, engine.weights(target, None)) == ("my_model_2", "", folder)
