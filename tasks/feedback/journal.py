@@ -59,12 +59,14 @@ class FeedbackJournal:
         self._torn = False
 
     def _open(self) -> None:
-        """A new file, which is locked until this object or its process is gone."""
+        """A new file, locked until this object or its process is gone; the sender sees it only when it is locked."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+        path = self.folder / f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+        aside = path.with_suffix(".new")
         with self._syncing:
-            new = FileIO(self.folder / name, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
+            new = FileIO(aside, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
             fcntl.flock(new, fcntl.LOCK_EX)
+            aside.rename(path)
             _sync_folder(self.folder)
             if self._file is not None:
                 os.fsync(self._file)

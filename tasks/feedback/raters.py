@@ -122,7 +122,7 @@ def table(found: list[Rater]) -> str:
     if named := [one.name for one in found if one.contradicts]:
         lines.append(
             f"\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, level "
-            f"{LEVEL} over {len(found)} raters). `feedback:` leaves out their feedback unless you write "
+            f"{LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
             "`exclude_contradicting=false`."
         )
     return "\n".join(lines)

@@ -7,10 +7,11 @@ become unpaired rows. The same feedback gives the same bytes.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
@@ -25,18 +26,29 @@ VOTE = {"first": 1, "second": 2, "tie": 0}  # PandaLM's numbers, as the row shap
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Query:
+def _seconds(value: str | float) -> float:
+    if not isinstance(value, str):
+        return value
+    moment = datetime.fromisoformat(value)  # its message shows the value
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+Time = Annotated[float, BeforeValidator(_seconds)]
+Names = Annotated[frozenset[str], BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
+
+
+class Query(BaseModel):
     """What an address selects."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
     model: str
-    since: float = 0.0  # of the feedback, seconds since the epoch
-    until: float = float("inf")
-    version: frozenset[str] = frozenset()  # of the answers; empty: any
-    rater: frozenset[str] = frozenset()
-    kind: str = "pairs"
-    min_agreement: float = 0.0
-    min_raters: int = 1
+    since: Time = 0.0  # of the feedback, seconds since the epoch
+    until: Time = float("inf")
+    version: Names = frozenset()  # of the answers; empty: any
+    rater: Names = frozenset()
+    kind: Literal["pairs", "thumbs"] = "pairs"
+    min_agreement: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    min_raters: Annotated[int, Field(ge=1)] = 1
     exclude_contradicting: bool = True
 
 
@@ -44,54 +56,17 @@ def parse(key: str, address: str) -> Query:
     """UserError for an unknown option or value."""
     model, _, query = address.removeprefix(FEEDBACK).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    readers = {
-        "since": _time,
-        "until": _time,
-        "version": _names,
-        "rater": _names,
-        "kind": lambda text: {name: name for name in KINDS}[text],
-        "min_agreement": _share,
-        "min_raters": int,
-        "exclude_contradicting": lambda text: {"true": True, "false": False}[text],
-    }
-    values = dict[str, Any]()
-    for name, text in options.items():
-        if name not in readers:
-            raise UserError(f"{key}: `{name}` in {address} is an unknown option. Use {', '.join(readers)}.")
-        try:
-            values[name] = readers[name](text)
-        except (ValueError, KeyError):
-            raise UserError(f"{key}: {name}={text} in {address} cannot be read. {HINTS[name]}") from None
-    return replace(Query(model or load_params().promote.model_name), **values)
-
-
-HINTS = {
-    "since": "Write a date or a time, such as 2026-11-01 or 2026-11-01T18:00 (UTC).",
-    "until": "Write a date or a time, such as 2026-11-08 or 2026-11-08T18:00 (UTC).",
-    "version": "Write version numbers, such as 3 or 3,4.",
-    "rater": "Write names, such as anna or anna,ben.",
-    "kind": "Write pairs or thumbs.",
-    "min_agreement": "Write a share between 0 and 1, such as 0.7.",
-    "min_raters": "Write a whole number.",
-    "exclude_contradicting": "Write true or false.",
-}
-
-
-def _time(text: str) -> float:
-    moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _names(text: str) -> frozenset[str]:
-    if not text:
-        raise ValueError("no name")
-    return frozenset(text.split(","))
-
-
-def _share(text: str) -> float:
-    if not 0.0 <= (value := float(text)) <= 1.0:
-        raise ValueError("no share")
-    return value
+    known = [name for name in Query.model_fields if name != "model"]
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"{key}: `{unknown[0]}` in {address} is an unknown option. Use {', '.join(known)}.")
+    try:
+        return Query.model_validate({"model": model or load_params().promote.model_name, **options})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"{key}: `{first['loc'][0]}={first['input']}` in {address} cannot be read: {first['msg']}. "
+            "Write it as in feedback:MODEL?since=2026-11-01&version=3,4&min_agreement=0.7 (docs/flywheel.md)."
+        ) from None
 
 
 def lines(key: str, address: str) -> str:

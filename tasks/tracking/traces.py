@@ -32,13 +32,13 @@ PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
 SENT, WAITING, LOCK = "sent.json", "waiting.json", "send.lock"
 CHUNK = 200  # events of a journal between two notes of what was sent
-PAGE = 500  # traces per search; MLflow's limit
+PAGE, MOST_IDS = 500, 100  # traces per search, MLflow's limit; ids in a filter
 WAIT_DAYS = 7.0  # for the answer that a feedback names: another machine may send it later
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds
 CONNECTIONS = 8  # to an MLflow server; SQLite takes one writer
 PREVIEW = 500  # characters in MLflow's list of traces
 TAGS = ("model", "version", "run", "role", "user")
-KIND = {"mlflow.experimentKind": "genai_development"}  # MLflow opens the page of traces
+KIND = ("mlflow.experimentKind", "genai_development")  # MLflow opens the page of traces
 
 
 def experiment_name(model: str) -> str:
@@ -63,6 +63,8 @@ def follow(folder: Path, cluster: "Cluster", stop: threading.Event) -> None:
 def send(folder: Path, cluster: "Cluster") -> int:
     """Send the journal's new events to MLflow; returns how many. Only one process sends at a time."""
     total = 0
+    if not folder.exists():
+        return total
     with file_lock(folder / LOCK, wait=False) as acquired:
         found, waiting = (_unsent(folder), _waiting(folder)) if acquired else ({}, [])
         while found or waiting:
@@ -70,7 +72,8 @@ def send(folder: Path, cluster: "Cluster") -> int:
             with _store(cluster, "forwarder") as store:
                 orphans = _send(store, events)
             write_json(folder / WAITING, {"events": [to_json(event) for event in orphans]})
-            write_json(folder / SENT, _offsets(folder) | {name: offset for name, (_, offset) in found.items()})
+            there = {name: offset for name, offset in _offsets(folder).items() if (folder / name).exists()}
+            write_json(folder / SENT, there | {name: offset for name, (_, offset) in found.items()})
             total += len(events) - len(orphans)
             found = _unsent(folder)
             waiting = orphans if found else []
@@ -96,14 +99,11 @@ def _unsent(folder: Path) -> dict[str, tuple[list[Event], int]]:
 
 def _remove_sent(folder: Path) -> None:
     """Delete journals that were sent and that no process writes to."""
-    offsets = _offsets(folder)
-    closed = [path for path in sorted(folder.glob("*.jsonl")) if is_closed(path)]
-    done = [path for path in closed if read_events(path, offsets.get(path.name, 0), 1)[1] == offsets.get(path.name, 0)]
-    for path in done:
-        path.unlink()
-    if done:
-        names = {path.name for path in done}
-        write_json(folder / SENT, {name: offset for name, offset in offsets.items() if name not in names})
+    closed = [path for path in folder.glob("*.jsonl") if is_closed(path)]  # before the look at what is unsent
+    pending = _unsent(folder)
+    for path in closed:
+        if path.name not in pending:
+            path.unlink()
 
 
 class _Store:
@@ -125,13 +125,8 @@ class _Store:
         name = experiment_name(model)
         if (found := self.client.get_experiment_by_name(name)) is None:
             found = make_experiment(self.client, name, self.database.parent / "artifacts" if self.local else None)
-            for tag, value in KIND.items():
-                self.client.set_experiment_tag(found.experiment_id, tag, value)
+            self.client.set_experiment_tag(found.experiment_id, *KIND)
         return str(found.experiment_id)
-
-    def infos(self, experiment: str) -> Iterator[Any]:
-        """All traces of an experiment, with their assessments and without their texts."""
-        yield from (trace.info for trace in self.traces(experiment, texts=False))
 
     def traces(self, experiment: str, *, texts: bool = True) -> Iterator[Any]:
         """Oldest first: a trace that arrives while we read makes a new last page and moves no other."""
@@ -153,7 +148,7 @@ class _Store:
 @contextmanager
 def _store(cluster: "Cluster", user: str) -> Iterator[_Store]:
     """A store that cannot be used is one sentence."""
-    limit_waiting()
+    limit_waiting(MLFLOW_SEARCH_TRACES_MAX_BATCH_SIZE="100", MLFLOW_SEARCH_TRACES_MAX_THREADS=str(CONNECTIONS))
     from mlflow.exceptions import MlflowException
 
     uri = absolute_uri(cluster.tracking_uri)
@@ -190,13 +185,15 @@ def _send(store: _Store, events: Sequence[Event]) -> list[Event]:
 
 def _known(store: _Store, ids: set[str]) -> dict[str, set[str]]:
     """The answers among these that MLflow has, each with the ids of its feedback."""
-    traces = [TRACE + id_ for id_ in sorted(ids)]
-    pages = (traces[start : start + PAGE] for start in range(0, len(traces), PAGE))
-    infos = (info for page in pages for info in store.tracing.store.batch_get_trace_infos(page))
-    return {
-        info.trace_id.removeprefix(TRACE): {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
-        for info in infos
-    }
+    experiments = [one.experiment_id for one in _experiments(store)]
+    wanted = [f"'{TRACE}{id_}'" for id_ in sorted(ids)] if experiments else []
+    found = dict[str, set[str]]()
+    for start in range(0, len(wanted), MOST_IDS):  # by search: MLflow's batch calls refuse ids that it does not know
+        among = f"request_id IN ({', '.join(wanted[start : start + MOST_IDS])})"
+        for info in store.tracing.store.search_traces(locations=experiments, filter_string=among, max_results=PAGE)[0]:
+            known = {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
+            found[info.trace_id.removeprefix(TRACE)] = known
+    return found
 
 
 def _trace(answer: Answer, experiment: str, feedback: Sequence[Feedback]) -> Any:
@@ -333,17 +330,19 @@ def erase(cluster: "Cluster", user: str, folder: Path | None = None) -> int:
         local = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)[0]]
         waiting = _waiting(folder)
         answers = {TRACE + event.id for event in local if isinstance(event, Answer) and event.user == user}
-        answers |= {trace for ids in traces.values() for trace in ids}
+        answers |= {info.trace_id for infos in traces.values() for info in infos}
         theirs = {event.id for event in [*local, *waiting] if _is_of(event, user, answers)}
         for path in folder.glob("*.jsonl"):
             blank(path, theirs)
         if waiting:
             kept = [to_json(event) for event in waiting if event.id not in theirs]
             write_json(folder / WAITING, {"events": kept})
-        for experiment, ids in traces.items():
-            for start in range(0, len(ids), 100):  # MLflow's limit
-                store.client.delete_traces(experiment, trace_ids=ids[start : start + 100])
+        for experiment, infos in traces.items():
+            for start in range(0, len(infos), 100):  # MLflow's limit
+                ids = [info.trace_id for info in infos[start : start + 100]]
+                store.client.delete_traces(experiment, trace_ids=ids)
         store.each(lambda one: store.tracing.delete_assessment(one.trace_id, one.assessment_id), assessments)
+    assessments += [one for infos in traces.values() for info in infos for one in info.assessments]
     erased = {trace.removeprefix(TRACE) for trace in answers} | theirs
     return len(erased | {one.assessment_id.removeprefix(ASSESSMENT) for one in assessments})
 
@@ -354,13 +353,13 @@ def _is_of(event: Event, user: str, traces: set[str]) -> bool:
     return event.rater == user or TRACE + event.answer in traces
 
 
-def _belonging(store: _Store, user: str) -> tuple[dict[str, list[str]], list[Any]]:
+def _belonging(store: _Store, user: str) -> tuple[dict[str, list[Any]], list[Any]]:
     """The person's traces by experiment, and the person's assessments of other traces."""
-    traces, assessments = defaultdict[str, list[str]](list), list[Any]()
+    traces, assessments = defaultdict[str, list[Any]](list), list[Any]()
     for experiment in _experiments(store):
-        for info in store.infos(experiment.experiment_id):
+        for info in (trace.info for trace in store.traces(experiment.experiment_id, texts=False)):
             if info.tags.get("dpo.user") == user:
-                traces[experiment.experiment_id].append(info.trace_id)
+                traces[experiment.experiment_id].append(info)
             else:
                 assessments += [one for one in info.assessments if one.source.source_id == user]
     return traces, assessments

@@ -51,7 +51,7 @@ def server(store: Path, port: int) -> Iterator[None]:
     stores = ["--backend-store-uri", f"sqlite:///{store}/mlflow.db", "--artifacts-destination", str(store / "files")]
     env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
     with (store / "server.log").open("a") as log, processes.spawn([*command, *stores], store, env, log):
-        wait_for(lambda: is_healthy(f"http://127.0.0.1:{port}/health"), 120)
+        wait_for(lambda: is_healthy(f"http://127.0.0.1:{port}/health"), 300)
         yield
 
 
@@ -85,13 +85,13 @@ def test_ten_thousand_events_under_kills_and_a_restart(mlflow_store: Path, tmp_p
         for _ in range(3):
             before = sent(folder)
             with sender(folder, address):
-                wait_for(lambda: sent(folder) > before, 150)  # noqa: B023 - called in this turn of the loop
+                wait_for(lambda: sent(folder) > before, 300)  # noqa: B023 - called in this turn of the loop
                 time.sleep(chance.uniform(0.0, 2.0))
     with sender(folder, address):  # MLflow is down
         time.sleep(2.0)
     with server(store, port), sender(folder, address):
         before = sent(folder)
-        wait_for(lambda: sent(folder) > before, 150)
+        wait_for(lambda: sent(folder) > before, 300)
     for writer in writers:
         writer.join()
     cluster = load_cluster().model_copy(update={"tracking_uri": f"sqlite:///{store}/mlflow.db"})

@@ -83,6 +83,17 @@ def test_a_writer_begins_a_new_file_when_the_last_is_large(tmp_path: Path, monke
     del kept
 
 
+def test_the_sender_never_sees_a_file_that_its_writer_has_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It would take the empty file for one whose writer has ended, and delete it."""
+    visible = []
+    lock = journal.fcntl.flock
+    monkeypatch.setattr(journal.fcntl, "flock", lambda *given: (visible.extend(tmp_path.glob("*.jsonl")), lock(*given)))
+    kept = written(tmp_path, ONE)
+    assert visible == []
+    assert not is_closed(next(tmp_path.glob("*.jsonl")))
+    del kept
+
+
 def test_blanking_an_event_keeps_the_offsets_of_the_others(tmp_path: Path):
     written(tmp_path, ONE, TWO, third := answer())
     (file,) = tmp_path.glob("*.jsonl")

@@ -17,7 +17,7 @@ C = answer(id="c" * 32, text="fine", messages=[{"role": "user", "content": "othe
 
 
 def made(*events: Any, **query: Any) -> list[dict[str, Any]]:
-    return rows([A, B, C, *events], Query("m", **query))
+    return rows([A, B, C, *events], Query(model="m", **query))
 
 
 def preferences(*events: Any, **query: Any) -> list[tuple[str, str, float]]:
@@ -116,14 +116,14 @@ def test_the_same_feedback_gives_the_same_bytes_in_any_order():
     texts = set()
     for seed in range(10):
         random.Random(seed).shuffle(events)
-        texts.add(json.dumps(rows(events, Query("m"))))
+        texts.add(json.dumps(rows(events, Query(model="m"))))
     assert len(texts) == 1
     assert len(json.loads(texts.pop())) == 3
 
 
 def test_an_address_is_parsed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert parse("source.data", "feedback:") == Query("dpo-model")
+    assert parse("source.data", "feedback:") == Query(model="dpo-model")
     text = "feedback:bot?since=2026-11-01&until=2026-11-02T12:00&version=3,4&rater=anna&min_agreement=0.7&min_raters=2"
     found = parse("source.data", f"{text}&kind=thumbs&exclude_contradicting=false")
     assert (found.model, found.since, found.until) == ("bot", 1793491200.0, 1793620800.0)
@@ -135,10 +135,10 @@ def test_an_address_is_parsed(monkeypatch: pytest.MonkeyPatch):
     ("query", "message"),
     [
         ("sinse=2026-11-01", "`sinse` in feedback:m.* is an unknown option. Use since, until"),
-        ("since=yesterday", "since=yesterday in .* cannot be read. Write a date"),
-        ("min_agreement=70", "min_agreement=70 in .* Write a share between 0 and 1"),
-        ("kind=stars", "kind=stars in .* Write pairs or thumbs"),
-        ("rater=", "rater= in .* Write names"),
+        ("since=yesterday", "`since=yesterday` in .* cannot be read: .*Invalid isoformat"),
+        ("min_agreement=70", "`min_agreement=70` in .* less than or equal to 1"),
+        ("kind=stars", "`kind=stars` in .* should be 'pairs' or 'thumbs'"),
+        ("min_raters=0", "`min_raters=0` in .* greater than or equal to 1"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(query: str, message: str):
