@@ -1,6 +1,7 @@
 """The parts of the gateway that need no engine: tokens, rate limit, requests, routing, the index of answers."""
 
 import json
+import shutil
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from services.serving.engine import Target
 from services.serving.fleet import CHALLENGER, CHAMPION, Fleet
 from services.serving.requests import ChatRequest
 from services.serving.tokens import RateLimit, Tokens
+from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
+from tasks.tracking import traces
+from tests.support.workspaces import write_cluster
 
 
 @pytest.fixture
@@ -149,6 +153,21 @@ def test_figures_count_each_raters_last_thumb_by_version_and_role(tmp_path, monk
     monkeypatch.setattr(answer_index, "MOST_ANSWERS", 2)
     mine.append(answer("3"))
     assert {one["model"]: one["answers"] for one in index.stats()["versions"]} == {"m/2": 1, "m/3": 1}
+
+
+def test_an_answer_whose_journal_was_sent_and_deleted_is_found_in_mlflow(workspace, mlflow_store):
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
+    (workspace / "infra").mkdir()
+    write_cluster(workspace, {})
+    folder, one = workspace / "journals", answer("1")
+    FeedbackJournal(folder).append(one)  # its file is closed with it
+    assert traces.send(folder, load_cluster()) == 1
+    assert not list(folder.glob("*.jsonl"))
+    index = AnswerIndex(folder)
+    assert (index.knows(one.id), index.knows("0" * 32)) == (True, False)
+    (workspace / ".mlflow").rename(workspace / "away")
+    (workspace / ".mlflow").touch()  # the store cannot be used
+    assert index.knows("0" * 32)
 
 
 def test_vllm_serves_where_it_is_installed(monkeypatch):
