@@ -47,9 +47,14 @@ def find_target(name: str) -> Target:
     """The version that a name means now: an alias may have moved since the last call."""
     is_folder = (Path(name) / "config.json").exists()
     if is_folder or name.rpartition("/")[2] == "base":
-        return Target(Path(name).resolve().name if is_folder else name, "", "", name)
+        return Target(_plain(Path(name).resolve().name if is_folder else name), "", "", name)
     with registered_version(name) as (_, models, version):
         return Target(models.name, version.number, version.tags.get("run", ""), f"{models.name}/{version.number}")
+
+
+def _plain(name: str) -> str:
+    """A name that MLflow and the file system take."""
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def weights(target: Target, before: "Engine | None") -> Path:
@@ -68,7 +73,7 @@ class Engine:
         self.target, self.folder, self.running, self.stack = target, folder, 0, ExitStack()
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self.log = home() / ".scratch" / "serving" / (re.sub(r"[^\w.-]", "_", target.name) + ".log")
+        self.log = home() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".log.1"))
@@ -93,7 +98,7 @@ class Engine:
 
     def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
         """A request in the engine's own words, always as a stream: closing it ends the generation."""
-        body = {"model": str(self.folder), "messages": messages, "stream": True}
+        body: dict[str, Any] = {"model": str(self.folder), "messages": messages, "stream": True}
         if uses_vllm():
             return {**body, **parameters, "stream_options": {"include_usage": True}}
         # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.

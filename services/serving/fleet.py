@@ -9,7 +9,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastapi import HTTPException
@@ -141,7 +141,7 @@ class Fleet:
         engine.stop()
         print(f"serve: stopped the engine of {engine.target.name}", flush=True)
 
-    def _thread(self, work: object, argument: object) -> None:
-        thread = threading.Thread(target=work, args=(argument,), daemon=True)  # type: ignore[arg-type]
+    def _thread(self, work: Callable[..., None], argument: object) -> None:
+        thread = threading.Thread(target=work, args=(argument,), daemon=True)
         self.threads.append(thread)
         thread.start()

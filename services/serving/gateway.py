@@ -5,7 +5,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
 import httpx
@@ -113,21 +113,31 @@ async def answer(
     with fleet.lease(chat.model, chat.user) as (role, engine):
         target = engine.target
         same = {"id": uuid.uuid4().hex, "model": target.name}
-        async for chunk in ask(engine, client, messages, how):
-            usage = chunk.get("usage") or usage
-            choice = (chunk["choices"] or [{}])[0]
-            text.append(choice.get("delta", {}).get("content") or "")
-            if choice.get("finish_reason"):
-                last = chunk
-            elif choice:
-                yield chunk | same
+        async with aclosing(ask(engine, client, messages, how)) as upstream:
+            async for chunk in upstream:
+                usage = chunk.get("usage") or usage
+                choice = (chunk["choices"] or [{}])[0]
+                text.append(choice.get("delta", {}).get("content") or "")
+                if choice.get("finish_reason"):
+                    last = chunk
+                elif choice:
+                    yield chunk | same
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
-    origin = {"model": target.model, "version": target.version, "run": target.run, "role": role}
-    prompt = {"id": same["id"], "time": began, "messages": messages, "user": chat.user or name}
     said = "".join(text).replace("\0", "\ufffd")  # a null character cannot be stored
-    made = Answer(**prompt, **origin, text=said, parameters={**how, **measured})
+    made = Answer(
+        id=same["id"],
+        time=began,
+        messages=messages,
+        text=said,
+        model=target.model,
+        version=target.version,
+        run=target.run,
+        role=role,
+        user=chat.user or name,
+        parameters={**how, **measured},
+    )
     await run_in_threadpool(keep, journal, made)
     yield last | same | {"usage": usage}
 
@@ -185,7 +195,7 @@ async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) 
         text.append(last["choices"][0]["delta"].get("content") or "")
     finish = last["choices"][0].get("finish_reason")
     message = {"role": "assistant", "content": "".join(text)}
-    same = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
+    same: dict[str, Any] = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
     choice = {"index": 0, "message": message, "finish_reason": finish}
     return {**same, "object": "chat.completion", "choices": [choice]}
 

@@ -1,6 +1,7 @@
 """The parts of the gateway that need no engine: tokens, rate limit, requests, routing, the index of answers."""
 
 import json
+import shutil
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from services.serving.engine import Target
 from services.serving.fleet import CHALLENGER, CHAMPION, Fleet
 from services.serving.requests import ChatRequest
 from services.serving.tokens import RateLimit, Tokens
+from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
+from tasks.tracking import traces
+from tests.support.workspaces import write_cluster
 
 
 @pytest.fixture
@@ -151,8 +155,31 @@ def test_figures_count_each_raters_last_thumb_by_version_and_role(tmp_path, monk
     assert {one["model"]: one["answers"] for one in index.stats()["versions"]} == {"m/2": 1, "m/3": 1}
 
 
+def test_an_answer_whose_journal_was_sent_and_deleted_is_found_in_mlflow(workspace, mlflow_store):
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
+    (workspace / "infra").mkdir()
+    write_cluster(workspace, {})
+    folder, one = workspace / "journals", answer("1")
+    FeedbackJournal(folder).append(one)  # its file is closed with it
+    assert traces.send(folder, load_cluster()) == 1
+    assert not list(folder.glob("*.jsonl"))
+    index = AnswerIndex(folder)
+    assert (index.knows(one.id), index.knows("0" * 32)) == (True, False)
+    (workspace / ".mlflow").rename(workspace / "away")
+    (workspace / ".mlflow").touch()  # the store cannot be used
+    assert index.knows("0" * 32)
+
+
 def test_vllm_serves_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(engine, "find_spec", lambda name: object())
     command = engine.engine_command(Path("/m"), 5, 0.45)
     assert Path(command[0]).name == "vllm"
     assert command[1:] == ["serve", "/m", "--host", "127.0.0.1", "--port", "5", "--gpu-memory-utilization", "0.45"]
+
+
+def test_a_folder_is_served_under_a_name_that_mlflow_takes(tmp_path):
+    folder = tmp_path / "my model@2"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    target = engine.find_target(str(folder))
+    assert (target.name, target.version, engine.weights(target, None)) == ("my_model_2", "", folder)
