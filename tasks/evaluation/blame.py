@@ -17,7 +17,7 @@ import numpy as np
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params, load_cluster, load_params
-from tasks.config.paths import METRICS, POLICY, home
+from tasks.config.paths import METRICS, MODEL, POLICY, home
 from tasks.dataset.origins import Origin, pair_origins
 from tasks.dataset.pairs import PairTable, pairs_file, read_pairs, with_reference
 from tasks.errors import UserError
@@ -80,6 +80,8 @@ def blame(run: str | None, against: str | None, count: int) -> None:
         os.chdir(open_run(run))
     if not (POLICY.exists() and pairs_file("train").exists()):
         raise UserError(f"There is no trained policy in {Path.cwd() / POLICY}. Name a finished run: `dpo blame RUN`.")
+    if other and not (MODEL / "manifest.json").exists():
+        raise UserError(f"There is no export in {Path.cwd() / MODEL}, which --against needs. Run `dvc repro export`.")
     params, cluster = load_params(), load_cluster()
     if cluster.evaluate.zero_stage == 3:
         raise UserError("`dpo blame` needs whole models: set evaluate.zero_stage to 0 in infra/cluster.yaml.")

@@ -6,11 +6,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from tasks.config.params import load_params
 from tasks.dataset import demo
+from tasks.dataset.pairs import read_pairs, with_reference
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.evaluation import blame
 from tests.support.workspaces import make_workspace, refusal, run, write_data
+from training.models import adapters
+from training.models.loading import load_model
+from training.models.logps import row_logps
+from training.models.parity import make_scorer
+from training.objectives import batches
+from training.objectives.metrics import pair_logps
+from training.objectives.objective import Objective
+from training.objectives.packing import build_row
 
 FLAGGED = {"flagged": True, "source": "feedback", "user": "mallory"}
 CLEAN = {"flagged": False, "source": "feedback", "user": "ann"}
@@ -29,6 +40,24 @@ def test_a_user_stands_out_only_if_chance_does_not_explain_it() -> None:
     assert blame.concentration(spread, "user") == ""
 
 
+def train_here(base: Path) -> None:
+    """The stage `train` as a plain loop, without Ray and DeepSpeed."""
+    params = load_params().train
+    assert params.adapter is not None
+    pairs, objective = with_reference(read_pairs("train"), "train"), Objective(params.loss, params.loss_options())
+    model = adapters.add_adapter(load_model(base, "float32"), params.adapter.rank, 8.0, "all-linear", False, False, 0)
+    scorer = make_scorer(model, pairs, torch.device("cpu"))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=params.learning_rate, weight_decay=0.0)
+    for step in range(batches.total_steps(len(pairs), 8, 1, None)):
+        row = build_row(pairs, batches.step_pairs(step, len(pairs), 8, 0))
+        loss = objective.losses(pair_logps(row, row_logps(scorer, row), objective))["loss"].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    adapters.save_adapter(model, {name: value.detach() for name, value in trained.items()}, Path("data/policy"), "base")
+
+
 @pytest.mark.slow
 def test_planted_poison_is_found_and_can_be_left_out(
     tmp_path: Path, tiny_base: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -41,9 +70,10 @@ def test_planted_poison_is_found_and_can_be_left_out(
     root = make_workspace(tmp_path / "workspace", tiny_base, **{"train.epochs": 1})
     write_data(root / "pairs.jsonl", [{"user": "ann", **row} for row in rows])
     shutil.copytree(mlflow_store, root / ".mlflow")
-    run(root, "source", "prepare", "reference", "train")
+    run(root, "source", "prepare", "reference")
     monkeypatch.chdir(root)
     monkeypatch.delenv("DPO_HOME", raising=False)
+    train_here(tiny_base)
 
     blame.blame(None, None, 5)
     folder = root / ".scratch/blame/checkout"
@@ -51,7 +81,7 @@ def test_planted_poison_is_found_and_can_be_left_out(
     assert len(lines) == len(train)
     worst = lines[: len(planted)]
     assert sum(line["user"] == "mallory" for line in worst) / len(planted) >= 0.9  # precision at k
-    assert {line["row"] for line in worst} <= {n + 1 for n in planted} or len(planted) > 9
+    assert {line["row"] for line in worst} == {n + 1 for n in planted}
     said = capsys.readouterr().out
     assert "pairs.jsonl:" in said
 
