@@ -168,7 +168,7 @@ def run_here(count: int, reference: str, keep_going: bool, **options: Any) -> in
     chosen = {name: options[name] for name in ("recipe", "overrides", "name")}
     plan(count, reference, **chosen)  # a mistake is reported before a server is started
     with terminal.attached():
-        result: dict[str, Any] = rounds(count=count, reference=reference, keep_going=keep_going, **chosen)  # type: ignore[assignment, arg-type]
+        result: dict[str, Any] = rounds(count=count, reference=reference, keep_going=keep_going, **chosen)
     head = tuple(rounds_table.COLUMNS.values())
     print(f"\n{records.text_table(rounds_table.cells(result['rows']), head)}\n{result['ended']}")
     return 0 if result["rows"][-1]["promoted"] else 1
