@@ -88,7 +88,7 @@ def _rebuild(state: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
     """The same structure on the copied storages: tensors that shared memory still do, so torch.save writes it once."""
     if isinstance(state, Tensor):
         storage = copies[state.untyped_storage()._cdata]
-        return torch.empty(0, dtype=state.dtype).set_(storage, state.storage_offset(), state.shape, state.stride())  # type: ignore[call-overload]
+        return torch.empty(0, dtype=state.dtype).set_(storage, state.storage_offset(), state.shape, state.stride())
     if isinstance(state, dict):
         result = copy.copy(state)  # keeps the attributes of its class
         result.update({name: _rebuild(child, copies) for name, child in state.items()})
