@@ -36,8 +36,8 @@ def raw_rows(root: Path = Path()) -> Iterator[tuple[dict[str, Any], dict[str, An
 
 
 def belongs_to(row: RawRow, user: str) -> bool:
-    """Whether the row is a person's: its column `user`, or one of the space-separated names in `raters`."""
-    return str(row.get(USER)) == user or user in str(row.get("raters") or "").split()
+    """Whether the row is a person's: its column `user`, or one of the names in `raters`, a line each."""
+    return str(row.get(USER)) == user or user in str(row.get("raters") or "").split("\n")
 
 
 def pair_origins(params: Prepare) -> dict[str, Origin]:

@@ -17,6 +17,7 @@ from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback
+from tasks.feedback.journal import feedback_folder
 from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
 from tasks.tracking import traces
 
@@ -70,9 +71,10 @@ def parse(key: str, address: str) -> Query:
 
 
 def lines(key: str, address: str) -> str:
-    """The rows of an address as JSON lines, from MLflow; "" where nothing matches."""
-    query = parse(key, address)
-    events = traces.read(load_cluster(), traces.experiment_name(query.model))
+    """The rows of an address as JSON lines, from MLflow; "" where nothing matches. Sends what is still on disk first."""
+    query, cluster = parse(key, address), load_cluster()
+    traces.send(feedback_folder(), cluster)
+    events = traces.read(cluster, traces.experiment_name(query.model))
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(events, query))
 
 

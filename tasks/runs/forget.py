@@ -24,6 +24,7 @@ from tasks.dataset.fetch import data_sources, local_files
 from tasks.dataset.origins import belongs_to, raw_rows
 from tasks.dataset.readers import read_chunks, rows_in
 from tasks.errors import UserError
+from tasks.feedback import answers
 from tasks.runs import commits, dvc, dvc_lock, gc, records
 from tasks.runs.commits import git
 from tasks.runs.retention import RegisteredVersion, Run, all_runs, registered_versions
@@ -63,7 +64,7 @@ def forget(user: str, yes: bool) -> None:
     if not yes:
         print("Nothing is deleted yet: add --yes to erase the feedback, and these runs, data sets and versions.")
         return
-    events = traces.erase(cluster, user)
+    events = traces.erase(cluster, user) + answers.erase(user)
     print(f"deleted  {events} answers and votes")
     _delete(cluster, before)
     after = find(cluster, user)

@@ -36,8 +36,8 @@ SKIPPED = {
     "over_length": "longer than prepare.max_tokens",
     "tie": "both answers have the same score or number of votes",
     "small_margin": "the scores differ by less than prepare.min_margin",
-    "not_sampled": "outside the share of its source or the sample of prepare.max_pairs, or replaced by sampled answers",
     "excluded": "the file source.exclude names the pair",
+    "not_sampled": "outside the share of its source or the sample of prepare.max_pairs, or replaced by sampled answers",
 }
 REJECT_REASONS = QUARANTINED | SKIPPED
 FIXES = {  # where most rows have the same fault
