@@ -71,7 +71,7 @@ def parse(key: str, address: str) -> Query:
 
 
 def lines(key: str, address: str) -> str:
-    """The rows of an address as JSON lines, from MLflow; "" where nothing matches. Sends what is still on disk first."""
+    """The rows of an address as JSON lines; "" where nothing matches. Sends what is on disk, then reads MLflow."""
     query, cluster = parse(key, address), load_cluster()
     traces.send(feedback_folder(), cluster)
     events = traces.read(cluster, traces.experiment_name(query.model))
