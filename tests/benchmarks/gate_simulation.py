@@ -128,8 +128,8 @@ def paired(counts: Counts, prompts: int) -> dict[str, Paired]:
     """Two models of which the first is right on `counts[0]` prompts alone and the second on `counts[1]`."""
     (wins, losses), numbers = counts, numpy.arange(prompts)
     ours, theirs = (numbers >= losses), (numbers < losses) | (numbers >= losses + wins)
-    sides = [side.astype(float).tolist() for side in (ours, theirs)]
-    return {METRIC: Paired(*sides, [str(number) for number in range(prompts)], 1.0)}
+    names = [str(number) for number in range(prompts)]
+    return {METRIC: Paired(ours.astype(float).tolist(), theirs.astype(float).tolist(), names, 1.0)}
 
 
 def simulate(rule: Rule, world: World, years: int, prompts: int, seed: int = 0) -> Result:
