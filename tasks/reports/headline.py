@@ -13,7 +13,6 @@ HEADLINE_METRICS = (
     ("win_rate", "win rate vs. base model", True),
     ("win_rate/length_controlled", "win rate at equal length", True),
     ("rewards/accuracies", "prefers the chosen answer", True),
-    ("rewards/auc", "ranks desirable above undesirable answers (AUC)", True),
     ("rewards/margins", "reward margin", False),
     ("kl/answers", "KL to the base model, nats per answer", False),
     ("calibration/expected_error", "calibration error", False),
