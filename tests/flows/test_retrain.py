@@ -42,7 +42,8 @@ def make_repo(root: Path, store: Path, model: Path) -> Path:
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(read_yaml(root / "params.yaml"), dotted(given))))
     stages = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
     real = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
-    stages |= {name: real[name] for name in ("watch", "source", "prepare")}
+    stages = {**stages, **(ours := {name: real[name] for name in ("watch", "source", "sample", "prepare")})}
+    stages = {name: stages[name] for name in (*ours, *(name for name in stages if name not in ours))}
     stages["reference"]["deps"] = ["data/pairs"]
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
     who = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
