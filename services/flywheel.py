@@ -31,7 +31,7 @@ from tasks.system.progress import Bar
 from tasks.tracking.registry import is_registered
 
 MODEL, RECIPE = "dpo-flywheel", "flywheel"
-PROMPTS = 120  # a night
+PROMPTS = 160  # a night
 SAMPLING = ("--temperature", "1.0", "--top-p", "1.0", "--max-new-tokens", "48")
 START_TIMEOUT = 300.0  # seconds
 
@@ -49,7 +49,7 @@ class User:
         return "left" if likes[0] != (rng.random() < self.errors) else "right"
 
 
-USERS = (User("ana", 90, 0.05), User("ben", 80, 0.1), User("carla", 80, 0.1), User("troll", 50, 0.95))
+USERS = (User("ana", 110, 0.05), User("ben", 110, 0.1), User("carla", 100, 0.1), User("troll", 40, 0.95))
 
 
 def flywheel(nights: int) -> None:
