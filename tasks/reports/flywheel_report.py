@@ -42,8 +42,9 @@ def _row(night: Night, votes_before: int) -> list[str]:
 
 
 def _start(model: str) -> str:
-    """`registry:NAME/2` as `version 2`."""
-    return f"version {model.rpartition('/')[2]}" if model.startswith("registry:") and "|" not in model else model
+    """`registry:NAME/2|ADDRESS` as `version 2`; another model is the base model."""
+    registered = model.partition("|")[0].rpartition("/")[2]
+    return f"version {registered}" if registered.isdecimal() else "base model" if model else ""
 
 
 def table(nights: Sequence[Night]) -> str:
