@@ -135,7 +135,7 @@ def preempt_a_worker_and_kill_another(workspace: Path) -> str:
     assert driver.returncode == 0, output
     assert "resuming from the checkpoint of step" in output
     assert len(notes(journal, RESTART)) == 2
-    (saved,) = map(int, re.findall(r"a worker was asked to stop: the checkpoint of step (\d+) is saved", output))
+    *_, saved = map(int, re.findall(r"a worker was asked to stop: the checkpoint of step (\d+) is saved", output))
     lines = read_lines(journal)[0]
     *_, preempted = notes(journal, "a worker was asked to stop")  # the stop during a save may leave one, too
     assert steps(lines[:preempted])[-1] == saved

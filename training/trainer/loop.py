@@ -77,6 +77,7 @@ def _train(run: "TrainRun", last_step: int, speed: Speed, preemption: Preemption
         if preemption.check() and run.done < run.total_steps:
             run.save()
             run.writer.wait()
+            dist.barrier()  # rank 0 has published it
             run.notify(f"a worker was asked to stop: the checkpoint of step {run.done} is saved")
             raise Preempted
     run.finish()
