@@ -1,13 +1,11 @@
 """Compare settings and models: sweeps, comparisons, reproductions."""
 
-import signal
-import sys
 from typing import Annotated, Any, Literal
 
 import typer
 
 from cli.options import VERSION, Recipe, Run, Set
-from cli.run import terminated
+from cli.run import interruptible
 from tasks.config.strict import parse_overrides
 
 
@@ -48,21 +46,12 @@ def sweep(
     - dpo sweep --space train.beta=0.05,0.1,0.2 --space train.seed=0,1
     - dpo sweep --space train.learning_rate=log:1.0e-6..1.0e-4 --random 8 --metric eval/rewards/margins
     """
-    signal.signal(signal.SIGTERM, terminated)
-    from prefect.exceptions import CancelledRun
-
     from flows import sweep
 
-    again = "Run the same command again to continue; finished runs are not repeated."
     options: dict[str, Any] = {"metric": metric, "goal": goal, "runs_at_once": runs_at_once, "random": random}
     options |= {"seed": seed, "recipe": recipe, "name": name, "promote": promote}
-    try:
+    with interruptible("Run the same command again to continue; finished runs are not repeated."):
         code = sweep.run_here(space or [], parse_overrides(set_), **options)
-    except CancelledRun as error:
-        sys.exit(f"{error} {again}")
-    except KeyboardInterrupt:
-        print(f"Stopped. {again}", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     raise typer.Exit(code)
 
 

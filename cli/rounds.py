@@ -1,13 +1,11 @@
 """`dpo rounds`: on-policy rounds."""
 
-import signal
-import sys
 from typing import Annotated, Literal
 
 import typer
 
 from cli.options import Recipe, Set
-from cli.run import terminated
+from cli.run import interruptible
 from tasks.config.strict import parse_overrides
 
 
@@ -36,19 +34,10 @@ def rounds(
     - dpo rounds 2 --recipe demo
     - dpo rounds 5 --recipe mine --reference base --set sample.answers=8
     """
-    signal.signal(signal.SIGTERM, terminated)
-    from prefect.exceptions import CancelledRun
-
     from flows import rounds
 
-    again = "Run the same command again to continue; finished rounds are not repeated."
-    try:
+    with interruptible("Run the same command again to continue; finished rounds are not repeated."):
         code = rounds.run_here(count, reference, keep_going, recipe=recipe, overrides=parse_overrides(set_), name=name)
-    except CancelledRun as error:
-        sys.exit(f"{error} {again}")
-    except KeyboardInterrupt:
-        print(f"Stopped. {again}", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
     raise typer.Exit(code)
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -107,6 +109,21 @@ def _run(**arguments: Any) -> None:
         sys.exit(f"{error} {_next_command()}")
     except KeyboardInterrupt:
         print(f"Stopped. {_next_command()}", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def interruptible(again: str) -> Iterator[None]:
+    """A flow that is cancelled or interrupted ends the command with `again`: how to continue."""
+    signal.signal(signal.SIGTERM, terminated)
+    from prefect.exceptions import CancelledRun
+
+    try:
+        yield
+    except CancelledRun as error:
+        sys.exit(f"{error} {again}")
+    except KeyboardInterrupt:
+        print(f"Stopped. {again}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

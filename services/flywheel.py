@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from services.background import free_port
+from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
@@ -74,8 +75,6 @@ def flywheel(nights: int) -> None:
 
 def _lineage() -> dict[str, Any]:
     """From the champion's weights back to the votes; empty before the first promotion."""
-    from tasks.config.params import load_cluster
-
     if not is_registered(load_cluster(), MODEL):
         return {"version": "", "run": "", "start": "", "data": "", "weights": ""}
     with registered_version(f"{MODEL}/champion") as (_, models, version):

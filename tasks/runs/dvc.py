@@ -159,3 +159,12 @@ def check_cache(fix: bool) -> None:
     if damaged and not fix:
         raise UserError("The content of these objects does not match their hash. `dpo check-cache --fix` removes them.")
     print("No damaged object is left in DVC's cache." if damaged else "Every object of DVC's cache matches its hash.")
+
+
+def cached_files(md5: str) -> dict[str, Path]:
+    """The cache's objects of a folder by relative path, there or not. KeyError if the folder's list is not there."""
+    objects = cache_folder() / "files" / "md5"
+    listing = objects / md5[:2] / md5[2:]
+    if not listing.exists():
+        raise KeyError(md5)
+    return {item["relpath"]: objects / item["md5"][:2] / item["md5"][2:] for item in json.loads(listing.read_text())}

@@ -9,7 +9,6 @@ again deletes the old version once another is champion.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -107,15 +106,16 @@ def _count(lock: dict[str, dvc_lock.Entry], user: str, known: dict[str, int]) ->
 
 def _link(md5: str, folder: Path) -> bool:
     """Make the folder of a hash with links into DVC's cache; False if the cache does not have all of it."""
-    objects = dvc.cache_folder() / "files" / "md5"
-    listing = objects / md5[:2] / md5[2:]
-    for item in json.loads(listing.read_text()) if listing.exists() else ():
-        target = objects / item["md5"][:2] / item["md5"][2:]
+    try:
+        files = dvc.cached_files(md5)
+    except KeyError:
+        return False
+    for name, target in files.items():
         if not target.exists():
             return False
-        (folder / item["relpath"]).parent.mkdir(parents=True, exist_ok=True)
-        (folder / item["relpath"]).symlink_to(target)
-    return listing.exists()
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+    return True
 
 
 def _rows(root: Path, user: str) -> int:

@@ -4,7 +4,6 @@ NAME is a finished run, or a registered version (champion, MODEL/3), which means
 pairs that the run sampled, or the rows of its `source.data` if it sampled none.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,19 +46,10 @@ def copy_rows(key: str, name: str, folder: Path) -> None:
 
 def _rows(outs: Mapping[str, str | None]) -> dict[str, Path]:
     """The cached files of rows by name, from the outs of a run."""
-    sampled = _cached_files(outs.get(str(SAMPLE)))
+    sampled = dvc.cached_files(sample) if (sample := outs.get(str(SAMPLE))) else {}
     if PAIRS in sampled:
         return {PAIRS: sampled[PAIRS]}
-    raw = _cached_files(outs.get(str(RAW)))
+    raw = dvc.cached_files(outs[str(RAW)] or "")
     sources = [source for source in read_json(raw["manifest.json"])["sources"] if source["key"] == "source.data"]
     names = [f"{source['name']}/{file['file']}" for source in sources for file in source["files"]]
     return {name: raw[name] for name in names}
-
-
-def _cached_files(md5: str | None) -> dict[str, Path]:
-    """The objects of a folder in DVC's cache, by relative path."""
-    if md5 is None:
-        return {}
-    objects = dvc.cache_folder() / "files" / "md5"
-    listed = json.loads((objects / md5[:2] / md5[2:]).read_text())
-    return {entry["relpath"]: objects / entry["md5"][:2] / entry["md5"][2:] for entry in listed}

@@ -229,10 +229,8 @@ class TrainRun:
         state = {**self.state.state(), "loss_scale": loss_scale, "origin": settings.origin}
         tensors = {REFERENCE_FILE: self.moving.gathered()} if self.moving else None
         keep, best = settings.keep_checkpoints, list(self.state.best.steps)
-        checkpoint.save(
-            *(self.policy, self.writer, self.folder, settings.attempt, self.done),
-            *(state, keep, best, self.key, tensors),
-        )
+        where = self.folder, settings.attempt, self.done
+        checkpoint.save(self.policy, self.writer, *where, state, keep, best, self.key, tensors)
         self.log(self.done, {"checkpoint_seconds": time.monotonic() - begun})
         self.saved_at = self.done
 
