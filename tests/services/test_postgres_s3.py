@@ -196,7 +196,7 @@ def test_a_worker_provisions_its_server_and_an_active_schedule_plans_runs(stack,
     """As infra/worker.sh does; a restarted worker leaves the schedule on."""
     assert "Deployments deployed: dpo/full, " in command(checkout, stack.env, "services.provision")
     database = stack.database
-    assert database.query_value("prefect", "SELECT count(*) FROM deployment") == 4
+    assert database.query_value("prefect", "SELECT count(*) FROM deployment") == 5
     assert database.query_value("prefect", "SELECT count(*) FROM automation") == 2
     schedule = str(database.query_value("prefect", "SELECT id FROM deployment_schedule"))
     command(checkout, stack.env, "prefect", "deployment", "schedule", "resume", "dpo/nightly", schedule)
