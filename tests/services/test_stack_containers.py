@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from tests.support.workspaces import PROJECT
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 OVER = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 CHANGES = {"train.beta": 0.2, "train.epochs": 4, "evaluate.prompts": 50, "promote.model_name": "dpo-second"}
+HELLO = [{"role": "user", "content": "Hello"}]
+VERBS = ("clean", "mend", "paint", "move", "sell", "store", "tune", "wash")
+THINGS = ("bike", "boat", "chair", "coat", "desk", "door", "lamp", "oven", "shoes", "sofa")
 WITHOUT = missing_requirement()
 pytestmark = [
     pytest.mark.stack,
@@ -184,6 +188,55 @@ def test_a_fresh_clone_pulls_from_s3_and_repeats_nothing(stack, first):
         test -s data/model/model.safetensors && rm -rf /tmp/clone""",
     )
     assert re.findall(r"Running stage '(\w+)'", output) == ["watch"], output
+
+
+def test_votes_on_the_served_champion_train_the_next_one_which_replaces_it(stack, first):
+    """Chat, thumbs, a KTO run on them, approval and rollback, with requests in flight all the time."""
+    with served(stack, "dpo-demo"):
+        assert stack.serve("/v1/chat/completions", {"messages": HELLO}, token="wrong-0123456789")[0] == 401
+        log("80 answers, and a thumb for each")
+        answers = [chat(stack, f"How can I {verb} my {thing}?") for verb in VERBS for thing in THINGS]
+        for number, answer in enumerate(answers):
+            vote = {"answer_id": answer["id"], "kind": "thumb", "value": "up" if number % 2 else "down"}
+            assert stack.serve("/v1/feedback", {**vote, "user": f"user-{number % 3}"})[0] == 200
+        assert {answer["model"] for answer in answers} == {"dpo-demo/1"}
+        thumbs = {"source.data": "feedback:dpo-demo", "train.loss": {"kto": 1.0}, "train.epochs": 2}
+        gate = {
+            "promote.require": {"rewards/accuracies": 1.1},
+            "evaluate.prompts": 20,
+        }  # refuses; approved by hand below
+        done = completed(stack, start(stack, recipe="demo", name="votes", overrides={**thumbs, **gate}))
+        log(f"{done['name']} trained on the thumbs")
+        assert champion(stack) == "1"
+        for command, version in (
+            ("dpo approve dpo-demo/2 ann --reason trial", "2"),
+            ("dpo rollback dpo-demo", "1"),
+        ):
+            stack.inside("worker", f"cd /shared/dpo && {command}")
+            began = time.monotonic()
+            wait(lambda version=version: chat(stack, "Hello")["model"] == f"dpo-demo/{version}", 240, stack.logs)
+            log(f"version {version} answers {time.monotonic() - began:.0f} s after {command!r}")
+
+
+@contextmanager
+def served(stack: Stack, model: str) -> Iterator[None]:
+    """The profile `serve` of the stack."""
+    log(f"starts the profile serve with {model}")
+    with stack.env_file.open("a") as file:
+        file.write(f"SERVE_MODEL={model}\n")
+    stack.compose("--profile", "serve", "up", "--detach", "--no-build", "serve")
+    wait(lambda: not stack.unhealthy(), 300, lambda: f"not healthy: {stack.unhealthy()}\n{stack.logs('serve')}")
+    try:
+        yield
+    finally:
+        stack.compose("--profile", "serve", "rm", "--stop", "--force", "serve")
+
+
+def chat(stack: Stack, prompt: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 24}
+    status, content = stack.serve("/v1/chat/completions", body)
+    assert status == 200, content
+    return content
 
 
 def test_a_backup_brings_back_databases_objects_and_runs(stack, first, tmp_path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from services.background import free_port
@@ -75,7 +76,7 @@ class Stack:
                 service["ports"] = [f"127.0.0.1:{self.ports[name]}:{ports[0].rpartition(':')[2]}"]
         self.file.write_text(yaml.safe_dump({"version": "3.9", **content}, sort_keys=False))
         names = re.findall(r"^(\w+)=$", (INFRA / "env.example").read_text(), re.M)
-        self.secrets = {name: secrets.token_hex(32) for name in names}
+        self.secrets = {name: secrets.token_hex(32) for name in [*names, "SERVE_TOKEN"]}
         self.env_file.write_text("".join(f"{name}={value}\n" for name, value in self.secrets.items()))
         self.env_file.chmod(0o600)
 
@@ -155,6 +156,13 @@ class Stack:
     def mlflow(self, path: str, content: Any = None) -> Any:
         login = f"reader:{self.secrets['MLFLOW_READER_PASSWORD']}"
         return self._request("mlflow", f"/api/2.0/mlflow{path}", login, content, "127.0.0.1:5000")
+
+    def serve(self, path: str, content: Any, token: str | None = None) -> tuple[int, Any]:
+        """The status and content of a response of the gateway."""
+        head = {"Authorization": f"Bearer {token or self.secrets['SERVE_TOKEN']}"}
+        address = f"http://127.0.0.1:{self.ports['serve']}{path}"
+        response = httpx.post(address, json=content, headers=head, timeout=60, trust_env=False)
+        return response.status_code, response.json()
 
     def _request(self, service: str, path: str, login: str, content: Any, host: str) -> Any:
         """The servers accept only their own host and port, which differ from those published on this machine."""
