@@ -92,10 +92,6 @@ def read_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     return open_table(path).slice(0, count).to_pylist()
 
 
-def count_pairs(split: str) -> int:
-    return open_table(pairs_file(split)).num_rows
-
-
 def read_pairs(split: str) -> "PairTable":
     """The pairs that `prepare` wrote."""
     check(pairs_file(split), "prepare")
