@@ -44,7 +44,7 @@ restore() {
   for name in "${databases[@]}"; do # into a new database first: if that fails, the old one stays in place
     log "database $name"
     sql "DROP DATABASE IF EXISTS ${name}_restored WITH (FORCE)"
-    sql "CREATE DATABASE ${name}_restored"
+    sql "CREATE DATABASE ${name}_restored ENCODING 'UTF8' TEMPLATE template0"
     "${compose[@]}" exec -T postgres pg_restore --username dpo --dbname "${name}_restored" --exit-on-error <"$folder/$name.dump"
   done
   log "restarting servers"

@@ -1,2 +1,2 @@
 -- Runs once, when Postgres creates its first database (prefect).
-CREATE DATABASE mlflow;
+CREATE DATABASE mlflow ENCODING 'UTF8' TEMPLATE template0;

@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 
 from services.background import free_port
-from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
@@ -29,11 +28,11 @@ from tasks.source import make_demo_model
 from tasks.system import processes
 from tasks.system.files import publish, read_json, recall, write_json
 from tasks.system.progress import Bar
-from tasks.tracking.registry import is_registered
+from tasks.tracking.registry import NotRegistered
 
 MODEL, RECIPE = "dpo-flywheel", "flywheel"
-PROMPTS = 160  # a night
-SAMPLING = ("--temperature", "1.0", "--top-p", "1.0", "--max-new-tokens", "48")
+PROMPTS = 240  # a night
+SAMPLING = ("--temperature", "0.8", "--top-p", "1.0", "--max-new-tokens", "48")
 START_TIMEOUT = 300.0  # seconds
 
 
@@ -66,7 +65,8 @@ def flywheel(nights: int) -> None:
             print(f"\nNight {night}: train on all votes so far, from the champion on", flush=True)
             _dpo("retrain", "--recipe", RECIPE)
         print(f"\nDay {night + 1}: {len(USERS)} users compare answers in the arena", flush=True)
-        done.append({"night": night, **_lineage(), **_vote(folder, night)})
+        champion = _lineage()
+        done.append({"night": night, **champion, **_vote(folder, night, champion["version"])})
         write_json(state, {"nights": done})
     _dpo("raters", MODEL)
     print(flywheel_report.table(done))
@@ -75,24 +75,25 @@ def flywheel(nights: int) -> None:
 
 def _lineage() -> dict[str, Any]:
     """From the champion's weights back to the votes; empty before the first promotion."""
-    if not is_registered(load_cluster(), MODEL):
+    try:
+        with registered_version(f"{MODEL}/champion") as (_, models, version):
+            manifest = read_json(models.fetch(version, "model", "manifest.json"))
+            return {
+                "version": version.number,
+                "run": version.tags["run"],
+                "start": manifest["base"]["model"],
+                "data": version.tags["data_sha256"],
+                "weights": version.tags["manifest_sha256"],
+            }
+    except NotRegistered:
         return {"version": "", "run": "", "start": "", "data": "", "weights": ""}
-    with registered_version(f"{MODEL}/champion") as (_, models, version):
-        manifest = read_json(models.fetch(version, "model", "manifest.json"))
-        return {
-            "version": version.number,
-            "run": version.tags["run"],
-            "start": manifest["base"]["model"],
-            "data": version.tags["data_sha256"],
-            "weights": version.tags["manifest_sha256"],
-        }
 
 
-def _vote(folder: Path, night: int) -> dict[str, Any]:
-    """All users' votes on new prompts: the base model against the champion, or on the first day against itself."""
+def _vote(folder: Path, night: int, champion: str) -> dict[str, Any]:
+    """All users' votes on new prompts: the base model against the champion, or against itself while there is none."""
     prompts = folder / f"prompts-{night}.txt"
     prompts.write_text("\n".join(demo.questions(night, PROMPTS)) + "\n")
-    with _arena(folder, prompts, [f"{MODEL}/champion"] if night else []) as client:
+    with _arena(folder, prompts, [f"{MODEL}/{champion}"] if champion else []) as client:
         total = sum(user.votes for user in USERS)
         with Bar("arena", total, "votes") as bar:
             for done in _votes(client, night):
