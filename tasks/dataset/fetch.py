@@ -83,10 +83,7 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
 
 def _fetch_feedback(key: str, address: str, target: Path) -> None:
     if not (lines := feedback.lines(key, address)):
-        raise UserError(
-            f"{key}: no feedback matches {address}. Collect some (`dpo arena`), send what is on disk (`dpo sync`), or "
-            "select more: another `kind`, an earlier `since`, a lower `min_agreement` or `min_raters`."
-        )
+        raise UserError(f"{key}: no feedback matches {address}. {feedback.advice(key, address)}")
     target.write_text(lines)
 
 

@@ -78,6 +78,19 @@ def lines(key: str, address: str) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(events, query))
 
 
+def advice(key: str, address: str) -> str:
+    """What to do about an address that nothing matches."""
+    query = parse(key, address)
+    other = query.model_copy(update={"kind": "pairs" if query.kind == "thumbs" else "thumbs"})
+    if count := len(rows(traces.read(load_cluster(), traces.experiment_name(query.model)), other)):
+        how = "a loss of unpaired rows (train.loss: {kto: 1.0})" if other.kind == "thumbs" else "a loss of pairs"
+        return f"But kind={other.kind} has {count} rows: add that option, and train with {how}."
+    return (
+        "Collect some (`dpo serve`, `dpo arena`), or select more: an earlier `since`, a lower `min_agreement` or "
+        "`min_raters`."
+    )
+
+
 def rows(events: Iterable[Event], query: Query) -> list[Row]:
     answers, feedback = split(events)
     known_as = same_answers(answers)

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from cli.main import app
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
+from tasks.dataset.fetch import fetch
 from tasks.dataset.pairs import pairs_file, read_rows
+from tasks.errors import UserError
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal, feedback_folder
 from tasks.tracking import traces, uploader
@@ -73,6 +75,8 @@ def test_feedback_becomes_pairs_and_only_new_rows_count_as_new(workspace: Path, 
     listed = CliRunner().invoke(app, ["raters"])
     assert listed.exit_code == 0, listed.output
     assert "eve: agreement with the majority of the others is below chance" in listed.output
+    with pytest.raises(UserError, match="But kind=pairs has 30 rows: add that option"):
+        fetch("source.data", "feedback:bot?kind=thumbs&rater=ben", 0, workspace / "none")
     traces.erase(load_cluster(), "ann")
     text = (workspace / "params.yaml").read_text()
     (workspace / "params.yaml").write_text(text.replace("since=2023-11-01", "since=2030-01-01"))

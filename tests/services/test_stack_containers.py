@@ -200,7 +200,7 @@ def test_votes_on_the_served_champion_train_the_next_one_which_replaces_it(stack
             vote = {"answer_id": answer["id"], "kind": "thumb", "value": "up" if number % 2 else "down"}
             assert stack.serve("/v1/feedback", {**vote, "user": f"user-{number % 3}"})[0] == 200
         assert {answer["model"] for answer in answers} == {"dpo-demo/1"}
-        thumbs = {"source.data": "feedback:dpo-demo", "train.loss": {"kto": 1.0}, "train.epochs": 2}
+        thumbs = {"source.data": "feedback:dpo-demo?kind=thumbs", "train.loss": {"kto": 1.0}, "train.epochs": 2}
         judge = {"evaluate.judge": "auto", "evaluate.prompts": 0, "promote.max_regression": {}, "promote.limits": {}}
         gate = {"promote.require": {"rewards/accuracies": 1.0}}  # refuses these thumbs, which follow no rule
         done = completed(stack, start(stack, recipe="demo", name="votes", overrides={**thumbs, **judge, **gate}))
