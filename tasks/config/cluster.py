@@ -95,6 +95,7 @@ class ActorTrainGroup(Group):
     zero_stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "optimizer", "all"] = "none"
     activation_checkpointing: bool = False
+    sequence_parallel: Count = 1
     save_steps: Count = 20
     keep_checkpoints: Count = 2
     keep_best: Annotated[int, Field(ge=0)] = 0
@@ -104,6 +105,15 @@ class ActorTrainGroup(Group):
     def _check_offload(self) -> "ActorTrainGroup":
         if self.offload == "all" and self.zero_stage != 3:
             raise ValueError(f"offload: all needs zero_stage: 3, but zero_stage is {self.zero_stage}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sequence_parallel(self) -> "ActorTrainGroup":
+        if self.num_workers % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel} and num_workers is {self.num_workers}: every "
+                f"{self.sequence_parallel} workers share the tokens of a row, so num_workers must be a multiple of it"
+            )
         return self
 
 

@@ -5,9 +5,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.distributed.sequence_parallel import data_rank
 from training.objectives import batches, global_batch
 from training.objectives.metrics import MetricWindow, combine_kinds, kind_of, row_loss
 from training.objectives.objective import Objective
@@ -69,8 +69,7 @@ def evaluate_pairs(
     on_row: Callable[[PackedRow, dict[str, Tensor]], None] | None = None,
 ) -> dict[str, float]:
     """Means over all pairs, as one global batch; `on_row` gets the values of each row's pairs. A collective."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    groups = list(batches.rank_rows_of_all(columns_of(pairs).lengths, row_tokens, rank, world))
+    groups = list(batches.rank_rows_of_all(columns_of(pairs).lengths, row_tokens, *data_rank()))
     training = policy.training
     policy.eval()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from training.distributed.sequence_parallel import SequenceGroup
 from training.objectives.packing import PROMPT, PackedRow
 
 PACKED_ATTENTION = "packed_rows"  # for set_attn_implementation; the model then accepts packed rows only
@@ -78,6 +79,21 @@ def attend(
     key: Tensor,  # (1, key heads, tokens, size)
     value: Tensor,
     attention_mask: Tensor | None,
+    row_group: SequenceGroup | None = None,  # ranks that share the tokens of the row
+    row_tokens: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if row_group is None:
+        return _attend(module, query, key, value, **options), None
+    query, key, value = row_group.to_heads(query, key, value, row_tokens)
+    return row_group.to_tokens(_attend(module, query, key, value, **options)), None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -91,13 +107,14 @@ def attend(
     row_mask: Tensor | None = None,
     row_positions: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
+    """(1, tokens, heads, size)."""
     if row_key_index is not None and row_lengths is not None:
-        return _by_sequence(query, key, value, row_key_index, row_lengths, scaling, sliding_window, softcap), None
+        return _by_sequence(query, key, value, row_key_index, row_lengths, scaling, sliding_window, softcap)
     if row_key_index is not None:
         cu_seqlens = row_cu_seqlens_q, row_cu_seqlens_k
         out = _flash(query[0], key[0], value[0], row_key_index, cu_seqlens, row_max_length, scaling, sliding_window)
-        return out[None], None
+        return out[None]
     if row_mask is None or row_positions is None:  # a pass without a row, or a model that drops the arguments
         raise ValueError(f"{type(module).__name__} got no packed row")
     if sliding_window is not None:
@@ -107,7 +124,7 @@ def attend(
     out = _dense(query, key, value, row_mask[:, None], scaling, softcap).transpose(1, 2)
     if row_block_positions is not None:
         out = out.flatten(0, 1).index_select(0, row_block_positions)[None]
-    return out, None
+    return out
 
 
 def _to_blocks(part: Tensor, index: Tensor) -> Tensor:

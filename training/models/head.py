@@ -89,7 +89,7 @@ class FusedHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
     ) -> Values:
         keep = ctx.needs_input_grad[0] and targets.numel() * weight.shape[0] * weight.element_size() <= KEEP_BYTES
-        size = len(targets) if keep else _chunk(weight.shape[0], weight.element_size())
+        size = max(1, len(targets)) if keep else _chunk(weight.shape[0], weight.element_size())
         parts, kept = [], None
         for chunk, chunk_targets in zip(hidden.split(size), targets.split(size), strict=True):
             logits = _project(chunk, weight, bias, transform)
@@ -106,7 +106,7 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, kept = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]
         grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), None, None
-        for start in range(0, len(targets), ctx.size):
+        for start in range(0, max(1, len(targets)), ctx.size):  # without targets the weights' gradients are 0, not None
             part = slice(start, start + ctx.size)
             logits = kept if kept is not None else _project(hidden[part], weight, bias, ctx.transform)
             slope = ctx.transform.slope(logits)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.distributed.sequence_parallel import SequenceGroup
 from training.models.attention import attention_inputs, supports_flash
 from training.models.fp8 import Fp8Linear
 from training.models.head import LogitTransform, Values, head_logps, target_values
@@ -45,6 +46,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model, self.path = model, path
         self.head_is_sharded = False  # by ZeRO-3
+        self.sequence: SequenceGroup | None = None  # ranks that share the tokens of a row, on packed paths
         self.load_balance: Any = None  # a training.models.routers.LoadBalancingLoss, or None
 
     @property
@@ -59,21 +61,28 @@ class Scorer(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, ...]:
         if self.is_packed:
-            values = self._fused(row) if self.path == "fused" else self._packed(row)
-            logps, entropy, collision = (value[row.target_index] for value in values)
+            logps, entropy, collision = (value[row.target_index] for value in self._target_values(row))
         else:
             logps, entropy, collision = self._by_sequence(row)
         if self.load_balance is None or not torch.is_grad_enabled():
             return logps, entropy, collision
-        return logps, entropy, collision, self.load_balance.loss()
+        return logps, entropy, collision, self.load_balance.loss(len(row.input_ids), self.sequence)
 
-    def _fused(self, row: PackedRow) -> Values:
-        hidden = self.causal.base_model(**self._inputs(row)).last_hidden_state[0, row.predict_positions]
-        return self._head(hidden, row.target_ids)
+    def _target_values(self, row: PackedRow) -> Values:
+        score = self._fused if self.path == "fused" else self._packed
+        group, positions, targets = self.sequence, row.predict_positions, row.target_ids
+        if group is None:
+            return score(row, positions, targets)
+        own = group.own_index(positions)
+        values = score(row, positions[own] // group.size, targets[own])
+        logps, entropy, collision = group.collect(torch.stack(values, 1), own, len(targets)).unbind(1)
+        return logps, entropy, collision
 
-    def _packed(self, row: PackedRow) -> Values:
-        logits = self.model(**self._inputs(row), logits_to_keep=row.predict_positions).logits[0]
-        return target_values(logits, row.target_ids)
+    def _fused(self, row: PackedRow, positions: Tensor, targets: Tensor) -> Values:
+        return self._head(self.causal.base_model(**self._inputs(row)).last_hidden_state[0, positions], targets)
+
+    def _packed(self, row: PackedRow, positions: Tensor, targets: Tensor) -> Values:
+        return target_values(self.model(**self._inputs(row), logits_to_keep=positions).logits[0], targets)
 
     def _by_sequence(self, row: PackedRow) -> Values:
         """Each response as a sequence of its own. Padding follows a sequence, so no causal layer sees it."""
@@ -113,8 +122,11 @@ class Scorer(nn.Module):
     def _inputs(self, row: PackedRow) -> dict[str, Any]:
         config = self.causal.config.get_text_config()
         flash = supports_flash(row.input_ids.device, self.causal.dtype, getattr(config, "attn_logit_softcapping", None))
-        inputs = {"input_ids": row.input_ids[None], "position_ids": row.position_ids[None], "use_cache": False}
-        return {**inputs, **attention_inputs(row, flash)}
+        ids, positions, attention = row.input_ids, row.position_ids, attention_inputs(row, flash)
+        if self.sequence:
+            attention |= {"row_group": self.sequence, "row_tokens": len(ids)}
+            ids, positions = self.sequence.own(ids), self.sequence.own(positions)
+        return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, **attention}
 
 
 def logp_tolerance(model: nn.Module) -> float:

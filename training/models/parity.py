@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from training.distributed.sequence_parallel import SequenceGroup
 from training.models.attention import PACKED_ATTENTION
 from training.models.logps import Scorer, logp_tolerance, plain_logps, row_logps
 from training.objectives.packing import CHOSEN, REJECTED, Pair, build_row
@@ -77,6 +78,34 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     if not fallback:
         return None
     return f"{type(causal).__name__} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
+
+
+def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], device: torch.device) -> None:
+    """Let the ranks of a group share the tokens of each row; ValueError if the model cannot do that. A collective."""
+    name, training = type(scorer.causal).__name__, scorer.model.training
+    if not scorer.is_packed:
+        raise ValueError(
+            f"actor_train.sequence_parallel {group.size} needs a model that computes packed rows, and {name} does not: "
+            "set it to 1"
+        )
+    heads = scorer.causal.config.get_text_config().num_attention_heads
+    if heads % group.size:
+        raise ValueError(
+            f"actor_train.sequence_parallel is {group.size}, but {name} has {heads} attention heads, which so many "
+            f"ranks cannot share: set it to a divisor of {heads}"
+        )
+    scorer.model.eval()
+    row = build_row([shorten(pair) for pair in (shortest(pairs), longest(pairs))], (0, 1)).to(device)
+    with torch.no_grad():
+        whole = row_logps(scorer, row).logps
+        scorer.sequence = group
+        difference = (row_logps(scorer, row).logps - whole).abs().mean().item()
+    scorer.model.train(training)
+    if not difference <= logp_tolerance(scorer):  # NaN must fail
+        raise ValueError(
+            f"actor_train.sequence_parallel {group.size} changes the log-probabilities of {name} by {difference:.2g} a "
+            "token, because a layer other than attention reads several tokens: set it to 1"
+        )
 
 
 def _failure(

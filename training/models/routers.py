@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.distributed.sequence_parallel import SequenceGroup
+
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -42,11 +44,15 @@ class LoadBalancingLoss:
         if torch.is_grad_enabled():
             self.passes.append((output.router_logits, self.is_token))
 
-    def loss(self) -> Tensor:
-        """Load-balancing loss of all passes since the last call, as one batch."""
+    def loss(self, tokens: int, group: SequenceGroup | None = None) -> Tensor:
+        """Load-balancing loss of all passes since the last call, as one batch; `group` has shared a row of `tokens`."""
         passes, self.passes = self.passes, []
-        layers = zip(*([_tokens(layer, is_token) for layer in logits] for logits, is_token in passes), strict=True)
-        return self.formula(tuple(torch.cat(layer) for layer in layers), self.experts, self.experts_per_token)  # type: ignore[misc]
+        parts = zip(*([_tokens(layer, is_token) for layer in logits] for logits, is_token in passes), strict=True)
+        layers = [torch.cat(layer) for layer in parts]
+        if group:
+            index = group.own_index(torch.arange(tokens, device=layers[0].device))
+            layers = [group.collect(layer[: len(index)], index, tokens) for layer in layers]
+        return self.formula(tuple(layers), self.experts, self.experts_per_token)  # type: ignore[misc]
 
 
 def _tokens(logits: Tensor, is_token: Tensor | None) -> Tensor:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.distributed.sequence_parallel import sum_over_groups
 from training.models.logps import row_logps
 from training.objectives.losses import OrderStatistics, PairLogps, mismatched_kl, order_statistics
 from training.objectives.metrics import pair_logps
@@ -59,8 +59,7 @@ def gather(
         logps = pair_logps(row, row_logps(policy, row), objective)
         sums = torch.stack([*(getattr(logps, name) for name in SUMS), row.weight])
         table[:, row_positions[-1]] += sums.double() * float(not row.is_filler)
-    if dist.is_initialized():
-        dist.all_reduce(table)
+    sum_over_groups(table)
     missing: dict[str, Any] = dict.fromkeys(NOT_SUMMED, torch.full_like(table[0], math.nan))
     pairs = PairLogps(**dict(zip(SUMS, table, strict=False)), **missing)
     return GlobalBatch(pairs=pairs, weight=table[-1], row_positions=row_positions)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.distributed.sequence_parallel import sum_over_groups
 from training.models.logps import TokenLogps, row_logps
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
@@ -162,8 +162,7 @@ class MetricWindow:
     def end_step(self) -> dict[str, Tensor]:
         """Sums of this step over all ranks, by name. Does not wait for the device."""
         assert self._step is not None
-        if dist.is_initialized():
-            dist.all_reduce(self._step)
+        sum_over_groups(self._step)
         step, self._step = self._step, None
         self._total = step if self._total is None else self._total + step
         return dict(zip(self.names, step, strict=True))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from training.distributed.process_group import start_distributed
+from training.distributed.sequence_parallel import data_rank, start_sequence_groups
 from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
 from training.objectives import batches
@@ -60,7 +61,7 @@ def train(
 
 
 def _train(run: "TrainRun", last_step: int, speed: Speed, preemption: PreemptionSignal) -> None:
-    for batch in run.loader.steps(run.done, last_step, run.rank, run.world, run.device):
+    for batch in run.loader.steps(run.done, last_step, *data_rank(), run.device):
         zeros = run.step(batch)
         run.writer.check()
         speed.count(batch)
@@ -91,6 +92,7 @@ class TrainRun:
     ) -> None:
         self.settings, self.pairs, self.held_out, self.key = settings, pairs, held_out, key
         self.rank, self.world = start_distributed(settings.deterministic)
+        start_sequence_groups(settings.sequence_parallel)
         self.log: Log = log if self.rank == 0 else _silent
         self.notify: Notify = notify if self.rank == 0 else _silent
         on_gpu = torch.cuda.is_available()

@@ -4,6 +4,7 @@ Weights, gradients, optimizer states and the largest row are counted exactly. Th
 layer, with measured factors (docs/performance.md).
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     """Peak on each of `world` devices, for the rows of these pairs, or for full rows without pairs."""
     sizes = model_sizes(Path(settings.model), settings.adapter, settings.quantization)
     full = (settings.row_tokens, int(0.75 * settings.row_tokens))
-    tokens, targets = _largest_row(pairs, settings, sizes.hidden, world) if pairs else full
+    ranks = settings.sequence_parallel  # each of them has its share of a row
+    row = _largest_row(pairs, settings, sizes.hidden, world // ranks) if pairs else full
+    tokens, targets = (math.ceil(count / ranks) for count in row)
     value_bytes = DTYPES[settings.dtype].itemsize
     shard = 1 / world
     whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
@@ -210,4 +213,4 @@ def advice(settings: Settings) -> str:
         return f"set {group} activation_checkpointing: true"
     if settings.zero_stage < 3:
         return f"raise {group} zero_stage to 3, or num_workers"
-    return f"set {group} offload: all, or use train.adapter"
+    return f"set {group} offload: all or sequence_parallel: N, or use train.adapter"

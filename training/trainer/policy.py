@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from training.distributed.sequence_parallel import sequence_group
 from training.distributed.sharded_model import sharded_loading
 from training.models import adapters, weights
 from training.models.loading import compile_layers, load_model
 from training.models.logps import Scorer
-from training.models.parity import select_scoring_path
+from training.models.parity import select_scoring_path, share_tokens
 from training.models.routers import LoadBalancingLoss
 from training.objectives.packing import Pair
 from training.trainer import engine
@@ -52,6 +53,8 @@ def start_policy(
             f"{note}. Under ZeRO-3 each pass is a collective, and ranks would make different numbers of passes: "
             f"{USE_ZERO_2}"
         )
+    if group := sequence_group():
+        share_tokens(scorer, group, pairs, device)
     check_determinism(scorer, pairs, device)
     # The hooks that record router logits are untested inside compiled layers.
     compiles = settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.is_packed

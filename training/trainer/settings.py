@@ -48,6 +48,7 @@ class Settings:
     zero_stage: int
     offload: str
     activation_checkpointing: bool
+    sequence_parallel: int  # ranks that share the tokens of a row; 1: each rank computes whole rows
     compile: bool  # applies on a GPU
     select: str | None  # metric whose best checkpoint becomes the policy; None: the last
     patience: int | None  # evaluations without improvement before training stops

@@ -86,6 +86,7 @@ def train_step(
             policy, objective, row, reward_mean=state.reward_mean, **contexts.get(number, {}), **shared
         )
         # DeepSpeed averages gradients over ranks; the update needs their weighted mean over the global batch's pairs.
+        # The gradients of ranks that share a row add up to its gradient, so they count as ranks, too.
         loss = (per_pair * row.weight).sum() * (world / batch.weight)
         if balance is not None:
             share = len(row.input_ids) / batch.tokens
