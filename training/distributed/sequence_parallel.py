@@ -7,7 +7,6 @@ row and compute the same loss. A gradient flows only to the rank that computed a
 gradients is that of the row.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,9 @@ class SequenceGroup:
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> list[Tensor]:
         """(1, heads, own tokens, size) each to (1, own heads, tokens, size), without padding. A collective."""
-        repeats = math.lcm(key.shape[1], self.size) // key.shape[1]  # each rank needs at least one key head
+        repeats = 1  # of the key heads, so that the ranks have equally many; torch cannot compile math.gcd
+        while repeats * key.shape[1] % self.size:
+            repeats += 1
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         parts = [part[0].unflatten(0, (self.size, -1)).transpose(1, 2) for part in (query, key, value)]
