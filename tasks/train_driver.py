@@ -111,10 +111,11 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
     params, cluster, stage = training.params, training.cluster, training.stage
     settings = make_settings(params, cluster, training.model, folder, origin)
     group, adapter, steps = cluster.actor_train, params.train.adapter, origin["steps"]
+    shared = f" ({group.sequence_parallel} share each row)" if group.sequence_parallel > 1 else ""
     print(
         f"{stage}: {steps} steps of {settings.global_batch_size} "
         f"{'pairs' if training.data.preferences else 'answers'}, "
-        f"{f'LoRA of rank {adapter.rank}' if adapter else 'full fine-tuning'}, {group.num_workers} workers, "
+        f"{f'LoRA of rank {adapter.rank}' if adapter else 'full fine-tuning'}, {group.num_workers} workers{shared}, "
         f"ZeRO-{group.zero_stage}, {settings.dtype}",
         flush=True,
     )

@@ -215,6 +215,12 @@ def test_parameters_leave_the_device_under_zero_3_alone():
         load_cluster(ROOT, {"actor_train": {"offload": "all"}})
 
 
+def test_workers_that_share_rows_form_whole_groups():
+    with pytest.raises(UserError, match=r"sequence_parallel is 4 and num_workers is 6.*num_workers must be a multiple"):
+        load_cluster(ROOT, {"actor_train": {"num_workers": 6, "sequence_parallel": 4}})
+    assert load_cluster(ROOT, {"actor_train": {"num_workers": 8, "sequence_parallel": 4}}).actor_train.num_workers == 8
+
+
 def test_the_names_that_params_may_use_are_those_of_the_dataset_code():
     """tasks/config does not import tasks/dataset: a new row format or reject reason needs its name in both."""
     assert list(names.ROW_FORMATS) == list(row_shapes.SHAPES)

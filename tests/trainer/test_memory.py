@@ -112,6 +112,15 @@ def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, 
     assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
 
 
+def test_ranks_that_share_a_row_hold_a_share_of_its_activations(folder):
+    pairs = [Pair(str(n), [1] * 40, [1] * 30, [2] * 30, [1] * 30, [1] * 30) for n in range(8)]
+    options = {"row_tokens": 200, "zero_stage": 1, "global_batch_size": 4}
+    whole = memory.estimate(settings(folder, **options), 1, pairs).parts
+    shared = memory.estimate(settings(folder, sequence_parallel=4, **options), 4, pairs).parts
+    assert [whole[name] / shared[name] for name in ("rows", "logits")] == [4.0, 4.0]
+    assert whole["weights"] == shared["weights"]
+
+
 def test_the_message_names_the_parts_and_the_setting_to_change(folder):
     said = memory.out_of_memory(settings(folder), world=1)
     assert "rows of 8192 tokens" in said

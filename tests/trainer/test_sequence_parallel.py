@@ -1,0 +1,117 @@
+"""Trainings whose ranks share the tokens of a row: losses, metrics and weights of one rank, in every mode."""
+
+import csv
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import MixtralConfig
+
+from tests.support.workspaces import make_workspace, run, write_cluster
+from tests.trainer.test_engine import AOT, HEADS, LORA, SHAPE, make_model, make_pairs, run_ranks, save, settings
+from training.objectives.packing import Pair
+
+pytestmark = pytest.mark.slow
+KTO = ({"kto": 1.0}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75})
+SPEED = ("tokens_per_second", "pairs_per_second")
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {"save_steps": 4},
+    "lora": {"adapter": LORA, "activation_checkpointing": True},
+    "aot": {"objective": AOT, "row_tokens": 16},
+    "kto": {"objective": KTO, "max_steps": 4},
+    "moving": {"reference_update": {"every": 2, "alpha": 0.6}, "max_steps": 6},
+    "experts": {"router_aux_loss_coef": 2.0, "max_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    dense = make_model(tmp_path_factory.mktemp("dense"))
+    experts = save(tmp_path_factory.mktemp("experts"), MixtralConfig(**SHAPE, **HEADS, num_local_experts=4))
+    return {name: experts if name == "experts" else dense for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def pairs(models) -> dict[str, list[Pair]]:
+    rng, made = random.Random(5), {folder: make_pairs(folder) for folder in set(models.values())}
+    thumbs = [replace(pair, sign=rng.choice([1.0, 1.0, -1.0])) for pair in made[models["kto"]]]
+    return {name: thumbs if name == "kto" else made[models[name]] for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory, models, pairs) -> dict[str, tuple[Path, list[dict]]]:
+    """By `RANKS-SHARED NAME`: the folder of a run and its log. One rank, two that share rows, and two groups of two."""
+    root, found = tmp_path_factory.mktemp("runs"), {}
+
+    def add(ranks: int, *plan: tuple[str, int, dict[str, Any]], resumed: str | None = None) -> None:
+        folder = root / str(ranks)
+        folder.mkdir()
+        made = [
+            settings(folder, models[name], f"{ranks}-{shared} {name}", pairs[name], **RUNS[name] | changes)
+            | {"sequence_parallel": shared}
+            for name, shared, changes in plan
+        ]
+        if resumed:  # from the fourth step of a training with other ranks
+            name, shared = f"{ranks}-{2} resumed", 2
+            made.append(settings(folder, models["full"], name, pairs["full"]) | {"sequence_parallel": shared})
+            shutil.copytree(found[resumed][0] / "step-00000004", folder / name / "step-00000004")
+        logs = run_ranks(folder, ranks, made)
+        found.update({name: (folder / name, log) for name, log in logs.items()})
+
+    add(1, *((name, 1, {}) for name in RUNS))
+    add(2, *((name, 2, {}) for name in RUNS), resumed="1-1 full")
+    add(4, ("full", 4, {"zero_stage": 3}), ("lora", 2, {"zero_stage": 1}), ("aot", 2, {}), resumed="2-2 full")
+    return found
+
+
+@pytest.mark.parametrize("name", [*(f"2-2 {name}" for name in RUNS), "4-4 full", "4-2 lora", "4-2 aot"])
+def test_a_training_with_shared_rows_follows_that_of_one_rank(logs, name):
+    (folder, log), (one_folder, expected) = logs[name], logs[f"1-1 {name.split()[1]}"]
+    assert_same_course(log, [line for line in expected if "step" in line])
+    file = "adapter_model.safetensors" if "lora" in name else "model.safetensors"
+    found, weights = (load_file(path / "policy" / file) for path in (folder, one_folder))
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
+        assert (found[key] - value).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("name", ["2-2 resumed", "4-2 resumed"])
+def test_a_training_resumes_with_other_ranks_and_another_share(logs, name):
+    log, expected = logs[name][1], logs["1-1 full"][1]
+    assert_same_course(log, [line for line in expected if line.get("step", 0) > 4])
+
+
+def assert_same_course(log: list[dict], expected: list[dict]) -> None:
+    lines = [line for line in log if "step" in line]
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, values in zip(lines, expected, strict=True):
+        assert line.keys() == values.keys()
+        for metric in values.keys() - {*SPEED}:
+            assert line[metric] == pytest.approx(values[metric], rel=1e-4, abs=2e-5), (line["step"], metric)
+
+
+def test_the_stage_with_two_workers_that_share_rows_gives_the_result_of_one(tmp_path, tiny_base):
+    one = {"actor_train.num_workers": 1}
+    workspace = make_workspace(tmp_path / "work", tiny_base, cluster=one, **{"train.max_steps": 6})
+    run(workspace, "source", "prepare", "reference", "train")
+    expected = results(workspace)
+    shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
+    write_cluster(workspace, {"actor_train.num_workers": 2, "actor_train.sequence_parallel": 2})
+    run(workspace, "train")
+    (course, weights), (found, shared) = expected, results(workspace)
+    assert len(found) == len(course) > 1
+    for line, values in zip(found, course, strict=True):
+        assert line == pytest.approx(values, rel=1e-3, abs=1e-4)
+    assert weights.keys() == shared.keys()
+    assert max((shared[name] - weights[name]).abs().max().item() for name in weights) < 1e-4
+
+
+def results(workspace: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """The curves of a training and its adapter."""
+    with (workspace / "data" / "metrics" / "train.csv").open() as file:
+        course = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return course, load_file(workspace / "data" / "policy" / "adapter_model.safetensors")
