@@ -56,8 +56,8 @@ def logs(tmp_path_factory, models, pairs) -> dict[str, tuple[Path, list[dict]]]:
             for name, shared, changes in plan
         ]
         if resumed:  # from the fourth step of a training with other ranks
-            name, shared = f"{ranks}-{2} resumed", 2
-            made.append(settings(folder, models["full"], name, pairs["full"]) | {"sequence_parallel": shared})
+            name = f"{ranks}-2 resumed"
+            made.append(settings(folder, models["full"], name, pairs["full"]) | {"sequence_parallel": 2})
             shutil.copytree(found[resumed][0] / "step-00000004", folder / name / "step-00000004")
         logs = run_ranks(folder, ranks, made)
         found.update({name: (folder / name, log) for name, log in logs.items()})
@@ -101,7 +101,7 @@ def test_the_stage_with_two_workers_that_share_rows_gives_the_result_of_one(tmp_
     expected = results(workspace)
     shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
     write_cluster(workspace, {"actor_train.num_workers": 2, "actor_train.sequence_parallel": 2})
-    run(workspace, "train")
+    assert "2 workers (2 share each row)" in run(workspace, "train")
     (course, weights), (found, shared) = expected, results(workspace)
     assert len(found) == len(course) > 1
     for line, values in zip(found, course, strict=True):
