@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives  # torch can compile them
+from torch.distributed.distributed_c10d import GroupName
 from torch.nn.functional import pad
 
 
@@ -20,7 +21,7 @@ from torch.nn.functional import pad
 class SequenceGroup:
     """The ranks that share the tokens of a row, and this rank's number among them."""
 
-    name: str  # of the process group
+    name: GroupName  # of the process group
     rank: int
     size: int
 

@@ -50,7 +50,7 @@ class LoadBalancingLoss:
         parts = zip(*([_tokens(layer, is_token) for layer in logits] for logits, is_token in passes), strict=True)
         layers = [torch.cat(layer) for layer in parts]
         if group:
-            index = group.own_index(torch.arange(tokens, device=layers[0].device))
+            index = torch.arange(group.rank, tokens, group.size, device=layers[0].device)
             layers = [group.collect(layer[: len(index)], index, tokens) for layer in layers]
         return self.formula(tuple(layers), self.experts, self.experts_per_token)  # type: ignore[misc]
 
