@@ -33,7 +33,7 @@ STAGE_STATES = {
 NOISE = re.compile(
     r"^$|^> |^\t(git add|dvc config)|^(Running|Stage|Verifying|Updating lock|Generating lock|To track the changes|"
     r"To enable auto staging|Use `dvc push`|Data and pipelines are up to date|ERROR: failed to reproduce|"
-    r"WARNING: Process .* in RWLock-file)"
+    r"WARNING: Process .* in RWLock-file|WARNING: '.*' is empty\.$)"
 )
 EXIT_CODE = re.compile(r"^ERROR: .*exited with (?P<code>-?\d+)")  # of the stage's own command
 ERROR = re.compile(r"(?m)^(?:[-\d]+ [:,\d]+ )?ERROR: (.+)$")  # --verbose puts a time before it and a traceback after
