@@ -52,6 +52,7 @@ def write_pairs(root: Path, count: int) -> None:
                 "rejected_mask": lists(rejected, np.int8),
                 "shared_prefix": pa.array(np.zeros(rows), pa.int32()),
                 **{name: pa.array(np.ones(rows), pa.float32()) for name in ("label", "margin", "weight")},
+                "sign": pa.array(np.zeros(rows), pa.int8()),
                 "source": pa.array(["web"] * rows),
             }
             pairs.write_table(pa.table([columns[name] for name in PAIR_SCHEMA.names], schema=PAIR_SCHEMA))

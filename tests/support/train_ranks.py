@@ -11,15 +11,17 @@ import sys
 from pathlib import Path
 
 from tests.support.settings import KEY, make_settings
+from training.models import head
 from training.objectives.objective import Objective
 from training.trainer import checkpoint, engine, loop
 
-SCALING = {**engine.LOSS_SCALING}
+SCALING, CHUNK_BYTES = {**engine.LOSS_SCALING}, head.CHUNK_BYTES
 
 
 def run(given: dict) -> list[dict]:
     pairs = pickle.loads(Path(given.pop("pairs")).read_bytes())
     engine.LOSS_SCALING |= {**SCALING, **given.pop("loss_scaling", {})}
+    head.CHUNK_BYTES = given.pop("chunk_bytes", CHUNK_BYTES)
     start, killed = given.pop("start", None), given.pop("killed", None)
     again_from = given.pop("again_from", None)
     held_out, first = {}, 0  # the first eight pairs, by source

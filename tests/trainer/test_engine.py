@@ -347,6 +347,7 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
     options = {"learning_rate": PEAK, "max_grad_norm": CLIP, "warmup_fraction": 0.5, "schedule": "linear"}
     options["held_out"] = {"a": 3, "b": 5}
     runs += [
+        settings(folder, model, "zero3-full-chunked", pairs, zero_stage=3) | {"chunk_bytes": 5 * 61 * 4},
         settings(folder, model, "bf16-moments", pairs, **BF16_MOMENTS | {"zero_stage": 3}),
         settings(folder, model, "zero2-pissa", pairs, zero_stage=2, adapter=PISSA),
         settings(folder, model, "zero3-lora-plus", pairs, zero_stage=3, adapter=LORA_PLUS),
@@ -444,6 +445,11 @@ def test_one_rank_matches_plain_torch(one_rank, plain, name):
 @pytest.mark.parametrize("name", [f"zero{stage}-{mode}" for stage in (1, 2, 3) for mode in ("full", "lora")])
 def test_two_ranks_match_plain_torch(two_ranks, plain, name):
     assert_same_metrics(two_ranks[name], plain[name.split("-")[1]])
+
+
+def test_a_sharded_head_in_chunks_waits_for_no_rank_with_fewer_targets(two_ranks, plain):
+    """Five targets a chunk: the ranks' rows differ in the number of chunks, and each chunk gathers the weights."""
+    assert_same_metrics(two_ranks["zero3-full-chunked"], plain["full"])
 
 
 @pytest.mark.parametrize("name", ["zero2-hybrid", "zero3-sinks"])

@@ -5,11 +5,13 @@ there by their gradient. Otherwise the backward pass projects each chunk again. 
 position once and computes the normaliser, the entropy and the collision probability.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,17 +54,22 @@ def head_logps(head: nn.Module, hidden: Tensor, targets: Tensor, transform: Logi
     """Values of the targets (targets,) under head(hidden), hidden (targets, size). Log-probabilities have gradients."""
     if fused and type(head) is nn.Linear:
         return FusedHead.apply(hidden, head.weight, head.bias, targets, transform)
-    return _by_module(head, hidden, targets, transform)
+    return _by_module(head, hidden, targets, transform, sharded=not fused)
 
 
-def _by_module(head: nn.Module, hidden: Tensor, targets: Tensor, transform: LogitTransform) -> Values:
+def _by_module(head: nn.Module, hidden: Tensor, targets: Tensor, transform: LogitTransform, sharded: bool) -> Values:
     """For any head (with an adapter, sharded by ZeRO-3): calls the module per chunk, and again in the backward pass."""
 
     def values(hidden: Tensor, targets: Tensor) -> Values:
         return target_values(transform(head(hidden)), targets)
 
     width = int(head.out_features)  # type: ignore[arg-type]
-    chunks = list(zip(*(part.split(_chunk(width, 4)) for part in (hidden, targets)), strict=True))
+    count = max(1, math.ceil(len(targets) / _chunk(width, 4)))
+    if sharded and dist.is_initialized():  # each call gathers the weights, a collective: all ranks make equally many
+        most = torch.tensor(count, device=hidden.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        count = int(most)
+    chunks = list(zip(*(part.tensor_split(count) for part in (hidden, targets)), strict=True))
     if len(chunks) == 1 or not torch.is_grad_enabled():
         parts = [values(*chunk) for chunk in chunks]
     else:
