@@ -6,8 +6,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,8 @@ from flows import artifacts, cancellation, embedded_server, promote, terminal
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.retrain import RetrainCheck
 from flows.stage import stage
+from tasks.cluster import kept_ray
+from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import commits, records, run_config
@@ -129,11 +132,28 @@ def run_stages(
 
     Returns Prefect's state of the last stage: each stage waits for the one before, which draws the run's graph.
     """
-    previous: list[State] = []
     announced = artifacts.announce(workspace)
     for line in workspace.watch():
         get_run_logger().info("%s", line)
     stale = workspace.stale_stages()
+    with _ray_kept(workspace, stale) as workspace:
+        last = _run_in_order(workspace, states, checks, stale, announced)
+    if any(state["state"] != "cached" for state in states) and (stale := workspace.stale_stages()):
+        raise UserError(
+            f"All stages have run, but {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
+            f"changed during the run in {workspace.root}. See `dvc status`, then run again."
+        )
+    return last
+
+
+def _run_in_order(
+    workspace: Workspace,
+    states: list[dict[str, Any]],
+    checks: Mapping[str, Callable[[], None]],
+    stale: set[str],
+    announced: bool,
+) -> list[State]:
+    previous: list[State] = []
     for name in workspace.stages():
         # One question to DVC covers all stages until one of them runs; after that DVC decides for each.
         unchanged = name not in stale and all(state["state"] == "cached" for state in states)
@@ -145,12 +165,17 @@ def run_stages(
         previous = [stage(name, workspace, unchanged, wait_for=previous)]
         states.append(previous[0].result())
         checks.get(name, lambda: None)()
-    if any(state["state"] != "cached" for state in states) and (stale := workspace.stale_stages()):
-        raise UserError(
-            f"All stages have run, but {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
-            f"changed during the run in {workspace.root}. See `dvc status`, then run again."
-        )
     return previous
+
+
+@contextmanager
+def _ray_kept(workspace: Workspace, stale: set[str]) -> Iterator[Workspace]:
+    """One embedded Ray cluster for all stages that will run. It starts while the first of them computes."""
+    if not kept_ray.is_needed(load_cluster(workspace.root), stale, workspace.stages()):
+        yield workspace
+        return
+    with kept_ray.keep(workspace.root, workspace.environment()) as session:
+        yield replace(workspace, ray_session=session)
 
 
 def report(result: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
@@ -31,6 +32,7 @@ class Workspace:
     root: Path
     run_name: str  # unchanged when the run is retried or resumed
     lock_token: str | None = None  # lets processes that we start here pass the workspace's lock
+    ray_session: Path | None = None  # the folder of the Ray cluster that the flow keeps for its stages
 
     @property
     def is_worktree(self) -> bool:
@@ -44,7 +46,8 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
-        return dvc.environment(DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token)
+        ray = {kept_ray.SESSION: str(self.ray_session)} if self.ray_session else {}
+        return dvc.environment(DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **ray)
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""

@@ -37,8 +37,11 @@ _awaited: set[int] = set()  # children that `run` waits for
 
 
 def this_process() -> dict[str, Any]:
-    """A record of this process that `is_alive` recognises."""
-    pid = os.getpid()
+    return process_record(os.getpid())
+
+
+def process_record(pid: int) -> dict[str, Any]:
+    """A record of a running process that `is_alive` recognises."""
     return {"pid": pid, "host": socket.gethostname(), "began": start_time(pid), "boot": boot_id()}
 
 
@@ -166,11 +169,11 @@ def terminate(pid: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(pid, sign)
         if sign == signal.SIGKILL:  # descendants in other groups got no SIGTERM; we only waited for them
-            for process in filter(_is_running, family):
+            for process in filter(is_running, family):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         until = time.monotonic() + GRACE
-        while any(map(_is_running, family)) and time.monotonic() < until:
+        while any(map(is_running, family)) and time.monotonic() < until:
             time.sleep(0.1)
 
 
@@ -206,7 +209,8 @@ def _group(pid: int) -> int | None:
         return None
 
 
-def _is_running(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
+    """A zombie does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

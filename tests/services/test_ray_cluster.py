@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.embedded_server import free_port
-from tasks.cluster import nodes, placement, ray_cluster
+from tasks.cluster import embedded_ray, nodes, placement, ray_cluster
 from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
 
@@ -149,7 +149,7 @@ CODE = {**os.environ, "PYTHONPATH": str(PROJECT)}
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tasks.cluster.ray_cluster import private_session
+from tasks.cluster.embedded_ray import private_session
 with private_session(Path(sys.argv[1])) as folder:
     (folder / "ray").mkdir(mode=0o777)
     print(folder, flush=True)
@@ -168,7 +168,7 @@ def test_a_session_is_private_and_the_next_start_deletes_that_of_a_killed_proces
         holders[1].kill()
         holders[1].wait()
         assert (killed / "ray").is_dir()
-        with ray_cluster.private_session(tmp_path) as ours:
+        with embedded_ray.private_session(tmp_path) as ours:
             assert {path for path in ours.parent.iterdir() if path.is_dir()} == {live, ours}
             assert (live / "ray").is_dir()
         assert not ours.exists()
@@ -183,10 +183,10 @@ def test_a_session_folder_that_others_may_enter_is_an_error(tmp_path):
     (tmp_path / f"dpo-ray-{os.getuid()}").chmod(0o755)
     with (
         pytest.raises(UserError, match="is not a folder of mode 0700 that belongs to this user"),
-        ray_cluster.private_session(tmp_path),
+        embedded_ray.private_session(tmp_path),
     ):
         pass
     (tmp_path / f"dpo-ray-{os.getuid()}").rmdir()
     (tmp_path / f"dpo-ray-{os.getuid()}").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="Delete it, or set TMPDIR"), ray_cluster.private_session(tmp_path):
+    with pytest.raises(UserError, match="Delete it, or set TMPDIR"), embedded_ray.private_session(tmp_path):
         pass
