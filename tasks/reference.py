@@ -35,7 +35,7 @@ from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 NUMERICS = 4  # increase when our computation gives other values
 NO_IDS = SCHEMA.empty_table()["key"]

@@ -20,14 +20,15 @@ from tasks.errors import UserError
 from tasks.models import file_hashes, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
-from tasks.train_driver import Training, check_options, metrics_by_step, name_keys, trained
-from tasks.train_worker import JOURNAL
-from training.objectives import batches
 
 MANIFEST = "manifest.json"
 
 
 def sft(run: Run) -> None:
+    # Here and below: the driver loads torch, which a run without this stage does not need.
+    from tasks.train_driver import Training, check_options, trained
+    from training.objectives import batches
+
     params, cluster = load_params(), load_cluster()
     assert params.sft
     check_options("sft", params.sft, cluster)
@@ -63,6 +64,8 @@ def with_sft_as_train(params: Params) -> Params:
 @contextmanager
 def _naming_keys_of_sft() -> Iterator[None]:
     """Errors of a training name keys of `train`; here its values are those of `sft`."""
+    from tasks.train_driver import name_keys
+
     try:
         yield
     except UserError as error:
@@ -70,6 +73,9 @@ def _naming_keys_of_sft() -> Iterator[None]:
 
 
 def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
+    from tasks.train_driver import metrics_by_step
+    from tasks.train_worker import JOURNAL
+
     rows = metrics_by_step(folder / JOURNAL, data).values()
     return {name: value for row in rows for name, value in row.items() if name in ("loss", "eval/loss")}
 

@@ -106,6 +106,8 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
     for name in ("pyproject.toml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
     (root / "params.yaml").write_text(yaml.safe_dump(demo_params(), sort_keys=False))
+    cluster = root / "infra" / "cluster.yaml"  # an embedded Ray cluster would start for each flow
+    cluster.write_text(cluster.read_text().replace("address: local", "address: auto"))
     shutil.copy(PROJECT / "tests" / "support" / "dummy_stage.py", root / "tasks" / "dummy.py")
     (root / "tasks" / "reports" / "terminal.py").write_text("print('the report')\n")
     # What the flow runs besides DVC's stages: tasks.promote and `dpo approve`.

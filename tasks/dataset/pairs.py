@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 from tasks.config.paths import PAIRS, REFERENCE
 from tasks.errors import UserError
 from tasks.system.files import read_json, sha256
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")

@@ -30,7 +30,7 @@ from tasks.runs.records import text_table
 from tasks.system.files import write_text
 from tasks.system.progress import Bar
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair, pack
+from training.objectives.pair import Pair, pack
 
 PAIRS_PER_TASK, PAIRS_AT_ONCE = 128, 4096  # the second bounds memory
 TARGETS = 256  # held-out pairs in the gradient at most

@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import Worker
 from tasks.errors import UserError
 from tasks.system.files import recall
 from training.evaluation.samples import Answer, PairValues
-from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
+
+if TYPE_CHECKING:  # it loads torch
+    from training.objectives.objective import Objective
 
 GIB = 2**30
 
@@ -94,7 +96,7 @@ class Evaluator(Worker):
             return score_rows(self.scorer, pairs, rows, best_device()), note
 
     def pair_values(
-        self, objective: Objective, pairs: Sequence[Pair], values: Sequence[Any], row_tokens: int
+        self, objective: "Objective", pairs: Sequence[Pair], values: Sequence[Any], row_tokens: int
     ) -> tuple[dict[str, float], list[PairValues]]:
         """The training metrics from the values of all pairs. Needs no model."""
         from training.evaluation.pair_scores import stored_pair_values

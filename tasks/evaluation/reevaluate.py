@@ -6,7 +6,7 @@ base model.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params
@@ -18,9 +18,11 @@ from tasks.evaluation.held_out import PairRow
 from tasks.evaluation.sharding import pair_values, sample_answers, split_logps, token_values
 from tasks.models import base_folder
 from tasks.system.progress import Bar
-from training.objectives.objective import Objective
 from training.objectives.options import OPTIONS
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
+
+if TYPE_CHECKING:
+    from training.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,10 @@ def require_same_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             )
 
 
-def _objective(manifest: dict[str, Any]) -> Objective:
+def _objective(manifest: dict[str, Any]) -> "Objective":
     """The training objective of a manifest's model."""
+    from training.objectives.objective import Objective  # loads torch; a first champion is compared with nothing
+
     train = manifest["params"]["train"]
     return Objective(train["loss"], {name: train[name] for name in OPTIONS if train.get(name) is not None})
 

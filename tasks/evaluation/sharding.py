@@ -5,15 +5,17 @@ results, bit for bit on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Cluster, Evaluate
 from tasks.errors import UserError
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
 from training.evaluation.samples import Answer, PairValues
-from training.objectives.objective import Objective
-from training.objectives.packing import Pair, pack
+from training.objectives.pair import Pair, pack
+
+if TYPE_CHECKING:  # it loads torch
+    from training.objectives.objective import Objective
 
 BATCH = 50  # prompts per task
 PACKED_TOGETHER = 512  # pairs
@@ -125,7 +127,7 @@ def split_logps(values: Sequence[Any], pairs: Sequence[Pair]) -> list[tuple[list
 
 
 def pair_values(
-    workers: WorkerPool, objective: Objective, pairs: Sequence[Pair], values: Sequence[Any]
+    workers: WorkerPool, objective: "Objective", pairs: Sequence[Pair], values: Sequence[Any]
 ) -> tuple[dict[str, float], list[PairValues]]:
     """The training metrics over all pairs, and the values of each pair."""
     task = (objective, pairs, values, workers.cluster.evaluate.row_tokens)

@@ -18,7 +18,7 @@ from training.models.loading import best_device, compile_layers, load_model
 from training.models.logps import score_pairs
 from training.models.parity import make_scorer
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer import checkpoint, loop, memory
 from training.trainer.settings import Settings
 

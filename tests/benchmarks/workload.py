@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from training.models.dtypes import DTYPES
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 # Qwen2.5's own values; `tiny` is for trying the scripts out on a CPU.
 SHAPES = {

@@ -13,7 +13,7 @@ from tasks.dataset import shards
 from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, PairTable, open_table
 from tasks.errors import UserError
 from training.objectives.batches import pair_costs
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import columns_of, longest, shortest
 
 SOURCES = ("web", "people")

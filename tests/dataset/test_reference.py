@@ -25,7 +25,7 @@ from training.distributed.process_group import join_process_group
 from training.models.loading import load_model
 from training.models.logps import score_pairs, score_rank_share
 from training.models.parity import make_scorer, select_scoring_path
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer.engine import local_shard
 
 pytestmark = pytest.mark.slow

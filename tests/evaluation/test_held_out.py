@@ -18,7 +18,7 @@ from training.evaluation.samples import PairValues
 from training.models.logps import plain_logps
 from training.models.parity import scoring
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 SURE = math.log(0.88 / 0.12)  # sigmoid of it is 0.88
 

@@ -10,7 +10,7 @@ from training.models.adapters import load_adapter
 from training.models.loading import load_model, load_tokenizer
 from training.models.parity import make_scorer
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 CPU = torch.device("cpu")
 OBJECTIVE = Objective({"sigmoid": 1.0}, {"beta": 0.1})

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from training.models.attention import attend, attention_inputs, blocks, row_mask
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 
 ALIKE = [(5, 3, 4), (4, 4, 4), (6, 2, 3)]
 UNLIKE = [(40, 3, 2), (1, 1, 1), (2, 5, 1)]

@@ -24,7 +24,8 @@ from transformers import (
 from training.models import adapters, head
 from training.models.logps import plain_logps, row_logps, score_pairs
 from training.models.parity import make_scorer
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -10,7 +10,8 @@ from training.models.dtypes import DTYPES
 from training.models.parity import make_scorer
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 from training.trainer.policy import build_policy
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ from training.models.parity import make_scorer
 from training.models.routers import LoadBalancingLoss
 from training.objectives import batches
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 
 SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -22,7 +22,7 @@ from training.distributed import sharded_model
 from training.exporting import merging
 from training.models import adapters
 from training.models.loading import load_model
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer.engine import local_shard
 
 HOW = Sampling(max_new_tokens=6, temperature=1.0, top_p=1.0, seed=0)

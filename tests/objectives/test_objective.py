@@ -15,7 +15,8 @@ from training.objectives.losses import LOSSES
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.options import LOSS_OPTIONS, OPTIONS, LossOptions, check
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from training.models.attention import row_mask
-from training.objectives.packing import Pair, build_row, pack
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair, pack
 
 
 def test_a_row_shares_the_prompt_and_restarts_positions():

@@ -13,7 +13,8 @@ from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective, start_value
 from training.objectives.options import check
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import OneAnswer, columns_of
 
 KTO = Objective({"kto": 1.0}, {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5})

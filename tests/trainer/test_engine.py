@@ -31,7 +31,7 @@ from training.objectives import batches
 from training.objectives.global_batch import GlobalBatch, calibrate
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer import loop
 from training.trainer.engine import count_nonzero, deepspeed_config
 

@@ -26,7 +26,8 @@ from training.models.parity import make_scorer, scoring
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 from training.trainer.start_checks import check_start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

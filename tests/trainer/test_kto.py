@@ -16,7 +16,8 @@ from training.models.parity import make_scorer
 from training.objectives import batches
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 
 pytestmark = pytest.mark.slow
 BETA, UP, DOWN = 0.5, 1.5, 0.75

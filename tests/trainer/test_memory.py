@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
 from tests.support.settings import make_settings
 from training.models import adapters
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer import memory
 from training.trainer.settings import Settings
 

@@ -14,7 +14,7 @@ from training.models.loading import load_model
 from training.models.logps import plain_logps
 from training.objectives import batches
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 pytestmark = pytest.mark.slow
 SOFT, HARD = {"every": 2, "alpha": 0.6}, {"every": 3, "alpha": 1.0}

@@ -12,7 +12,7 @@ from training.models.logps import score_pairs
 from training.models.parity import make_scorer
 from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer.settings import ReferenceMismatch
 from training.trainer.start_checks import check_start
 

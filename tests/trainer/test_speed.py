@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from training.models.adapters import add_adapter
 from training.models.logps import row_logps
 from training.models.parity import make_scorer
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 from training.trainer import speed
 from training.trainer.dataloader import StepBatch
 from training.trainer.speed import Speed, model_flops

@@ -11,7 +11,8 @@ from training.distributed.sequence_parallel import data_rank
 from training.objectives import batches, global_batch
 from training.objectives.metrics import MetricWindow, combine_kinds, kind_of, row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import PairColumns, columns_of
 
 HeldOut = Mapping[str, Sequence[Pair]]  # held-out pairs by their source

@@ -20,7 +20,8 @@ from training.models import adapters, weights
 from training.models.logps import row_logps
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.objectives.packing import Pair, build_row
+from training.objectives.packing import build_row
+from training.objectives.pair import Pair
 
 HALF = 0.5
 STEP = 0.01  # of the weights' norm: far above rounding, and small enough for a derivative

@@ -18,7 +18,8 @@ from training.evaluation.samples import PairValues
 from training.models.loading import best_device
 from training.models.logps import row_logps
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 
 TokenValues = np.ndarray  # (3, response tokens) of a pair: log-probability, entropy, collision; chosen, then rejected
 

@@ -13,7 +13,8 @@ from training.models.attention import attention_inputs, supports_flash
 from training.models.fp8 import Fp8Linear
 from training.models.head import LogitTransform, Values, head_logps, target_values
 from training.objectives.batches import rank_rows_of_all
-from training.objectives.packing import Ints, PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Ints, Pair
 from training.objectives.pair_columns import columns_of
 
 # Largest mean difference per token between two ways to compute the same log-probabilities.

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from training.distributed.sequence_parallel import SequenceGroup
 from training.models.attention import PACKED_ATTENTION
 from training.models.logps import Scorer, logp_tolerance, plain_logps, row_logps
-from training.objectives.packing import CHOSEN, REJECTED, Pair, build_row
+from training.objectives.packing import CHOSEN, REJECTED, build_row
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import longest, shortest
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from training.objectives.packing import Pair, pack
+from training.objectives.pair import Pair, pack
 from training.objectives.pair_columns import columns_of
 
 PACKING_GROUP = 512  # pairs that are packed together, so that packing many pairs stays fast

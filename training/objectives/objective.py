@@ -19,7 +19,7 @@ from training.objectives.options import (
     needs_reference,
     options_of,
 )
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import PairColumns, columns_of
 
 

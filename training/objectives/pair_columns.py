@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 
 @dataclass(frozen=True)

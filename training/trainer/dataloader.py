@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from training.objectives import batches
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import OneAnswer, columns_of
 
 

@@ -19,7 +19,7 @@ from training.distributed.sequence_parallel import data_rank, start_sequence_gro
 from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
 from training.objectives import batches
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
 from training.trainer.dataloader import StepBatch, StepLoader

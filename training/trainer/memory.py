@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from training.models.dtypes import DTYPES
 from training.models.head import CHUNK_BYTES, KEEP_BYTES
 from training.objectives.batches import pair_costs, step_pairs, total_steps
-from training.objectives.packing import Pair, pack
+from training.objectives.pair import Pair, pack
 from training.objectives.pair_columns import columns_of
 from training.trainer.engine import BUCKET
 from training.trainer.settings import MOMENT_BYTES, Settings

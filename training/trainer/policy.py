@@ -19,7 +19,7 @@ from training.models.loading import compile_layers, load_model
 from training.models.logps import Scorer
 from training.models.parity import select_scoring_path, share_tokens
 from training.models.routers import LoadBalancingLoss
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 from training.trainer import engine
 from training.trainer.settings import Settings
 from training.trainer.start_checks import check_determinism

@@ -13,7 +13,8 @@ from training.models.parity import shorten
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 from training.objectives.pair_columns import longest, shortest
 from training.trainer.settings import ReferenceMismatch
 
