@@ -216,7 +216,8 @@ def _make_trainer(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from tasks.cluster.rendezvous import Rendezvous  # imports Ray, only possible in a `ray_cluster` block
+    from tasks.cluster.embedded_trainer import EmbeddedTrainer  # imports Ray, only possible in a `ray_cluster` block
+    from tasks.cluster.rendezvous import Rendezvous  # as above
 
     cluster, group = training.cluster, training.cluster.actor_train
     # Released at once: Ray Train reserves its own placement group, but would not report that it waits.
@@ -229,7 +230,8 @@ def _make_trainer(
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
 
-    return TorchTrainer(
+    trainer = EmbeddedTrainer if session else TorchTrainer
+    return trainer(
         train_loop,
         train_loop_config={
             "settings": replace(settings, model=str(model)),

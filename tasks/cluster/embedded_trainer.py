@@ -1,0 +1,36 @@
+"""Ray Train on an embedded cluster, without three helper processes that one machine does not need.
+
+They ask an autoscaler for nodes, release the resources of a controller whose cluster lives on, and split Ray datasets.
+Each takes two to three seconds of a core to start, and the workers wait for the first. Import this module inside a
+`ray_cluster` block.
+"""
+
+from typing import Any
+
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+
+class EmbeddedTrainer(TorchTrainer):
+    def _create_default_callbacks(self) -> list[Any]:
+        helpers = (DatasetsCallback, PlacementGroupCleanerCallback)
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, helpers)]
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        options["scaling_policy"] = _FixedSize(self.scaling_config)
+        return super()._initialize_and_run_controller(**options)
+
+
+class _FixedSize(FixedScalingPolicy):
+    """Asks no autoscaler: an embedded cluster never grows."""
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+    def _cancel_resource_request(self) -> None:
+        pass
