@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, PAIRS, RAW, home
+from tasks.errors import UserError
 from tasks.models import local_path
 from tasks.system import disk
 from tasks.system.files import recall
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
 
 MASTER = 4  # bytes per trainable parameter of the float32 weight
 GGUF = {"f16": 2.0, "q8_0": 1.07, "q6_k": 0.9, "q5_k_m": 0.8, "q4_k_m": 0.75}  # bytes per parameter, at most
+LEAST_BYTES = 0.5  # per parameter in a weight file: a 4-bit model
 FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
+
+
+class Parameters(NamedTuple):
+    """How many a model has, and how many are trained."""
+
+    parameters: int
+    trainable: int
 
 
 def check(stage: str, params: Params, cluster: Cluster) -> None:
@@ -30,20 +39,33 @@ def check(stage: str, params: Params, cluster: Cluster) -> None:
     disk.require(stage, estimates.get(stage, lambda: [(Path("data"), 0.0)])())
 
 
-def training_needs(params: Params, cluster: Cluster, model: Path, folder: Path) -> FolderSizes:
-    """Of a training in `folder`, less what earlier attempts left there: their files are replaced one by one."""
-    from training.trainer.memory import model_sizes  # loads torch, and other stages check their disk space too
+def check_training(stage: str, params: Params, cluster: Cluster, model: Path, folder: Path) -> None:
+    """UserError where the disk cannot hold a training in `folder`."""
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    at_most = int(weights / LEAST_BYTES)
+    try:  # the exact numbers come from transformers' model, which takes seconds to import
+        disk.require(stage, _training_needs(params, cluster, Parameters(at_most, at_most), folder))
+    except UserError:
+        disk.require(stage, _training_needs(params, cluster, _count_parameters(params, model), folder))
+
+
+def _count_parameters(params: Params, model: Path) -> "Sizes":
+    from training.trainer.memory import model_sizes
 
     adapter = params.train.adapter.model_dump() if params.train.adapter else None
-    sizes = model_sizes(model, adapter, params.train.quantization)
+    return model_sizes(model, adapter, params.train.quantization)
+
+
+def _training_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes", folder: Path) -> FolderSizes:
+    """Less what earlier attempts left in the folder: their files are replaced one by one."""
     parts = run_needs(params, cluster, sizes)
     policy = parts["policy"] / 3
     return [(folder, max(0.0, parts["checkpoints"] + policy - disk.size_of(folder))), (Path("data"), policy)]
 
 
-def run_needs(params: Params, cluster: Cluster, sizes: "Sizes") -> dict[str, float]:
+def run_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes") -> dict[str, float]:
     """Bytes of a whole run, by content. DVC's cache holds a second copy of every out unless the disk shares blocks."""
-    from training.trainer.settings import MOMENT_BYTES  # loads torch, as whoever made `sizes` has
+    from training.trainer.settings import MOMENT_BYTES  # loads torch
 
     width = 4 if params.train.dtype == "float32" else 2
     merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)

@@ -29,7 +29,7 @@ from tasks.config.paths import home
 from tasks.dataset.training_data import PREFERENCES, TrainingData
 from tasks.errors import UserError
 from tasks.runs.dvc_lock import stage_code
-from tasks.system import disk, signing
+from tasks.system import signing
 from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.progress import Bar, meanwhile
 from tasks.tracking.journal import Run, read_lines
@@ -120,7 +120,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
         flush=True,
     )
     deleted = _delete_checkpoints(folder) if params.train.resume_from_checkpoint == "never" else None
-    disk.require(stage, disk_space.training_needs(params, cluster, training.model, folder))
+    disk_space.check_training(stage, params, cluster, training.model, folder)
     checkpoint.claim(folder, settings.attempt)
     key = signing.checkpoint_key()
     if note := deleted or _prepare_start(folder, origin, start, key):
