@@ -6,9 +6,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -23,13 +22,18 @@ from flows import artifacts, cancellation, embedded_server, promote, terminal
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.retrain import RetrainCheck
 from flows.stage import stage
-from tasks.cluster import kept_ray
-from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import commits, records, run_config
 from tasks.runs.records import RunRecord
-from tasks.runs.workspace import Workspace, change_configuration, close_workspace, new_record, open_workspace
+from tasks.runs.workspace import (
+    Workspace,
+    change_configuration,
+    close_workspace,
+    new_record,
+    open_workspace,
+    ray_kept,
+)
 from tasks.system import processes
 
 
@@ -136,7 +140,7 @@ def run_stages(
     for line in workspace.watch():
         get_run_logger().info("%s", line)
     stale = workspace.stale_stages()
-    with _ray_kept(workspace, stale) as workspace:
+    with ray_kept(workspace, stale) as workspace:
         last = _run_in_order(workspace, states, checks, stale, announced)
     if any(state["state"] != "cached" for state in states) and (stale := workspace.stale_stages()):
         raise UserError(
@@ -166,16 +170,6 @@ def _run_in_order(
         states.append(previous[0].result())
         checks.get(name, lambda: None)()
     return previous
-
-
-@contextmanager
-def _ray_kept(workspace: Workspace, stale: set[str]) -> Iterator[Workspace]:
-    """One embedded Ray cluster for all stages that will run. It starts while the first of them computes."""
-    if not kept_ray.is_needed(load_cluster(workspace.root), stale, workspace.stages()):
-        yield workspace
-        return
-    with kept_ray.keep(workspace.root, workspace.environment()) as session:
-        yield replace(workspace, ray_session=session)
 
 
 def report(result: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from tasks.cluster import kept_ray
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
@@ -126,11 +127,12 @@ def _run(root: Path, *stages: str) -> None:
         "DPO_HOME": str(root),
         "DPO_RUN": f"{root.name}-{fingerprint(params.model_dump())[:8]}",  # of the run in MLflow
     }
-    for stage in stages:
-        output = _Output()
-        if code := processes.run([sys.executable, "-m", f"tasks.{stage}"], root, env, output):
-            failed = f"The stage {stage} failed with exit code {code}; its output is above."
-            raise UserError("\n".join(output.error) if code == 2 and output.error else failed)
+    with kept_ray.keep_if_needed(root, env, stages, stages) as session:
+        for stage in stages:
+            output, command = _Output(), [sys.executable, "-m", f"tasks.{stage}"]
+            if code := processes.run(command, root, {**env, **kept_ray.variables(session)}, output):
+                failed = f"The stage {stage} failed with exit code {code}; its output is above."
+                raise UserError("\n".join(output.error) if code == 2 and output.error else failed)
 
 
 class _Output:

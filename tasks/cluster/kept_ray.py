@@ -54,6 +54,17 @@ def cpus_needed(cluster: Cluster) -> int:
 
 
 @contextmanager
+def keep_if_needed(
+    root: Path, env: Mapping[str, str], stale: Collection[str], stages: Sequence[str]
+) -> Iterator[Path | None]:
+    if not is_needed(load_cluster(root), stale, stages):
+        yield None
+        return
+    with keep(root, env) as session:
+        yield session
+
+
+@contextmanager
 def keep(root: Path, env: Mapping[str, str]) -> Iterator[Path]:
     """Start a cluster for the workspace `root` without waiting for it; yields its session folder.
 
@@ -64,6 +75,11 @@ def keep(root: Path, env: Mapping[str, str]) -> Iterator[Path]:
         with processes.spawn(command, root, env, log) as holder:
             write_json(folder / HOLDER, processes.process_record(holder.pid))
             yield folder
+
+
+def variables(session: Path | None) -> dict[str, str]:
+    """The environment variable that leads a stage to the cluster."""
+    return {SESSION: str(session)} if session else {}
 
 
 def find(cpus: float, environment: Mapping[str, str]) -> Kept | None:

@@ -17,7 +17,7 @@ from tasks.errors import UserError
 from tasks.runs import dvc, dvc_lock
 from tasks.runs.commits import get_commit, git
 from tasks.runs.records import WORKTREES
-from tasks.runs.workspace import Workspace, check_out_results
+from tasks.runs.workspace import Workspace, check_out_results, ray_kept
 from tasks.system import processes
 from tasks.system.files import hash_files, read_json
 from tasks.system.lock import workspace_lock
@@ -47,13 +47,18 @@ def reproduce(name: str) -> list[str]:
         before = _results(root)
         if not before["outs"]:
             raise UserError(f"{name} ({commit[:12]}) has no dvc.lock, so there is nothing to compare with.")
-        for stage in [stage for stage in workspace.stages() if stage not in FETCHED]:
-            if processes.run(dvc.repro_command(stage, force=True), root, workspace.environment(), print):
-                raise UserError(f"The stage {stage} failed in {root}. Its output is above.")
+        _run_again(workspace, [stage for stage in workspace.stages() if stage not in FETCHED])
         differences = compare(before, _results(root))
     if not differences:
         git(ROOT, "worktree", "remove", "--force", str(root))
     return differences
+
+
+def _run_again(workspace: Workspace, stages: list[str]) -> None:
+    with ray_kept(workspace, stages) as workspace:
+        for stage in stages:
+            if processes.run(dvc.repro_command(stage, force=True), workspace.root, workspace.environment(), print):
+                raise UserError(f"The stage {stage} failed in {workspace.root}. Its output is above.")
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

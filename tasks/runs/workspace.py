@@ -6,9 +6,9 @@ removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo 
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -46,8 +46,9 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
-        ray = {kept_ray.SESSION: str(self.ray_session)} if self.ray_session else {}
-        return dvc.environment(DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **ray)
+        return dvc.environment(
+            DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **kept_ray.variables(self.ray_session)
+        )
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
@@ -67,6 +68,14 @@ class Workspace:
 
     def dvc(self, *arguments: str) -> str:
         return dvc.call(self.root, *arguments, env=self.environment())
+
+
+@contextmanager
+def ray_kept(workspace: Workspace, stale: Collection[str]) -> Iterator[Workspace]:
+    """One embedded Ray cluster for all stages that will run. It starts while the first of them computes."""
+    stages = workspace.stages()
+    with kept_ray.keep_if_needed(workspace.root, workspace.environment(), stale, stages) as session:
+        yield replace(workspace, ray_session=session)
 
 
 def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) -> RunRecord:

@@ -1,21 +1,28 @@
 """Small real workspaces for tests: our params, a tiny model, a few rows of the demo; stages run as commands."""
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from tasks.cluster import kept_ray
 from tasks.config.params import Cluster, dotted, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
 
 PROJECT = Path(__file__).resolve().parents[2]
+ON_RAY = ("sft", "reference", "train")
+_until_exit = ExitStack()
+atexit.register(_until_exit.close)
 SMALL = {
     "prepare.eval_fraction": 0.2,
     "train.global_batch_size": 8,
@@ -66,12 +73,12 @@ def write_data(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def start(workspace: Path, stage: str) -> subprocess.Popen[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
+def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str]:
+    """A stage with an embedded Ray of its own, as by hand: a test may kill any of its processes."""
     return subprocess.Popen(
         [sys.executable, "-m", f"tasks.{stage}"],
         cwd=workspace,
-        env={**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])},
+        env={**_environment(), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,15 +86,26 @@ def start(workspace: Path, stage: str) -> subprocess.Popen[str]:
     )
 
 
+def _environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
+    return {**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])}
+
+
 def run(workspace: Path, *stages: str) -> str:
-    """Run stages one after the other; each must succeed."""
+    """Run stages one after the other, on this test process's Ray cluster; each must succeed."""
     output = ""
     for stage in stages:
-        process = start(workspace, stage)
+        process = start(workspace, stage, **kept_ray.variables(_ray() if stage in ON_RAY else None))
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, f"{stage}: {said}"
         output += said
     return output
+
+
+@cache
+def _ray() -> Path:
+    """One embedded cluster for all stages that nobody disturbs: starting one takes seven seconds of a core."""
+    return _until_exit.enter_context(kept_ray.keep(PROJECT, _environment()))
 
 
 def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrainWorker") -> list[psutil.Process]:
