@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -92,10 +93,14 @@ def _environment() -> dict[str, str]:
 
 
 def run(workspace: Path, *stages: str) -> str:
-    """Run stages one after the other, on this test process's Ray cluster; each must succeed."""
-    output = ""
+    """Run stages one after the other, on this test process's Ray cluster; each must succeed.
+
+    Several stages are one run, as with `dvc repro`: one uploader sends their journals.
+    """
+    output, together = "", {"DPO_RUN": f"run-{uuid.uuid4().hex[:8]}"} if len(stages) > 1 else {}
     for stage in stages:
-        process = start(workspace, stage, **kept_ray.variables(_ray() if stage in ON_RAY else None))
+        ray = kept_ray.variables(_ray() if stage in ON_RAY else None)
+        process = start(workspace, stage, **together, **ray)
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, f"{stage}: {said}"
         output += said
