@@ -49,10 +49,15 @@ def mlflow_store(once: Once) -> Path:
     return once("mlflow", lambda folder: MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments())
 
 
+@pytest.fixture(scope="session")
+def dummy_template(once: Once, mlflow_store: Path) -> Path:
+    return once("dummy", lambda folder: make_dummy_repo(folder / "repo", mlflow_store)) / "repo"
+
+
 @pytest.fixture
-def dummy_repo(tmp_path: Path, mlflow_store: Path) -> Path:
+def dummy_repo(tmp_path: Path, dummy_template: Path) -> Path:
     """A git and DVC repository with our flows and params, and stages that take no time."""
-    return make_dummy_repo(tmp_path / "repo", mlflow_store)
+    return Path(shutil.copytree(dummy_template, tmp_path / "repo", symlinks=True))
 
 
 @pytest.fixture(scope="session")
