@@ -26,7 +26,7 @@ from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import make_pairs, write_pairs
 from training.models import tiny
 from training.objectives import batches
-from training.objectives.packing import Pair
+from training.objectives.pair import Pair
 
 Curve = Mapping[int, float]
 ROWS = (1_000, 10_000, 100_000)
