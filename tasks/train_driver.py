@@ -230,7 +230,7 @@ def _make_trainer(
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
 
-    trainer = EmbeddedTrainer if session else TorchTrainer
+    trainer: Any = EmbeddedTrainer if session else TorchTrainer
     return trainer(
         train_loop,
         train_loop_config={

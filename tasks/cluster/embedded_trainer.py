@@ -7,10 +7,10 @@ Each takes two to three seconds of a core to start, and the workers wait for the
 
 from typing import Any
 
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 
 class EmbeddedTrainer(TorchTrainer):
@@ -19,8 +19,8 @@ class EmbeddedTrainer(TorchTrainer):
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, helpers)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        options["scaling_policy"] = _FixedSize(self.scaling_config)
-        return super()._initialize_and_run_controller(**options)
+        scaling_policy = _FixedSize(options["scaling_policy"].scaling_config)
+        return super()._initialize_and_run_controller(**{**options, "scaling_policy": scaling_policy})
 
 
 class _FixedSize(FixedScalingPolicy):
