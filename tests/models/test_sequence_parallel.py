@@ -21,7 +21,8 @@ from training.models.logps import Scorer
 from training.models.routers import LoadBalancingLoss
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, Pair, build_row
+from training.objectives.packing import PackedRow, build_row
+from training.objectives.pair import Pair
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
