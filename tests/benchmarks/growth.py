@@ -138,9 +138,10 @@ def draw(panels: Mapping[tuple[str, str], Mapping[str, Curve]], path: Path) -> N
         for name, curve in curves.items():
             axis.loglog(list(curve), list(curve.values()), marker="o", label=f"{name} (slope {slope(curve):.2f})")
         axis.set(xlabel=x_label, ylabel=y_label)
+        axis.margins(y=0.3)  # for the legend
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
-    axes.flat[-1].set(yscale="linear", ylim=(0, None))
+        axis.legend(frameon=False, loc="upper left")
+    axes.flat[-1].set(yscale="linear", ylim=(0, 1.5))
     figure.savefig(path, metadata={"Date": None})
 
 
