@@ -267,7 +267,7 @@ def test_nothing_outlives_a_stopped_run(repo: Path, by_hand: Env, sign: signal.S
         below = psutil.Process(run.pid).children(recursive=True)
         assert len(below) >= 5  # the server, dvc, the stage, its child, and what guards them
         os.killpg(run.pid, sign)  # as Ctrl-C does
-        run.wait(timeout=60)
+        run.wait(timeout=120)
         wait_for(lambda: not any(map(alive, below)), 40)
     except AssertionError as error:
         raise AssertionError(f"{error}; the run printed:\n{printed.read_text()}") from error
