@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def by_tokens(scratch: Path) -> tuple[Curve, Curve]:
         rng = random.Random(0)
         pairs = [_pair(rng, number, tokens) for number in range(4 * batch)]
         results[tokens] = _measure(scratch, model, pairs, batch, row_tokens=max(2048, tokens))
-    return tuple({x: result[at] for x, result in results.items()} for at in (0, 1))  # type: ignore[return-value]
+    return _curves(results)
 
 
 def by_vocabulary(scratch: Path) -> tuple[Curve, Curve]:
@@ -75,7 +74,7 @@ def by_vocabulary(scratch: Path) -> tuple[Curve, Curve]:
     for size in VOCABULARY:
         pairs = make_pairs("short", 4 * 8, 1000)
         results[size] = _measure(scratch, random_model(scratch, size), pairs, 8, row_tokens=512)
-    return tuple({x: result[at] for x, result in results.items()} for at in (0, 1))  # type: ignore[return-value]
+    return _curves(results)
 
 
 def by_ranks() -> Curve:
@@ -112,10 +111,15 @@ def _pair(rng: random.Random, number: int, tokens: int) -> Pair:
     return Pair(str(number), prompt, chosen, rejected, [1] * len(chosen), [1] * len(rejected))
 
 
+def _curves(results: Mapping[int, tuple[float, float]]) -> tuple[Curve, Curve]:
+    """Training and reference pass."""
+    return {x: result[0] for x, result in results.items()}, {x: result[1] for x, result in results.items()}
+
+
 def _measure(scratch: Path, model: Path, pairs: list[Pair], batch: int, row_tokens: int) -> tuple[float, float]:
     path = write_pairs(pairs, scratch / "pairs.pickle")
     job = Job("ours", str(model), str(path), batch, 1, 3, row_tokens, 0, logging_steps=1, threads=1)
-    result = run(replace(job, learning_rate=1e-6), 600)
+    result = run(job, 600)
     if "error" in result:
         raise SystemExit(f"error: {result['error']}")
     return 1 / result["pairs_per_cpu_second"], 1 / result["reference_pairs_per_cpu_second"]
