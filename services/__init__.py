@@ -3,6 +3,7 @@
 Prefect reads its settings when it is imported, so this file sets them: flows/ imports this package first.
 """
 
+import logging
 import os
 
 from tasks.config.paths import ROOT
@@ -19,3 +20,6 @@ SETTINGS = {
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
+
+for _name in ("EventsWorker", "APILogWorker"):  # at exit they warn on stderr that they are still sending
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith("Still processing items"))

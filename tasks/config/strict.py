@@ -25,7 +25,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist. Restore it with `git checkout -- {path.name}`.") from None
+        raise UserError(f"{path} does not exist. Restore it with `git checkout -- {path}`.") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {str(error).replace(chr(10), ' ')}. Correct that line.") from None
     if not isinstance(content, dict):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tasks.runs.dvc_lock import StageInputs
 from tests.conftest import make_dummy_repo
 from tests.flows.test_flow import STAGES
 from tests.runs.test_runs import command
-from tests.support.workspaces import NO_JUDGE, demo_params
+from tests.support.workspaces import NO_JUDGE, PROJECT, demo_params
 
 Env = dict[str, str]
 
@@ -31,6 +32,7 @@ def env() -> Env:
 def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env) -> Path:
     """With code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
     root = make_dummy_repo(tmp_path_factory.mktemp("plan") / "repo", mlflow_store)
+    shutil.copy(PROJECT / "infra" / "cluster.yaml", root / "infra")  # every value is the default
     (root / "pairs.jsonl").write_text("{}\n")
     changes = {"source.data": "pairs.jsonl", **NO_JUDGE}
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(demo_params(), dotted(changes))))
