@@ -63,7 +63,7 @@ def _write_model(
     """Write the model's files and return the checks; runs in a worker, or in all workers of a model that they share."""
     from training.exporting import merging  # imports torch, which this stage's own process does not need
     from training.models.chat import chat_pieces
-    from training.models.loading import load_tokenizer
+    from training.models.tokenizer import load_tokenizer
 
     adapter, dtype, shard_size = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:

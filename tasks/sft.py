@@ -83,7 +83,7 @@ def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
 def _write_model(base: Path, policy: Path, out: Path) -> None:
     """The tuned model with its tokenizer."""
     from training.models.adapters import merge_folders  # heavy: torch, peft
-    from training.models.loading import load_tokenizer
+    from training.models.tokenizer import load_tokenizer
 
     if (policy / "adapter_config.json").exists():
         merge_folders(base, policy, out)

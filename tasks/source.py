@@ -174,7 +174,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
 
 def _fetch_reference(params: Source, base: Path, template: str) -> None:
     """The model behind the bar of `registry:NAME|ADDRESS`, beside the start model."""
-    from training.models.loading import load_tokenizer  # heavy: transformers
+    from training.models.tokenizer import load_tokenizer  # heavy: transformers
 
     address, other = str(registered_name(params.model)[1]), base / OTHER_REFERENCE.name
     other.mkdir()

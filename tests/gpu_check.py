@@ -29,7 +29,7 @@ from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_in_subprocess
 from tests.support.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data
 from training.models import tiny
-from training.models.loading import load_tokenizer
+from training.models.tokenizer import load_tokenizer
 
 BATCH, SAVES = 32, 2  # pairs per update, checkpoints per training
 LONGEST = 1024  # tokens of a sequence

@@ -8,7 +8,7 @@ from tasks.models import source_folder
 
 
 def load_template(params: Params) -> ChatTemplate:
-    from training.models.loading import load_tokenizer  # heavy: transformers
+    from training.models.tokenizer import load_tokenizer  # heavy: transformers
 
     # Processes share the work, not threads: the tokenizer's threads would not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

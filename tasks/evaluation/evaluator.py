@@ -226,6 +226,6 @@ class Evaluator(Worker):
 
 
 def _tokenizer(weights: Weights) -> Any:
-    from training.models.loading import load_tokenizer
+    from training.models.tokenizer import load_tokenizer
 
     return load_tokenizer(Path(weights.tokenizer))

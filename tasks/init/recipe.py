@@ -72,7 +72,7 @@ def _params(data: str, model: str, overrides: dict[str, Any]) -> Params:
 
 
 def _examine_model(folder: Path, options: Prepare) -> tuple[ChatTemplate, ModelFacts]:
-    from training.models.loading import load_tokenizer  # heavy: transformers
+    from training.models.tokenizer import load_tokenizer  # heavy: transformers
 
     tokenizer = load_tokenizer(folder)
     facts = examine_model(folder, tokenizer)

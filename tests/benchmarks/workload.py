@@ -108,7 +108,7 @@ def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: 
     from tasks.dataset.rows.reject_reasons import RejectedRow
     from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
     from tasks.dataset.tokenization import TokenizedPair, choose_template, tokenize
-    from training.models.loading import load_tokenizer
+    from training.models.tokenizer import load_tokenizer
 
     rows = list(rows)
     template = choose_template(load_tokenizer(model), "auto", {}, "last")

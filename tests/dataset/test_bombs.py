@@ -30,7 +30,8 @@ from tasks.source import check_addresses
 from tests.support.workspaces import PROJECT
 from training.evaluation.reward_model import scores
 from training.limits import bounded
-from training.models.loading import load_model, load_tokenizer
+from training.models.loading import load_model
+from training.models.tokenizer import load_tokenizer
 
 MIB = 1 << 20
 GOOD = {"prompt": "p", "chosen": "c", "rejected": "r"}

@@ -13,7 +13,8 @@ from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.source import check_addresses, fetch_model
 from training.models import adapters
-from training.models.loading import load_model, load_tokenizer
+from training.models.loading import load_model
+from training.models.tokenizer import load_tokenizer
 
 PROMPT = [[5, 6, 7, 8]]
 

@@ -47,7 +47,7 @@ def write_pairs(split: str, rows: list[dict[str, Any]], base: Path) -> None:
     from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, pairs_file, read_pairs, reference_file
     from tasks.dataset.shards import read_shard, write_shard
     from tasks.evaluation.reevaluate import HeldOut, add_reference
-    from training.models.loading import load_tokenizer
+    from training.models.tokenizer import load_tokenizer
 
     encode = load_tokenizer(base).encode
     made = []

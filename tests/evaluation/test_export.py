@@ -18,7 +18,8 @@ from training.exporting import gguf, merging
 from training.models import adapters
 from training.models.adapters import prompt_logits
 from training.models.chat import chat_pieces
-from training.models.loading import load_model, load_tokenizer
+from training.models.loading import load_model
+from training.models.tokenizer import load_tokenizer
 
 TEXTS = ("Where is the cup?", "<|user|>12345 äöü\n\n  x<|assistant|>")
 PROMPTS = [[1, 4, 30, 31, 32], [1, 4, *range(60, 90)]]

@@ -7,8 +7,9 @@ import torch
 
 from training.evaluation.influence import MarginDerivatives, move_halfway
 from training.models.adapters import load_adapter
-from training.models.loading import load_model, load_tokenizer
+from training.models.loading import load_model
 from training.models.parity import make_scorer
+from training.models.tokenizer import load_tokenizer
 from training.objectives.objective import Objective
 from training.objectives.pair import Pair
 

@@ -26,7 +26,8 @@ PROMPTS = [SHORT, LONG, [1, 4, 99, 98, 97, 96, 95]]
 
 @pytest.fixture(scope="module")
 def both(tiny_base: Path):
-    from training.models.loading import load_model, load_tokenizer
+    from training.models.loading import load_model
+    from training.models.tokenizer import load_tokenizer
 
     return load_model(tiny_base, "float32"), load_tokenizer(tiny_base)
 

@@ -18,7 +18,7 @@ from tasks.system.files import hash_files, read_json, write_json
 from tests.benchmarks.workload import make_model
 from tests.support.settings import make_settings
 from tests.support.workspaces import make_workspace, run
-from training.models.loading import load_tokenizer
+from training.models.tokenizer import load_tokenizer
 from training.trainer.policy import build_policy
 
 INSTALLED = importlib.util.find_spec("bitsandbytes") is not None

@@ -9,7 +9,8 @@ from transformers import TextIteratorStreamer
 
 from training.evaluation.sampling import sample
 from training.models.chat import render
-from training.models.loading import best_device, load_model, load_tokenizer
+from training.models.loading import best_device, load_model
+from training.models.tokenizer import load_tokenizer
 
 Messages = list[dict[str, str]]
 

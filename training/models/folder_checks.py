@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from training.limits import bounded
-from training.models.loading import load_tokenizer
+from training.models.tokenizer import load_tokenizer
 from training.models.weights import read_shapes
 
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")

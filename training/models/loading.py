@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer, without dropout."""
+"""Load a causal language model, without dropout."""
 
 import re
 from importlib.util import find_spec
@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
@@ -53,13 +47,6 @@ def _nf4_config(dtype: str) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[dtype],
     )
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def disable_dropout(model: nn.Module) -> None:

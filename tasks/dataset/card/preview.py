@@ -30,7 +30,7 @@ def show(count: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from training.models.loading import load_tokenizer  # heavy: transformers
+    from training.models.tokenizer import load_tokenizer  # heavy: transformers
 
     if not pairs_file("train").exists():
         raise UserError("There are no prepared pairs here. Run `dvc repro prepare`.")
