@@ -14,6 +14,7 @@ from tasks.system.lock import file_lock
 from tests.support.workspaces import demo_params, wait_for
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
+os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # as our server does: five processes that poll
 PROJECT = Path(__file__).parents[1]
 Once = Callable[[str, Callable[[Path], object]], Path]
 APPROVE = """
@@ -174,7 +175,7 @@ def referenced(once: Once, tiny_base: Path, mlflow_store: Path) -> Path:
     from tests.support.workspaces import make_workspace, run
 
     def make(folder: Path) -> None:
-        make_workspace(folder, tiny_base)
+        make_workspace(folder, tiny_base, cluster={"actor_train.num_workers": 2})
         shutil.copytree(mlflow_store, folder / ".mlflow")
         run(folder, "source", "prepare", "reference")
 

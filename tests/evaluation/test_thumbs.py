@@ -11,7 +11,6 @@ from tests.dataset.test_unpaired import thumbs
 from tests.support.workspaces import make_workspace, run, write_data
 
 pytestmark = pytest.mark.slow
-ONE_WORKER = {"reference.num_workers": 1, "actor_train.num_workers": 1}
 STAGES = ("source", "prepare", "reference", "train", "evaluate", "export", "promote")
 
 
@@ -19,9 +18,7 @@ STAGES = ("source", "prepare", "reference", "train", "evaluate", "export", "prom
 def learnt(tiny_base: Path, mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     options = {"train.loss": {"kto": 1.0}, "train.beta": 0.1, "train.learning_rate": 3.0e-3}
     gate = {"promote.require": {"rewards/accuracies": 0.5, "rewards/auc": 0.5}}
-    workspace = make_workspace(
-        tmp_path_factory.mktemp("thumbs") / "workspace", tiny_base, cluster=ONE_WORKER, **options, **gate
-    )
+    workspace = make_workspace(tmp_path_factory.mktemp("thumbs") / "workspace", tiny_base, **options, **gate)
     shutil.copytree(mlflow_store, workspace / ".mlflow")
     write_data(workspace / "pairs.jsonl", thumbs(150))
     return workspace, run(workspace, *STAGES)

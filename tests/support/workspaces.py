@@ -19,6 +19,7 @@ import yaml
 from tasks.cluster import kept_ray
 from tasks.config.params import Cluster, dotted, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
+from tests.support.forked import forked_stage
 
 PROJECT = Path(__file__).resolve().parents[2]
 ON_RAY = ("sft", "reference", "train")
@@ -42,6 +43,7 @@ GROUPS = {
     "tensorboard": True,
     "system_metrics": 0.2,
     "reference.shard_pairs": 16,
+    "actor_train.num_workers": 1,  # each takes 15 seconds of a core to start
     "actor_train.save_steps": 4,
     "actor_train.row_tokens": 256,
 }
@@ -100,9 +102,8 @@ def run(workspace: Path, *stages: str) -> str:
     output, together = "", {"DPO_RUN": f"run-{uuid.uuid4().hex[:8]}"} if len(stages) > 1 else {}
     for stage in stages:
         ray = kept_ray.variables(_ray() if stage in ON_RAY else None)
-        process = start(workspace, stage, **together, **ray)
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{stage}: {said}"
+        code, said = forked_stage(workspace, stage, {**_environment(), **together, **ray})
+        assert code == 0, f"{stage}: {said}"
         output += said
     return output
 

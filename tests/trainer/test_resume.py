@@ -59,7 +59,7 @@ def test_a_training_with_every_interruption_ends_with_the_weights_of_an_undistur
     workspace = Path(shutil.copytree(referenced, tmp_path / "disturbed"))
     with proxied("http://127.0.0.1:9") as proxy:
         proxy.mode = "error"  # MLflow answers every call with 500
-        tracking = {"tracking_uri": proxy.address}
+        tracking = {"tracking_uri": proxy.address, "actor_train.num_workers": 2}
         write_cluster(workspace, {**tracking, "actor_train.max_failures": 0})
         lose_a_worker_that_may_not_restart(workspace)
         write_cluster(workspace, tracking)
