@@ -94,7 +94,8 @@ class ActorTrainGroup(Group):
     compile: bool = True
     zero_stage: Literal[1, 2, 3] = 2
     offload: Literal["none", "optimizer", "all"] = "none"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["offload"] = False
+    mlp_tile_tokens: Count | None = None
     sequence_parallel: Count = 1
     save_steps: Count = 20
     keep_checkpoints: Count = 2
@@ -105,6 +106,15 @@ class ActorTrainGroup(Group):
     def _check_offload(self) -> "ActorTrainGroup":
         if self.offload == "all" and self.zero_stage != 3:
             raise ValueError(f"offload: all needs zero_stage: 3, but zero_stage is {self.zero_stage}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tiles(self) -> "ActorTrainGroup":
+        if self.mlp_tile_tokens and self.zero_stage == 3:
+            raise ValueError(
+                "mlp_tile_tokens does not work with zero_stage: 3, where workers with different numbers of tiles would "
+                "wait for each other. Use sequence_parallel, or zero_stage: 2"
+            )
         return self
 
     @model_validator(mode="after")

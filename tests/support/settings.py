@@ -38,6 +38,7 @@ PLAIN: dict[str, Any] = {
     "offload": "none",
     "row_tokens": 8192,
     "activation_checkpointing": False,
+    "mlp_tile_tokens": None,
     "sequence_parallel": 1,
     "compile": True,
     "save_steps": 100,

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
 MARGIN_SCALE = 0.5
 SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
+RECOMPUTED = {"activation_checkpointing": "offload", "mlp_tile_tokens": 7}
 LORA = {"rank": 3, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 DORA, RSLORA = {**LORA, "use_dora": True}, {**LORA, "use_rslora": True}
 PISSA, LORA_PLUS = {**RSLORA, "init": "pissa"}, {**LORA, "lora_plus_ratio": 4.0}
@@ -313,7 +314,7 @@ def one_rank(tmp_path_factory, model, pairs, weighted, model_of, pairs_of) -> di
         settings(folder, model, "zero1-full", pairs, zero_stage=1, save_steps=4),
         settings(folder, model, "zero2-lora", pairs, zero_stage=2, adapter=LORA, save_steps=4),
         settings(folder, model, "narrow-lora", pairs, zero_stage=2, adapter=LORA, row_tokens=8),
-        settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, activation_checkpointing=True),
+        settings(folder, model, "checkpointed-lora", pairs, adapter=LORA, **RECOMPUTED),
         *(settings(folder, model_of[name], name, pairs_of[name], adapter=VARIANTS[name]) for name in VARIANTS),
         settings(folder, model, "offload-optimizer", pairs, offload="optimizer"),
         settings(folder, model, "offload-all", pairs, offload="all", zero_stage=3),

@@ -7,7 +7,7 @@ layer, with measured factors (docs/performance.md).
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,11 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     shard = 1 / world
     whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
     states = sizes.trainable * shard if settings.offload == "none" else 0.0
-    rows = tokens * _forward_values(sizes, settings.activation_checkpointing) * value_bytes
+    kept, live = _tiled(sizes, tokens, settings.mlp_tile_tokens)
+    rows = tokens * _forward_values(kept, settings) * value_bytes
     logits = _logit_bytes(sizes, targets, value_bytes)
     # The logits are freed before the backward pass reaches the layers: only the larger of the two counts.
-    backward = max(0.0, tokens * _backward_values(sizes, settings.activation_checkpointing) * value_bytes - logits)
+    backward = max(0.0, tokens * _backward_values(live, settings) * value_bytes - logits)
     return Estimate(
         {
             "weights": _weight_bytes(sizes, value_bytes) * whole,
@@ -116,15 +117,26 @@ def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: 
     return largest
 
 
-def _forward_values(sizes: Sizes, activation_checkpointing: bool) -> float:
+def _tiled(sizes: Sizes, tokens: int, tile: int | None) -> tuple[Sizes, Sizes]:
+    """The sizes of what the forward pass keeps, and of what exists in one layer: a tiled MLP keeps nothing."""
+    if tile is None or tile >= tokens:
+        return sizes, sizes
+    return replace(sizes, intermediate=0), replace(sizes, intermediate=math.ceil(sizes.intermediate * tile / tokens))
+
+
+def _forward_values(sizes: Sizes, settings: Settings) -> float:
     """Values per token that the forward pass keeps; with activation checkpointing, only the layers' inputs."""
-    return sizes.layers * (sizes.hidden if activation_checkpointing else _layer_values(sizes))
+    if settings.activation_checkpointing == "offload":
+        return 2 * sizes.hidden  # a layer's, and the one that is being copied
+    if settings.activation_checkpointing:
+        return sizes.layers * sizes.hidden
+    return sizes.layers * _layer_values(sizes)
 
 
-def _backward_values(sizes: Sizes, activation_checkpointing: bool) -> float:
+def _backward_values(sizes: Sizes, settings: Settings) -> float:
     """Values per token that the backward pass through a layer adds; with checkpointing, also its recomputed ones."""
     working = BACKWARD_HIDDEN * sizes.hidden + BACKWARD_INTERMEDIATE * sizes.intermediate
-    return working + (_layer_values(sizes) if activation_checkpointing else 0.0)
+    return working + (_layer_values(sizes) if settings.activation_checkpointing else 0.0)
 
 
 def _layer_values(sizes: Sizes) -> float:
@@ -211,6 +223,8 @@ def advice(settings: Settings) -> str:
         return f"lower {group} row_tokens (now {settings.row_tokens})"
     if not settings.activation_checkpointing:
         return f"set {group} activation_checkpointing: true"
+    if settings.activation_checkpointing is True and settings.adapter:  # rows are most of its memory
+        return f"set {group} activation_checkpointing: offload and mlp_tile_tokens: {settings.row_tokens // 4}"
     if settings.zero_stage < 3:
         return f"raise {group} zero_stage to 3, or num_workers"
     return f"set {group} offload: all or sequence_parallel: N, or use train.adapter"

@@ -18,6 +18,7 @@ from training.models import adapters, weights
 from training.models.loading import compile_layers, load_model
 from training.models.logps import Scorer
 from training.models.parity import select_scoring_path, share_tokens
+from training.models.recompute import recompute_layers, tile_mlps
 from training.models.routers import LoadBalancingLoss
 from training.objectives.pair import Pair
 from training.trainer import engine
@@ -56,9 +57,9 @@ def start_policy(
     if group := sequence_group():
         share_tokens(scorer, group, pairs, device)
     check_determinism(scorer, pairs, device)
-    # The hooks that record router logits are untested inside compiled layers.
+    # The hooks that record router logits are untested inside compiled layers; each number of tiles would be a graph.
     compiles = settings.compile and device.type == "cuda" and settings.zero_stage < 3 and scorer.is_packed
-    if compiles and not settings.router_aux_loss_coef:
+    if compiles and not settings.router_aux_loss_coef and not settings.mlp_tile_tokens:
         compile_layers(scorer.causal)
     scorer.load_balance = LoadBalancingLoss(scorer.causal) if settings.router_aux_loss_coef else None
     return policy
@@ -72,7 +73,11 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
         model = adapters.add_adapter(model, **options, seed=settings.seed)
         model.enable_input_require_grads()  # the same for all layers, so that they share one compiled graph
     if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(model, offload=settings.activation_checkpointing == "offload")
+    if settings.mlp_tile_tokens and not tile_mlps(model, settings.mlp_tile_tokens):
+        raise ValueError(
+            f"actor_train.mlp_tile_tokens: {type(model).__name__} has no MLP. Set it to null in infra/cluster.yaml"
+        )
     return model.train()
 
 

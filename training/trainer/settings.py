@@ -47,7 +47,8 @@ class Settings:
     deterministic: bool  # on a GPU: bit-identical weights in every run and after any interruption
     zero_stage: int
     offload: str
-    activation_checkpointing: bool
+    activation_checkpointing: bool | str  # "offload": the kept inputs of layers are in host memory
+    mlp_tile_tokens: int | None  # tokens of a row that an MLP computes at a time; None: all
     sequence_parallel: int  # ranks that share the tokens of a row; 1: each rank computes whole rows
     compile: bool  # applies on a GPU
     select: str | None  # metric whose best checkpoint becomes the policy; None: the last

@@ -1,0 +1,43 @@
+"""Less memory for long rows: activations that the backward pass computes again instead of keeping them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_layers(model: Any, offload: bool) -> None:
+    """Keep only the layers' inputs, in host memory with `offload`."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if offload:
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = _offloaded
+
+
+def _offloaded(layer: Any, *inputs: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # pinned: the copies need no staging buffer
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def tile_mlps(model: nn.Module, tokens: int) -> int:
+    """Let MLPs compute so many tokens of a row at a time, in the backward pass too. Returns the number of MLPs.
+
+    An MLP's values between its projections are several times as wide as the hidden state: for a long row they are the
+    largest tensors of a layer.
+    """
+    mlps: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
+    for mlp in mlps:
+        mlp.forward = _tiled(mlp.forward, tokens)
+    return len(mlps)
+
+
+def _tiled(forward: Any, tokens: int) -> Any:
+    def tiled(hidden: Tensor, *others: Any) -> Tensor:  # (..., tokens, size)
+        if others or hidden.shape[-2] <= tokens:
+            return forward(hidden, *others)
+        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in hidden.split(tokens, -2)], -2)
+
+    return tiled
