@@ -12,6 +12,7 @@ from training.distributed.sequence_parallel import SequenceGroup
 from training.models.attention import attention_inputs, supports_flash
 from training.models.fp8 import Fp8Linear
 from training.models.head import LogitTransform, Values, head_logps, target_values
+from training.models.recurrent import row_segments
 from training.objectives.batches import rank_rows_of_all
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Ints, Pair
@@ -48,6 +49,7 @@ class Scorer(nn.Module):
         self.model, self.path = model, path
         self.head_is_sharded = False  # by ZeRO-3
         self.sequence: SequenceGroup | None = None  # ranks that share the tokens of a row, on packed paths
+        self.has_recurrent_layers = False  # which compute packed rows by segment
         self.load_balance: Any = None  # a training.models.routers.LoadBalancingLoss, or None
 
     @property
@@ -124,6 +126,8 @@ class Scorer(nn.Module):
         config = self.causal.config.get_text_config()
         flash = supports_flash(row.input_ids.device, self.causal.dtype, getattr(config, "attn_logit_softcapping", None))
         ids, positions, attention = row.input_ids, row.position_ids, attention_inputs(row, flash)
+        if self.has_recurrent_layers:
+            attention["row_segments"] = row_segments(row)
         if self.sequence:
             attention |= {"row_group": self.sequence, "row_tokens": len(ids)}
             ids, positions = self.sequence.own(ids), self.sequence.own(positions)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training.distributed.sequence_parallel import SequenceGroup
 from training.models.attention import PACKED_ATTENTION
 from training.models.logps import Scorer, logp_tolerance, plain_logps, row_logps
+from training.models.recurrent import follow_segments, recurrent_layers
 from training.objectives.packing import CHOSEN, REJECTED, build_row
 from training.objectives.pair import Pair
 from training.objectives.pair_columns import longest, shortest
@@ -64,6 +65,9 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     own, training = causal.config._attn_implementation, model.training
     model.eval()
     expected = _plain_logps(model, sample, device)
+    layers = recurrent_layers(causal)
+    follow_segments(layers)
+    scorer.has_recurrent_layers = bool(layers)
     reasons = []
     for scorer.path in ("fused", "packed", "padded"):
         causal.set_attn_implementation(own if scorer.path == "padded" else PACKED_ATTENTION)

@@ -29,6 +29,7 @@ class PackedRow:
     """
 
     pair_indices: tuple[int, ...]  # into the caller's list of pairs
+    part_lengths: tuple[tuple[int, int, int], ...]  # of each pair: PROMPT, CHOSEN and REJECTED tokens
     max_length: int  # of a sequence, in tokens
     has_soft_labels: bool  # whether any label is not 1
     is_unpaired: bool  # whether the pairs are unpaired rows (Pair.sign)
@@ -86,12 +87,18 @@ def build_row(pairs: Sequence[Pair], indices: Sequence[int], is_filler: bool = F
         joined[name] = nn.functional.pad(joined[name].cumsum(0), (1, 0)).int()
     return PackedRow(
         pair_indices=tuple(indices),
+        part_lengths=tuple(map(_part_lengths, members)),
         max_length=max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in members),
         has_soft_labels=any(pair.label != 1.0 for pair in members),
         is_unpaired=any(pair.sign for pair in members),
         is_filler=is_filler,
         **joined,
     )
+
+
+def _part_lengths(pair: Pair) -> tuple[int, int, int]:
+    shared = pair.shared_prefix
+    return len(pair.prompt_ids) + shared, len(pair.chosen_ids) - shared, len(pair.rejected_ids) - shared
 
 
 def _columns(pair: Pair, number: int, tokens: int, targets: int) -> dict[str, np.ndarray]:
@@ -113,7 +120,7 @@ def _columns(pair: Pair, number: int, tokens: int, targets: int) -> dict[str, np
         "input_ids": _join(pair.prompt_ids, responses).astype(np.int64),
         "position_ids": np.concatenate([position[:first], position[prefix : n + r]]),
         "token_pair": np.full(len(position), number),
-        "token_part": np.repeat([PROMPT, CHOSEN, REJECTED], [prefix, first - prefix, rest]),
+        "token_part": np.repeat([PROMPT, CHOSEN, REJECTED], _part_lengths(pair)),
         "key_index": tokens + np.concatenate([position[:first], position[:prefix], position[first:]]),
         "cu_seqlens_q": np.array([first, rest]),  # lengths; build_row sums them up
         "cu_seqlens_k": np.array([first, n + r]),
