@@ -109,13 +109,21 @@ RECURRENT = {
         "chunk_size": 8,
     },
 }
-OWN_ATTENTION = {  # attention that a packed row's sequences cannot be handed to
+PADDED = {
+    "Jamba": {  # Mamba-1 layers, which do not continue from a state
+        **BASE,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    # Attention that a packed row's sequences cannot be handed to.
     "GptOss": {**BASE, "sliding_window": 4, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
     "Bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.2},
     "Falcon": {**SMALL, "num_attention_heads": 4, "hidden_dropout": 0.2, "attention_dropout": 0.2},
 }
-PADDED = {**RECURRENT, **OWN_ATTENTION}
-ALL = {**FUSED, **PADDED}
+ALL = {**FUSED, **RECURRENT, **PADDED}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -173,7 +181,7 @@ def test_a_response_keeps_its_values_whatever_stands_beside_it(name, dtype):
             [plain_logps(model, pair.prompt_ids, part, CPU) for part in (pair.chosen_ids, pair.rejected_ids)]
         )
     scorer = parity.make_scorer(model, pairs, CPU)
-    assert scorer.path == ("fused" if name in FUSED else "padded")
+    assert scorer.path == ("padded" if name in PADDED else "fused")
     given = values_of(scorer, [first, pair, last], 1)
     torch.testing.assert_close(given, plain, atol=2e-4 if dtype == torch.float32 else 0.05, rtol=0)
     rounding = 1e-5 if dtype == torch.float32 else 1e-3  # leaks were 0.015 and more
@@ -189,10 +197,10 @@ def test_a_response_keeps_its_values_whatever_stands_beside_it(name, dtype):
 @DTYPES
 @pytest.mark.parametrize("name", ALL)
 def test_the_check_sees_every_leak_and_no_other(name, dtype):
-    """On packed rows, which recurrent layers, and attention of a model's own, do not follow."""
+    """On packed rows, which recurrent layers without segments, and attention of a model's own, do not follow."""
     scorer = Scorer(make_model(name, dtype), "packed")
     scorer.causal.set_attn_implementation(PACKED_ATTENTION)
-    leaks = name in RECURRENT or name in ("Bloom", "Falcon")  # gpt-oss loses its sinks, and sees no neighbour
+    leaks = name in RECURRENT or name in ("Jamba", "Bloom", "Falcon")  # gpt-oss loses its sinks, and sees no neighbour
     assert parity.depends_on_neighbours(scorer, make_pairs(3), CPU) == leaks
 
 
@@ -212,9 +220,9 @@ def test_positions_that_count_from_the_start_of_the_row_are_noticed():
 
 
 def test_the_message_says_which_path_is_taken_and_why(capsys):
-    parity.make_scorer(make_model("FalconH1", torch.bfloat16), make_pairs(3), CPU)
+    parity.make_scorer(make_model("Jamba", torch.bfloat16), make_pairs(3), CPU)
     said = capsys.readouterr().err
-    assert "FalconH1ForCausalLM takes a slower path: each response is computed after its own prompt" in said
+    assert "JambaForCausalLM takes a slower path: each response is computed after its own prompt" in said
     assert "a response depends on its neighbours in the row" in said
 
 
@@ -226,7 +234,7 @@ def test_padded_batches_stay_within_the_rows_tokens():
 
 def test_padded_batches_have_the_gradients_of_plain_passes():
     pairs = make_pairs(4)
-    model = make_model("Lfm2", torch.float32)
+    model = make_model("Jamba", torch.float32)
     scorer = parity.make_scorer(model, pairs, CPU)
     scorer(build_row(pairs, range(4)))[0].sum().backward()
     given = [parameter.grad.clone() for parameter in model.parameters()]

@@ -12,7 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
-from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
 
 from tests.models.test_architectures import FUSED
 from training.distributed.sequence_parallel import SequenceGroup, sequence_group, start_sequence_groups
@@ -178,9 +186,15 @@ def test_a_number_of_heads_that_the_ranks_cannot_share_is_named():
         share(LlamaConfig(**GROUPED), 3)
 
 
-def test_a_model_with_layers_that_need_their_neighbours_is_refused():
+def test_a_model_without_packed_rows_is_refused():
+    config = BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(ValueError, match=r"sequence_parallel 2 needs .* packed rows, and BloomForCausalLM does not"):
+        share(config, 2)
+
+
+def test_a_model_with_recurrent_layers_is_refused():
     config = Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"], block_multiple_of=8)
-    with pytest.raises(ValueError, match=r"sequence_parallel 2 needs .* packed rows, and Lfm2ForCausalLM does not"):
+    with pytest.raises(ValueError, match=r"recurrent layers of Lfm2ForCausalLM read all of them in order: set it to 1"):
         share(config, 2)
 
 

@@ -57,8 +57,8 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     """Set the fastest path that reproduces the model's plain log-probabilities; a note if that is a slower one.
 
     On a packed path, a response must depend neither on its neighbours in the row nor on its position there. Recurrent
-    and linear-attention layers carry state across the boundaries of a row, so they must never train on packed rows.
-    The passes are collectives under ZeRO-3.
+    and linear-attention layers carry state across the boundaries of a row unless they follow its segments; a model with
+    others must never train on packed rows. The passes are collectives under ZeRO-3.
     """
     model, causal = scorer.model, scorer.causal
     sample = [shortest(pairs), longest(pairs)]  # the longest may exceed an attention window
@@ -92,6 +92,11 @@ def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], de
         raise ValueError(
             f"actor_train.sequence_parallel {group.size} needs a model that computes packed rows, and {name} does not: "
             "set it to 1"
+        )
+    if scorer.has_recurrent_layers:
+        raise ValueError(
+            f"actor_train.sequence_parallel {group.size} gives each rank every {group.size}th token of a row, but the "
+            f"recurrent layers of {name} read all of them in order: set it to 1"
         )
     heads = scorer.causal.config.get_text_config().num_attention_heads
     if heads % group.size:

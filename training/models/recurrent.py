@@ -26,7 +26,7 @@ BATCH_COST = {"cpu": 16, "cuda": 512}
 class Batch:
     """Sequences of a row, padded to equal lengths."""
 
-    index: Tensor  # (sequences, width) tokens of the row; any token for padding
+    index: Tensor  # (sequences, width) tokens of the row; for padding, one of the sequence
     is_token: Tensor  # (sequences, width)
     prompts: Tensor  # (sequences,) number of the prompt that a sequence continues
 
@@ -106,8 +106,9 @@ def _forward(
 
 def _compute(layer: nn.Module, hidden_states: Tensor, batch: Batch, states: States) -> Tensor:
     """(sequences * width, size); changes the states to those after the batch."""
-    inputs = hidden_states[0, batch.index] * batch.is_token[..., None]
+    inputs = hidden_states[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
     cache: dict[str, Any] = {_cache_argument(layer) or "": states}
+    inputs = inputs * batch.is_token[..., None]
     return type(layer).forward(layer, inputs, attention_mask=batch.is_token, **cache).flatten(0, 1)
 
 
@@ -154,7 +155,7 @@ def _batch(starts: np.ndarray, lengths: np.ndarray, prompts: np.ndarray, *, pads
     width = max(2, lengths.max())  # layers take one token after a state for a step of generation, without gradients
     offset = np.arange(width) - (width - lengths[:, None] if pads_first else 0)
     is_token = (offset >= 0) & (offset < lengths[:, None])
-    index = starts[:, None] + np.where(is_token, offset, 0)
+    index = starts[:, None] + offset.clip(0, lengths[:, None] - 1)
     return Batch(torch.from_numpy(index), torch.from_numpy(is_token), torch.from_numpy(prompts))
 
 
