@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
-from tests.benchmarks.workload import LENGTHS, SHAPES
+from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, SHAPES
 
 OPTIONS = ("", "-checkpointed", "-deterministic", "-bf16moments", "-checkpointed-bf16moments")  # and with LoRA -fp8
 VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in OPTIONS)
@@ -45,12 +45,13 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
     """(name, job) of all measurements with one shape and one length distribution."""
     import torch
 
-    from tests.benchmarks.workload import make_model_in_subprocess, make_pairs, write_pairs
+    from tests.benchmarks.workload import config_of, make_model_in_subprocess, make_pairs, write_pairs
 
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     args.scratch.mkdir(parents=True, exist_ok=True)
     count = (args.warmup + args.steps) * args.batch
-    pairs = write_pairs(make_pairs(lengths, count, SHAPES[shape][-1]), args.scratch / f"{shape}-{lengths}.pickle")
+    drawn = make_pairs(lengths, count, config_of(shape).get_text_config().vocab_size)
+    pairs = write_pairs(drawn, args.scratch / f"{shape}-{lengths}.pickle")
     model = make_model_in_subprocess(shape, dtype, args.scratch)
     sizes = {"ours": args.row_tokens, "trl": args.micro_batches}
     for variant, side in product(args.variants, sides):
@@ -108,7 +109,7 @@ def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> di
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=list(SHAPES))
+    add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=[*SHAPES, *HYBRID_SHAPES])
     add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=list(LENGTHS))
     add("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, "none"])
     add("--variants", nargs="+", default=["full"], choices=VARIANTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, Qwen2Config, Qwen3NextConfig
 
 from training.models.dtypes import DTYPES
 from training.objectives.pair import Pair
@@ -21,6 +21,13 @@ SHAPES = {
     "0.5b": (896, 24, 14, 2, 4864, True, 151936),
     "1.5b": (1536, 28, 12, 2, 8960, True, 151936),
     "7b": (3584, 28, 28, 4, 18944, False, 152064),
+}
+
+# Qwen3-Next's parts: three gated delta nets to a layer of attention, and experts. Hidden size, layers, attention heads
+# and their size, experts, active experts, their size, value heads of a delta net and their size, vocabulary.
+HYBRID_SHAPES = {
+    "qwen3-next-tiny": (256, 4, 4, 64, 16, 4, 128, 8, 32, 8000),
+    "qwen3-next-3b": (2048, 16, 16, 256, 32, 10, 512, 32, 128, 151936),
 }
 
 # Log-normal: mean and sigma of ln(tokens) of prompt, chosen and rejected.
@@ -51,6 +58,30 @@ def qwen_config(shape: str) -> Qwen2Config:
     )
 
 
+def hybrid_config(shape: str) -> Qwen3NextConfig:
+    hidden, layers, heads, head_size, experts, active, expert_size, values, size, vocabulary = HYBRID_SHAPES[shape]
+    return Qwen3NextConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=head_size,
+        num_experts=experts,
+        num_experts_per_tok=active,
+        moe_intermediate_size=expert_size,
+        shared_expert_intermediate_size=expert_size,
+        linear_num_key_heads=values // 2,
+        linear_num_value_heads=values,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        vocab_size=vocabulary,
+    )
+
+
+def config_of(shape: str) -> PreTrainedConfig:
+    return hybrid_config(shape) if shape in HYBRID_SHAPES else qwen_config(shape)
+
+
 def make_model_in_subprocess(shape: str, dtype: str, scratch: Path) -> Path:
     """A folder with random weights of the shape; a subprocess makes it once, so that no GPU memory stays in use."""
     folder = scratch / f"{shape}-{dtype}"
@@ -66,7 +97,7 @@ def make_model(shape: str, dtype: str, folder: Path) -> None:
     """Write the model by an atomic rename."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(qwen_config(shape), dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=DTYPES[dtype])
     model.generation_config = GenerationConfig()
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     model.save_pretrained(temporary)
