@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
 from training.models.fp8 import use_fp8
-from training.models.recurrent import recurrent_layers
 from training.models.remote_code import reject_hub_kernels
 
 logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
@@ -78,11 +77,12 @@ def _zero_dropout(owner: Any) -> None:
 def compile_layers(causal: PreTrainedModel) -> None:
     """Compile the decoder layers; all layers and all row lengths share one graph.
 
-    Not of models with recurrent layers: every other number of batches in a row would need another graph.
+    Not of models with recurrent layers, which have convolutions: another number of batches in a row would need another
+    graph.
     """
     from torch._inductor import config as inductor  # heavy
 
-    if recurrent_layers(causal):
+    if any(isinstance(module, nn.Conv1d) for module in causal.modules()):
         return
 
     inductor.cpp.vec_isa_ok = False  # or Inductor builds programs to learn about the CPU, for half a minute

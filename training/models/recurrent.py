@@ -70,7 +70,12 @@ class States:
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers that keep the window of their causal convolution in a cache."""
+    """Layers that keep the window of their causal convolution in a cache.
+
+    None under ZeRO-3: each batch gathers weights, a collective, and ranks have different numbers of batches.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return []
     return [module for module in model.modules() if _cache_argument(module) and _has_convolution(module)]
 
 
