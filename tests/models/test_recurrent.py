@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # transformers' configuration class, an
     },
     "Bamba": {**BASE, **MAMBA, "attn_layer_indices": [1]},
     "Bamba with biases": {**BASE, **MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
+    "Bamba with long chunks": {**BASE, **MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 256},
     "Zamba2": {
         **SMALL,
         "num_hidden_layers": 3,

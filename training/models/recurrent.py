@@ -8,6 +8,8 @@ causal-conv1d where transformers does. docs/performance.md has the design and it
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -20,6 +22,7 @@ from training.objectives.packing import PackedRow
 
 # Tokens that cost about as much as the kernel launches of one more batch; on a GPU an estimate, not a measurement.
 BATCH_COST = {"cpu": 64, "cuda": 512}
+SMALLEST_CHUNK = 64  # of Mamba-2, in tokens; kernels are compiled for each size
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,23 @@ def _compute(layer: nn.Module, hidden_states: Tensor, batch: Batch, states: Stat
     """(sequences * width, size); changes the states to those after the batch."""
     inputs = hidden_states[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
     cache: dict[str, Any] = {_cache_argument(layer) or "": states}
-    inputs = inputs * batch.is_token[..., None]
-    return type(layer).forward(layer, inputs, attention_mask=batch.is_token, **cache).flatten(0, 1)
+    with _short_chunks(layer, inputs.shape[1]):
+        inputs = inputs * batch.is_token[..., None]
+        return type(layer).forward(layer, inputs, attention_mask=batch.is_token, **cache).flatten(0, 1)
+
+
+@contextmanager
+def _short_chunks(layer: Any, width: int) -> Iterator[None]:
+    """Mamba-2 computes whole chunks, often of 256 tokens, and most responses are shorter; results do not change."""
+    own = getattr(layer, "chunk_size", None)
+    if own is None:
+        yield
+        return
+    layer.chunk_size = min(own, max(SMALLEST_CHUNK, 1 << (width - 1).bit_length()))
+    try:
+        yield
+    finally:
+        layer.chunk_size = own
 
 
 def _joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
