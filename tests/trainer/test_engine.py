@@ -76,7 +76,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory) -> Path:
-    """A model with convolutions, which ignore row boundaries: it needs padded batches."""
+    """A model with convolutions, which read the tokens of a row in order."""
     layers = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
     return save(tmp_path_factory.mktemp("hybrid"), Lfm2Config(**SHAPE, **HEADS, **layers))
 

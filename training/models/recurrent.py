@@ -154,8 +154,11 @@ def row_segments(row: PackedRow) -> RowSegments:
     members = padded_batches(lengths, BATCH_COST[device.type])
     responses = [_batch(starts[m], lengths[m], number[m // 2], pads_first=False) for m in members]
     positions = _positions(prompts + responses, len(row.input_ids))
-    to_device = [[_to(batch, device) for batch in part] for part in (prompts, responses)]
-    return RowSegments(*to_device, positions.to(device, non_blocking=True))
+    return RowSegments(
+        [_to(batch, device) for batch in prompts],
+        [_to(batch, device) for batch in responses],
+        positions.to(device, non_blocking=True),
+    )
 
 
 def padded_batches(lengths: np.ndarray, batch_cost: int) -> list[np.ndarray]:
