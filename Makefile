@@ -46,7 +46,7 @@ lint: $(DEV) ## run ruff and mypy
 	@ruff format --check .
 	@mypy
 
-bench: $(READY) ## benchmark: BENCH=cpu (default), gpu or convergence beside TRL, loading or growth, with ARGS="..."
+bench: $(READY) ## benchmark: BENCH=cpu (default), gpu or convergence beside TRL, hybrid, loading or growth, with ARGS="..."
 	@python -m tests.benchmarks.$(or $(BENCH),cpu) $(ARGS)
 
 backup: ## back up databases, object store and run commits of the compose stack: TO=folder

@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
@@ -34,12 +43,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 GPU = torch.device("cuda")
 SHAPE = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, **HEADS),
     "qwen2": Qwen2Config(**SHAPE, **HEADS, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, **HEADS, head_dim=64),
     "mistral": MistralConfig(**SHAPE, **HEADS, sliding_window=32),
     "gemma2": Gemma2Config(**SHAPE, **HEADS, head_dim=64, sliding_window=32),
+    # Recurrent layers, which are not compiled: by their kernels where installed.
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE, **HEADS, head_dim=64, **DELTA_NET, layer_types=HYBRID),
+    "bamba": BambaConfig(**SHAPE, **HEADS, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=64),
 }
 
 
