@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -79,7 +80,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return []
-    return [module for module in model.modules() if _cache_argument(module) and _has_convolution(module)]
+    return [module for module in model.modules() if _has_convolution(module) and _cache_argument(type(module))]
 
 
 def follow_segments(layers: list[nn.Module]) -> None:
@@ -92,8 +93,9 @@ def _has_convolution(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
-def _cache_argument(module: nn.Module) -> str | None:
-    names = inspect.signature(type(module).forward).parameters
+@cache
+def _cache_argument(kind: type[nn.Module]) -> str | None:
+    names = inspect.signature(kind.forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in names), None)
 
 
@@ -115,10 +117,9 @@ def _forward(
 def _compute(layer: nn.Module, hidden_states: Tensor, batch: Batch, states: States) -> Tensor:
     """(sequences * width, size); changes the states to those after the batch."""
     inputs = hidden_states[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
-    cache: dict[str, Any] = {_cache_argument(layer) or "": states}
+    options: dict[str, Any] = {"attention_mask": batch.is_token, _cache_argument(type(layer)) or "": states}
     with _short_chunks(layer, inputs.shape[1]):
-        inputs = inputs * batch.is_token[..., None]
-        return type(layer).forward(layer, inputs, attention_mask=batch.is_token, **cache).flatten(0, 1)
+        return type(layer).forward(layer, inputs * batch.is_token[..., None], **options).flatten(0, 1)
 
 
 @contextmanager
