@@ -100,6 +100,17 @@ def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
             "infra/cluster.yaml: actor_train.zero_stage 3 shards the weights that adapter.init: pissa and "
             f"modules_to_save need whole. Set it to 2, or {stage}.adapter.init to zero and modules_to_save to []."
         )
+    if group.tensor_parallel > 1 and train.quantization:
+        raise UserError(
+            f"infra/cluster.yaml: actor_train.tensor_parallel {group.tensor_parallel} cannot split a quantized base "
+            f"model. Set it to 1, or {stage}.quantization and reference.quantization to null."
+        )
+    if group.tensor_parallel > 1 and train.adapter and (train.adapter.use_dora or train.adapter.dropout):
+        raise UserError(
+            f"infra/cluster.yaml: actor_train.tensor_parallel {group.tensor_parallel} splits the weights that "
+            "adapter.use_dora needs whole, and the inputs of adapter.dropout. Set it to 1, or "
+            f"{stage}.adapter.use_dora to false and {stage}.adapter.dropout to 0."
+        )
     if group.keep_best and not (train.select and train.eval_steps):
         raise UserError(
             f"infra/cluster.yaml: actor_train.keep_best ranks checkpoints by {stage}.select at every "
@@ -112,6 +123,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
     settings = make_settings(params, cluster, training.model, folder, origin)
     group, adapter, steps = cluster.actor_train, params.train.adapter, origin["steps"]
     shared = f" ({group.sequence_parallel} share each row)" if group.sequence_parallel > 1 else ""
+    shared = f" ({group.tensor_parallel} share each layer)" if group.tensor_parallel > 1 else shared
     print(
         f"{stage}: {steps} steps of {settings.global_batch_size} "
         f"{'pairs' if training.data.preferences else 'answers'}, "

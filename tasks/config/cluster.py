@@ -97,6 +97,7 @@ class ActorTrainGroup(Group):
     activation_checkpointing: bool | Literal["offload"] = False
     mlp_tile_tokens: Count | None = None
     sequence_parallel: Count = 1
+    tensor_parallel: Count = 1
     save_steps: Count = 20
     keep_checkpoints: Count = 2
     keep_best: Annotated[int, Field(ge=0)] = 0
@@ -123,6 +124,22 @@ class ActorTrainGroup(Group):
             raise ValueError(
                 f"sequence_parallel is {self.sequence_parallel} and num_workers is {self.num_workers}: every "
                 f"{self.sequence_parallel} workers share the tokens of a row, so num_workers must be a multiple of it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> "ActorTrainGroup":
+        if self.num_workers % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel} and num_workers is {self.num_workers}: every "
+                f"{self.tensor_parallel} workers share the weights of each layer, so num_workers must be a multiple "
+                "of it"
+            )
+        if self.tensor_parallel > 1 and self.sequence_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel} and sequence_parallel is {self.sequence_parallel}, which "
+                "exclude each other. Set one of them to 1: tensor_parallel for layers that are too large, "
+                "sequence_parallel for rows that are too long"
             )
         return self
 

@@ -40,6 +40,7 @@ PLAIN: dict[str, Any] = {
     "activation_checkpointing": False,
     "mlp_tile_tokens": None,
     "sequence_parallel": 1,
+    "tensor_parallel": 1,
     "compile": True,
     "save_steps": 100,
     "keep_checkpoints": 2,

@@ -16,6 +16,8 @@ from torch.distributed import _functional_collectives as collectives  # torch ca
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.functional import pad
 
+from training.distributed.data_parallel import set_group_size
+
 
 @dataclass(frozen=True)
 class SequenceGroup:
@@ -71,10 +73,7 @@ def start_sequence_groups(size: int) -> None:
     """Let every `size` consecutive ranks share rows from now on. A collective."""
     global _group
     _group = None
-    if dist.get_world_size() % size:
-        raise ValueError(
-            f"actor_train.sequence_parallel {size} does not divide the number of workers, {dist.get_world_size()}"
-        )
+    set_group_size("sequence_parallel", size)
     if size > 1:
         group, _ = dist.new_subgroups(size)
         _group = SequenceGroup(group.group_name, dist.get_rank() % size, size)
@@ -83,18 +82,3 @@ def start_sequence_groups(size: int) -> None:
 def sequence_group() -> SequenceGroup | None:
     """This rank's group; None if each rank computes whole rows."""
     return _group
-
-
-def data_rank() -> tuple[int, int]:
-    """The number of this rank's group, which computes rows of its own, and the number of groups."""
-    if not dist.is_initialized():
-        return 0, 1
-    size = _group.size if _group else 1
-    return dist.get_rank() // size, dist.get_world_size() // size
-
-
-def sum_over_groups(values: Tensor) -> None:
-    """Sum in place over the groups, whose ranks have equal values. The same on all ranks. A collective."""
-    if dist.is_initialized():
-        dist.all_reduce(values)
-        values /= _group.size if _group else 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.distributed.sequence_parallel import data_rank
+from training.distributed.data_parallel import data_rank
 from training.objectives import batches, global_batch
 from training.objectives.metrics import MetricWindow, combine_kinds, kind_of, row_loss
 from training.objectives.objective import Objective

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.distributed.sequence_parallel import sum_over_groups
+from training.distributed.data_parallel import sum_over_groups
 from training.models.logps import row_logps
 from training.objectives.losses import OrderStatistics, PairLogps, mismatched_kl, order_statistics
 from training.objectives.metrics import pair_logps

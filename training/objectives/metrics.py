@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.distributed.sequence_parallel import sum_over_groups
+from training.distributed.data_parallel import sum_over_groups
 from training.models.logps import TokenLogps, row_logps
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective

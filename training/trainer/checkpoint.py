@@ -72,7 +72,8 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)  # of workers that died while they wrote it
     engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
     if rank == 0:
-        client = {"step": step, "world": world, "zero": engine.zero_optimization_stage(), **state}
+        sizes = {"world": world, "zero": engine.zero_optimization_stage(), "tensor": engine.mp_world_size}
+        client = {"step": step, **sizes, **state}
         (temporary / "state.json").write_text(json.dumps(client))
     paths, copied = [Path(path) for path in files], writer.copy(files)
     if copied is None:
@@ -154,7 +155,7 @@ class Checkpoint:
     own: bool  # False: made by the training that this one continues
 
 
-def find(folder: Path, zero_stage: int, key: bytes) -> Checkpoint | None:
+def find(folder: Path, zero_stage: int, tensor_parallel: int, key: bytes) -> Checkpoint | None:
     """The newest verified checkpoint, the same on all ranks; converted if other ranks or another ZeRO stage made it.
 
     ValueError on all ranks if DeepSpeed has no conversion, or if a training to continue has no intact checkpoint. A
@@ -167,7 +168,7 @@ def find(folder: Path, zero_stage: int, key: bytes) -> Checkpoint | None:
         if newest:
             state = read_state(newest)
             universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
-            convert = universal and _convertible(state["zero"], zero_stage)
+            convert = universal and not _mismatch(newest, state, zero_stage, tensor_parallel)
             load_path = _convert_to_universal(newest) if convert else newest
             shared = [Checkpoint(newest, state, load_path, universal, own is not None)]
         elif (folder / START).exists():  # starting at step 0 would be another training
@@ -176,17 +177,29 @@ def find(folder: Path, zero_stage: int, key: bytes) -> Checkpoint | None:
     (checkpoint,) = shared
     if isinstance(checkpoint, Exception):
         raise checkpoint
-    if checkpoint and not _convertible(saved := checkpoint.state["zero"], zero_stage):
-        raise ValueError(
-            f"the checkpoint {checkpoint.load_path} was saved under ZeRO-{saved}, and actor_train.zero_stage in "
-            f"infra/cluster.yaml is {zero_stage}: DeepSpeed cannot convert a checkpoint between ZeRO-3 and ZeRO-1 or "
-            f"ZeRO-2. Set zero_stage to {saved}, or train.resume_from_checkpoint to never to start again"
-        )
+    if checkpoint and (problem := _mismatch(checkpoint.path, checkpoint.state, zero_stage, tensor_parallel)):
+        raise ValueError(f"{problem}, or train.resume_from_checkpoint to never to start again")
     return checkpoint
 
 
-def _convertible(saved: int, wanted: int) -> bool:
-    return (saved == 3) == (wanted == 3)
+def _mismatch(path: Path, state: Mapping[str, Any], zero_stage: int, tensor_parallel: int) -> str | None:
+    """Why this training cannot load a checkpoint, and what to set; None if it can, or after a conversion."""
+    world, zero, tensor = state["world"], state["zero"], state.get("tensor", 1)
+    saved, wanted = (world, zero, tensor), (dist.get_world_size(), zero_stage, tensor_parallel)
+    if saved != wanted and max(tensor, tensor_parallel) > 1:
+        return (
+            f"the checkpoint {path} contains the parts of {world} workers under ZeRO-{zero} with tensor_parallel "
+            f"{tensor}, and this training has {wanted[0]} workers under ZeRO-{zero_stage} with tensor_parallel "
+            f"{tensor_parallel}: split layers cannot be converted. Set num_workers, zero_stage and tensor_parallel of "
+            "actor_train in infra/cluster.yaml to the checkpoint's values"
+        )
+    if (zero == 3) != (zero_stage == 3):
+        return (
+            f"the checkpoint {path} was saved under ZeRO-{zero}, and actor_train.zero_stage in infra/cluster.yaml is "
+            f"{zero_stage}: DeepSpeed cannot convert a checkpoint between ZeRO-3 and ZeRO-1 or ZeRO-2. Set zero_stage "
+            f"to {zero}"
+        )
+    return None
 
 
 def load(engine: Any, checkpoint: Checkpoint) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from training.distributed.tensor_parallel import is_counted, own_part, parts, tensor_group, whole
 from training.trainer.optimizer import LR_SCALE, make_optimizer
 
 BUCKET = 10**8  # gradients reduced together, at most; DeepSpeed allocates two buckets besides the gradients
@@ -61,7 +62,8 @@ def initialize(
         config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
     stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio)
     scales = [group[LR_SCALE] for group in stepper.param_groups]  # a loaded checkpoint replaces the groups' options
-    engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config)
+    deepspeed.utils.groups.mpu = mpu = tensor_group()  # also None, after another training in this process
+    engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config, mpu=mpu)
     engine.lr_scales = scales
     if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
         _use_fused_grad_norm(engine.optimizer)
@@ -80,9 +82,9 @@ def _use_fused_grad_norm(optimizer: Any) -> None:
     """
 
     def norm(gradients: list[Tensor], params: list[nn.Parameter]) -> Tensor:
-        real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        counted = _counted(gradients, params)
         # A rank's partition may contain only padding.
-        norms = torch._foreach_norm(real[: len(params)], 2, dtype=torch.float32) if real else []
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else []
         total = torch.stack([torch.zeros((), device=optimizer.device), *norms]).double().square().sum()
         dist.all_reduce(total)
         whole = total.sqrt().float()
@@ -90,6 +92,12 @@ def _use_fused_grad_norm(optimizer: Any) -> None:
 
     optimizer.get_grad_norm_direct = norm
     optimizer.check_overflow = lambda **_: None
+
+
+def _counted(gradients: Iterable[Tensor], params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that this rank counts in a sum over ranks, without padding."""
+    real = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+    return [gradient for gradient, parameter in zip(real, params, strict=False) if is_counted(parameter)]
 
 
 def forget_gradients(engine: Any) -> None:
@@ -153,14 +161,19 @@ def load_loss_scale(engine: Any, state: dict[str, Any] | None) -> None:
 
 def zero_gradients(engine: Any) -> float | None:
     """The number of zeros in the gradient, between backward and step; None if DeepSpeed keeps gradients elsewhere."""
-    parts = getattr(engine.optimizer, "averaged_gradients", None)
-    if not parts or any(part is None for part in parts.values()):
+    gradients = getattr(engine.optimizer, "averaged_gradients", None)
+    if not gradients or any(part is None for part in gradients.values()):
         return None
-    nonzero = count_nonzero(part for group in parts.values() for part in group)
+    groups = getattr(
+        engine.optimizer, "fp16_groups" if engine.zero_optimization_stage() == 3 else "params_in_partition"
+    )
+    counted = [part for key, group in gradients.items() for part in _counted(group, groups[key])]
+    nonzero = count_nonzero([torch.zeros(1, device=engine.device), *counted])  # a rank may have none
     dist.all_reduce(nonzero)
     # Count elements by the parameters' sizes: the ranks' partitions have padding, which is 0 too.
     trainable = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainable) - nonzero.item()
+    sizes = (parts(parameter) * getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainable)
+    return sum(sizes) - nonzero.item()
 
 
 def count_nonzero(tensors: Iterable[Tensor]) -> Tensor:
@@ -178,10 +191,11 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[s
 
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            whole = parameter.detach().to("cpu", copy=True).contiguous() if dist.get_rank() == 0 else None
-        if whole is not None:
-            assert whole.numel(), f"{name} was not gathered"
-            yield name, whole
+            values = whole(parameter)
+            copy = values.to("cpu", copy=True).contiguous() if dist.get_rank() == 0 else None
+        if copy is not None:
+            assert copy.numel(), f"{name} was not gathered"
+            yield name, copy
 
 
 def local_shard(parameter: nn.Parameter) -> Tensor:
@@ -204,9 +218,11 @@ def scatter(parameters: Mapping[str, nn.Parameter], path: Path) -> None:
     """Read whole parameters from a safetensors file into each rank's shard. A collective."""
     import deepspeed
 
+    group = tensor_group()
+    is_first = dist.get_rank() < (group.size if group else 1)  # of the ranks that share a parameter under ZeRO-3
     with safe_open(path, "pt") as file:
         for name, parameter in parameters.items():
             sharded = hasattr(parameter, "ds_id")
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
-                if not sharded or dist.get_rank() == 0:
-                    parameter.data.copy_(file.get_tensor(name))
+                if not sharded or is_first:
+                    parameter.data.copy_(own_part(file.get_tensor(name), parameter))

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from training.distributed.data_parallel import data_rank
 from training.distributed.process_group import start_distributed
-from training.distributed.sequence_parallel import data_rank, start_sequence_groups
+from training.distributed.sequence_parallel import start_sequence_groups
+from training.distributed.tensor_parallel import start_tensor_groups
 from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
 from training.objectives import batches
@@ -93,13 +95,14 @@ class TrainRun:
         self.settings, self.pairs, self.held_out, self.key = settings, pairs, held_out, key
         self.rank, self.world = start_distributed(settings.deterministic)
         start_sequence_groups(settings.sequence_parallel)
+        start_tensor_groups(settings.tensor_parallel)
         self.log: Log = log if self.rank == 0 else _silent
         self.notify: Notify = notify if self.rank == 0 else _silent
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
         self._check_settings(pairs)
         self.state, self.folder = TrainState(settings, self.device), Path(settings.folder)
-        self.resumed = checkpoint.find(self.folder, settings.zero_stage, key)
+        self.resumed = checkpoint.find(self.folder, settings.zero_stage, settings.tensor_parallel, key)
         universal = self.resumed is not None and self.resumed.universal
         self.policy = start_policy(settings, pairs, self.device, universal, self.notify)
         self.moving = MovingReference(self.policy, **settings.reference_update) if settings.reference_update else None

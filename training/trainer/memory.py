@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from training.distributed.tensor_parallel import split_features
 from training.models.dtypes import DTYPES
 from training.models.head import CHUNK_BYTES, KEEP_BYTES
 from training.objectives.batches import pair_costs, step_pairs, total_steps
@@ -61,13 +62,27 @@ class Sizes:
     attention: int  # query, key and value of one token
     intermediate: int
     vocabulary: int
+    split: int = 0  # number of the parameters, and of the trainable ones, that tensor parallelism splits
+    trainable_split: int = 0
+
+    def of_rank(self, ranks: int) -> "Sizes":
+        """What each of the ranks has that share every layer."""
+        return replace(
+            self,
+            parameters=self.parameters - self.split + self.split // ranks,
+            trainable=self.trainable - self.trainable_split + self.trainable_split // ranks,
+            attention=self.attention // ranks,
+            intermediate=self.intermediate // ranks,
+        )
 
 
 def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Estimate:
     """Peak on each of `world` devices, for the rows of these pairs, or for full rows without pairs."""
     sizes = model_sizes(Path(settings.model), settings.adapter, settings.quantization)
+    sizes = sizes.of_rank(settings.tensor_parallel)
     full = (settings.row_tokens, int(0.75 * settings.row_tokens))
     ranks = settings.sequence_parallel  # each of them has its share of a row
+    world //= settings.tensor_parallel  # ZeRO shards a part over the ranks that have it
     row = _largest_row(pairs, settings, sizes.hidden, world // ranks) if pairs else full
     tokens, targets = (math.ceil(count / ranks) for count in row)
     value_bytes = DTYPES[settings.dtype].itemsize
@@ -157,11 +172,13 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     parameters = sum(p.numel() for p in model.parameters())
     whole = _size_of(model, adapter.get("modules_to_save", ())) if adapter else 0
+    adapted, split = _adapted(linears, adapter) if adapter else [], split_features(model)
+    split_parameters = sum(m.weight.numel() for m in split)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return Sizes(
         parameters=parameters + whole,
-        trainable=_adapter_size(linears, adapter) + whole if adapter else parameters,
+        trainable=_adapter_size(adapted, adapter) + whole if adapter else parameters,
         quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
         quantized_bytes=QUANTIZED_BYTES[quantization],
         layers=text.num_hidden_layers,
@@ -169,6 +186,8 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         attention=size * (text.num_attention_heads + 2 * key_heads),
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
+        split=split_parameters,
+        trainable_split=sum(adapter["rank"] * split.get(m, 0) for m in adapted) if adapter else split_parameters,
     )
 
 
@@ -181,15 +200,17 @@ def _weight_bytes(sizes: Sizes, value_bytes: int) -> float:
     return (sizes.parameters - sizes.quantized) * value_bytes + sizes.quantized * sizes.quantized_bytes
 
 
-def _adapter_size(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> int:
+def _adapter_size(adapted: Sequence[nn.Linear], adapter: dict[str, Any]) -> int:
+    return sum(adapter["rank"] * (m.in_features + m.out_features) for m in adapted)
+
+
+def _adapted(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> list[nn.Linear]:
     targets = adapter["targets"]
     if targets == "all-linear":
-        adapted = list(linears.values())
-    elif isinstance(targets, str):
-        adapted = [m for name, m in linears.items() if re.fullmatch(targets, name)]
-    else:
-        adapted = [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
-    return sum(adapter["rank"] * (m.in_features + m.out_features) for m in adapted)
+        return list(linears.values())
+    if isinstance(targets, str):
+        return [m for name, m in linears.items() if re.fullmatch(targets, name)]
+    return [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
 
 
 def _size_of(model: nn.Module, names: Sequence[str]) -> int:
@@ -227,4 +248,4 @@ def advice(settings: Settings) -> str:
         return f"set {group} activation_checkpointing: offload and mlp_tile_tokens: {settings.row_tokens // 4}"
     if settings.zero_stage < 3:
         return f"raise {group} zero_stage to 3, or num_workers"
-    return f"set {group} offload: all or sequence_parallel: N, or use train.adapter"
+    return f"set {group} offload: all, sequence_parallel: N or tensor_parallel: N, or use train.adapter"

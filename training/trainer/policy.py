@@ -14,12 +14,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from training.distributed.sequence_parallel import sequence_group
 from training.distributed.sharded_model import sharded_loading
+from training.distributed.tensor_parallel import TensorGroup, tensor_group
 from training.models import adapters, weights
 from training.models.loading import compile_layers, load_model
 from training.models.logps import Scorer
 from training.models.parity import select_scoring_path, share_tokens
 from training.models.recompute import recompute_layers, tile_mlps
 from training.models.routers import LoadBalancingLoss
+from training.models.split_model import check_split, load_split, make_probe
 from training.objectives.pair import Pair
 from training.trainer import engine
 from training.trainer.settings import Settings
@@ -35,8 +37,13 @@ def start_policy(
     config = engine.deepspeed_config(
         settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, universal
     )
-    with sharded_loading(config):
-        scorer = Scorer(build_policy(settings, device))
+    tensor, probe = tensor_group(), make_probe(pairs)
+    if tensor:
+        model, expected = _load_part(settings, tensor, probe, device)
+    else:
+        with sharded_loading(config):
+            model = build_policy(settings, device)
+    scorer = Scorer(model)
     scorer.head_is_sharded = settings.zero_stage == 3
     if settings.zero_stage == 3 and any(isinstance(module, nn.Conv1d) for module in scorer.modules()):
         raise ValueError(
@@ -45,6 +52,8 @@ def start_policy(
         )
     ratio = settings.adapter.get("lora_plus_ratio", 1.0) if settings.adapter else 1.0
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay, settings.optimizer, ratio)
+    if tensor:
+        check_split(scorer.model, tensor, probe, expected, device)
     note = select_scoring_path(scorer, pairs, device)
     engine.forget_gradients(policy)
     if note:
@@ -63,6 +72,14 @@ def start_policy(
         compile_layers(scorer.causal)
     scorer.load_balance = LoadBalancingLoss(scorer.causal) if settings.router_aux_loss_coef else None
     return policy
+
+
+def _load_part(
+    settings: Settings, group: TensorGroup, probe: Pair, device: torch.device
+) -> tuple[nn.Module, torch.Tensor]:
+    placement = None if settings.zero_stage == 3 else device
+    cpu = torch.device("cpu")
+    return load_split(Path(settings.model), lambda: build_policy(settings, cpu), group, probe, placement)
 
 
 def build_policy(settings: Settings, device: torch.device) -> nn.Module:

@@ -50,6 +50,7 @@ class Settings:
     activation_checkpointing: bool | str  # "offload": the kept inputs of layers are in host memory
     mlp_tile_tokens: int | None  # tokens of a row that an MLP computes at a time; None: all
     sequence_parallel: int  # ranks that share the tokens of a row; 1: each rank computes whole rows
+    tensor_parallel: int  # ranks that share the weights of every layer; 1: each rank computes whole layers
     compile: bool  # applies on a GPU
     select: str | None  # metric whose best checkpoint becomes the policy; None: the last
     patience: int | None  # evaluations without improvement before training stops

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from training.distributed.tensor_parallel import parts
 from training.trainer.dataloader import StepBatch
 
 # Dense bfloat16 FLOP/s of GPUs, from their datasheets, by a part of the name that CUDA gives them.
@@ -125,10 +126,10 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Number of weights: under ZeRO-3 the tensor is empty, and with 4 bits a byte holds two of them."""
+    """Number of weights of all ranks: under ZeRO-3 the tensor is empty, and with 4 bits a byte holds two of them."""
     if (packed := getattr(parameter, "quant_state", None)) is not None:
         return packed.shape.numel()
-    return parameter.numel() or getattr(parameter, "ds_numel", 0)
+    return parts(parameter) * (parameter.numel() or getattr(parameter, "ds_numel", 0))
 
 
 def matrix_peak(device: torch.device, size: int = 8192) -> float:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from training.objectives import global_batch
@@ -66,7 +65,7 @@ def train_step(
 
     Returns the number of zeros in the gradient if `count_zeros`.
     """
-    window, objective, world = state.window, settings.objective, dist.get_world_size()
+    window, objective, world = state.window, settings.objective, policy.dp_world_size
     rows = [row.to(window.device) for row in batch.rows]
     rows = moving.rows(batch.step, rows) if moving else rows
     contexts, margins = global_batch.row_contexts(
@@ -86,7 +85,7 @@ def train_step(
             policy, objective, row, reward_mean=state.reward_mean, **contexts.get(number, {}), **shared
         )
         # DeepSpeed averages gradients over ranks; the update needs their weighted mean over the global batch's pairs.
-        # The gradients of ranks that share a row add up to its gradient, so they count as ranks, too.
+        # The gradients of ranks that share a row's tokens add up to its gradient, so they count as ranks, too.
         loss = (per_pair * row.weight).sum() * (world / batch.weight)
         if balance is not None:
             share = len(row.input_ids) / batch.tokens

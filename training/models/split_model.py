@@ -1,0 +1,58 @@
+"""Load a policy whose layers the ranks of a group share, and check its values against the whole model's."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from training.distributed.tensor_parallel import TensorGroup, split_layers
+from training.models.logps import Scorer, logp_tolerance, plain_logps
+from training.models.parity import shorten
+from training.objectives.pair import Pair
+from training.objectives.pair_columns import shortest
+
+
+def load_split(
+    folder: Path, load: Callable[[], nn.Module], group: TensorGroup, probe: Pair, device: torch.device | None
+) -> tuple[nn.Module, Tensor]:
+    """This rank's part of the model that `load` reads into host memory, and the whole model's values of the probe.
+
+    The values are those of the group's first rank. ValueError on all ranks if the model cannot be split. A collective.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        split_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=False), group)
+    for turn in range(group.size):  # a node has memory for one whole model, not for one per rank
+        if turn == group.rank:
+            model = load()
+            expected = probe_logps(model, probe, torch.device("cpu")) if turn == 0 else torch.tensor(0.0)
+            split_layers(Scorer(model).causal, group)
+            model = model.to(device) if device else model
+        dist.barrier()
+    return model, expected
+
+
+def make_probe(pairs: Sequence[Pair]) -> Pair:
+    return shorten(shortest(pairs))
+
+
+@torch.no_grad()
+def probe_logps(model: nn.Module, probe: Pair, device: torch.device) -> Tensor:
+    return plain_logps(model.eval(), probe.prompt_ids, probe.chosen_ids, device)
+
+
+def check_split(model: nn.Module, group: TensorGroup, probe: Pair, expected: Tensor, device: torch.device) -> None:
+    """ValueError on all ranks if the parts give other values of the probe than the whole model. A collective."""
+    training = model.training
+    difference = (probe_logps(model, probe, device) - expected.to(device)).abs().mean().nan_to_num(torch.inf)
+    model.train(training)
+    off = group.sum(difference if group.rank == 0 else torch.zeros_like(difference)).item()
+    if off > logp_tolerance(model):
+        raise ValueError(
+            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of "
+            f"{type(Scorer(model).causal).__name__} by {off:.2g} a token: transformers' plan to split it is wrong for "
+            "this model. Set it to 1"
+        )
