@@ -1,0 +1,100 @@
+"""Trainings whose ranks share the weights of each layer: losses, metrics and weights of one rank, in every mode."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.trainer.test_engine import AOT, CLIP, HEADS, LORA, SHAPE, make_pairs, run_ranks, save, settings
+from tests.trainer.test_sequence_parallel import assert_same_course
+from training.models.loading import load_model
+from training.models.logps import plain_logps
+
+pytestmark = pytest.mark.slow
+SHORT = {"max_steps": 4, "save_steps": 2, "max_grad_norm": CLIP, "learning_rate": 1e-2}
+ADAPTER = {**LORA, "lora_plus_ratio": 4.0, "init": "pissa"}
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"adapter": ADAPTER, "activation_checkpointing": True},
+    "moving": {"reference_update": {"every": 1, "alpha": 0.6}},
+    "aot": {"objective": AOT, "row_tokens": 16},
+}
+Plan = tuple[str, dict[str, Any]]
+PLANS: dict[int, list[Plan]] = {
+    1: [(name, {"zero_stage": 2}) for name in RUNS],
+    2: [
+        ("full", {"zero_stage": 1}),
+        ("full", {"zero_stage": 3}),
+        ("full", {"zero_stage": 2, "offload": "optimizer"}),
+        ("lora", {"zero_stage": 2}),
+    ],
+    4: [
+        ("full", {"zero_stage": 2}),
+        ("lora", {"zero_stage": 1}),
+        ("moving", {"zero_stage": 3}),
+        ("aot", {"zero_stage": 1}),
+    ],
+}
+
+
+def label(ranks: int, name: str, changes: dict[str, Any]) -> str:
+    return f"{ranks}x {name} ZeRO-{changes['zero_stage']}{' offload' if 'offload' in changes else ''}"
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
+    """By label: the folder of a run and its log. One rank; two that share layers; and two groups of two."""
+    root, found = tmp_path_factory.mktemp("runs"), {}
+    model = save(tmp_path_factory.mktemp("model"), Qwen3Config(**SHAPE, **HEADS, head_dim=8))
+    pairs = make_pairs(model)
+    for ranks, plan in PLANS.items():
+        (folder := root / str(ranks)).mkdir()
+        tensor = {"tensor_parallel": min(2, ranks)}
+        made = [
+            settings(folder, model, label(ranks, name, changes), pairs, **SHORT | RUNS[name] | changes | tensor)
+            for name, changes in plan
+        ]
+        if ranks > 1:  # the first and the last again, from the second step; and with whole layers
+            made += [{**made[n], "name": f"{made[n]['name']} again", "again_from": 2} for n in (0, 2)]
+            made.append({**made[0], "name": f"{ranks}x whole", "tensor_parallel": 1})
+        named = {str(run["name"]): Path(str(run["folder"])) for run in made}
+        found.update({name: (named[name], log) for name, log in run_ranks(folder, ranks, made).items()})
+    return found
+
+
+@pytest.mark.parametrize("name", [label(ranks, *run) for ranks in (2, 4) for run in PLANS[ranks]])
+def test_a_training_with_shared_layers_follows_that_of_one_rank(logs, name):
+    (folder, log), (one_folder, expected) = logs[name], logs[f"1x {name.split()[1]} ZeRO-2"]
+    counted = [line for line in expected if "step" in line]
+    if "offload" in name:  # DeepSpeed keeps its gradients elsewhere
+        counted = [{n: v for n, v in line.items() if n != "num_zeros_in_grad"} for line in counted]
+    assert_same_course(log, counted)
+    file = "adapter_model.safetensors" if "lora" in name else "model.safetensors"
+    found, weights = (load_file(path / "policy" / file) for path in (folder, one_folder))
+    assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in weights.items()}
+    for key, value in weights.items():
+        assert (found[key] - value).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("name", ["2x full ZeRO-1", "2x full ZeRO-2 offload", "4x full ZeRO-2", "4x moving ZeRO-3"])
+def test_a_resumed_training_follows_the_undisturbed_one(logs, name):
+    log, expected = logs[f"{name} again"][1], logs[name][1]
+    assert_same_course(log, [line for line in expected if line.get("step", 0) > 2])
+
+
+def test_the_saved_policy_is_an_ordinary_model(logs):
+    folder = logs["4x full ZeRO-2"][0]
+    ours = load_model(folder / "policy", "float32")
+    assert type(ours) is type(AutoModelForCausalLM.from_pretrained(logs["1x full ZeRO-2"][0] / "policy"))
+    assert torch.isfinite(plain_logps(ours, [1, 2, 3], [4, 5], torch.device("cpu"))).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_checkpoint_of_shared_layers_is_refused_by_a_training_with_whole_layers(logs, ranks):
+    (refusal,) = [line["refused"] for line in logs[f"{ranks}x whole"][1] if "refused" in line]
+    assert f"the parts of {ranks} workers" in refusal
+    assert "with tensor_parallel 2, and this training" in refusal
+    assert "Set num_workers, zero_stage and tensor_parallel" in refusal
