@@ -1,6 +1,7 @@
-"""One rank of training runs without Ray, as torchrun would start it: python train_ranks.py SETTINGS.json LOG.json.
+"""Training runs without Ray, as torchrun would start them: python train_ranks.py SETTINGS.json LOG.json.
 
-The settings are a list of runs, done one after the other: starting a process costs more than a run.
+This is one rank if RANK is set; otherwise it forks all of WORLD_SIZE, because imports take more time than a run. For
+the same reason the settings are a list of runs, done one after the other.
 """
 
 import json
@@ -9,6 +10,8 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # DeepSpeed imports it late, and torch's compiler with it
 
 from tests.support.settings import KEY, make_settings
 from training.models import head
@@ -61,6 +64,20 @@ def run(given: dict) -> list[dict]:
     return log
 
 
+def fork_ranks(world: int) -> None:
+    """Return in each rank; the parent exits with 1 if one of them failed."""
+    children = []
+    for rank in range(world):
+        if (child := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    os._exit(any(statuses))
+
+
+if "RANK" not in os.environ:
+    fork_ranks(int(os.environ["WORLD_SIZE"]))
 logs = {given.pop("name"): run(given) for given in json.loads(Path(sys.argv[1]).read_text())}
 if os.environ["RANK"] == "0":
     Path(sys.argv[2]).write_text(json.dumps(logs))

@@ -268,15 +268,16 @@ def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool
     }
     common |= {} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     script = str(PROJECT / "tests" / "support" / "train_ranks.py")
+    separate = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]  # CUDA does not survive a fork
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(folder / "settings.json"), str(folder / "log.json")],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**common, **rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(world)
+        for rank in (separate if gpu else [{}])
     ]
     outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
