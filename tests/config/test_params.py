@@ -221,6 +221,14 @@ def test_workers_that_share_rows_form_whole_groups():
     assert load_cluster(ROOT, {"actor_train": {"num_workers": 8, "sequence_parallel": 4}}).actor_train.num_workers == 8
 
 
+def test_workers_that_share_layers_form_whole_groups_and_compute_whole_rows():
+    with pytest.raises(UserError, match=r"tensor_parallel is 4 and num_workers is 6.*num_workers must be a multiple"):
+        load_cluster(ROOT, {"actor_train": {"num_workers": 6, "tensor_parallel": 4}})
+    with pytest.raises(UserError, match=r"tensor_parallel is 2 and sequence_parallel is 2, which exclude each other"):
+        load_cluster(ROOT, {"actor_train": {"num_workers": 4, "tensor_parallel": 2, "sequence_parallel": 2}})
+    assert load_cluster(ROOT, {"actor_train": {"num_workers": 8, "tensor_parallel": 4}}).actor_train.num_workers == 8
+
+
 def test_the_names_that_params_may_use_are_those_of_the_dataset_code():
     """tasks/config does not import tasks/dataset: a new row format or reject reason needs its name in both."""
     assert list(names.ROW_FORMATS) == list(row_shapes.SHAPES)

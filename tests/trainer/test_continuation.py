@@ -317,6 +317,25 @@ def test_adapters_that_read_whole_weights_are_refused_under_zero_3(tmp_path, mon
         train.train(None)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train.quantization": "fp8", "reference.quantization": "fp8"}, "cannot split a quantized base model"),
+        ({"train.adapter.use_dora": True}, "splits the weights that adapter.use_dora needs whole"),
+        (
+            {"train.adapter.dropout": 0.1},
+            "Set it to 1, or train.adapter.use_dora to false and train.adapter.dropout to 0",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_shared_layers(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(
+        make_workspace(tmp_path / "work", tmp_path, cluster={"actor_train.tensor_parallel": 2}, **options)
+    )
+    with pytest.raises(UserError, match=rf"actor_train.tensor_parallel 2.*{message}"):
+        train.train(None)
+
+
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):
     path = save(tmp_path / "first", 62, origin)
     size = path / "state" / "rank0.pt"

@@ -1,11 +1,15 @@
 """The memory estimate: parameters as in the model, parts as derived here, totals as measured."""
 
+from typing import Any
+
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
 from tests.support.settings import make_settings
+from training.distributed.tensor_parallel import TensorGroup, split_layers
 from training.models import adapters
+from training.models.logps import Scorer
 from training.objectives.pair import Pair
 from training.trainer import memory
 from training.trainer.settings import Settings
@@ -119,6 +123,21 @@ def test_ranks_that_share_a_row_hold_a_share_of_its_activations(folder):
     shared = memory.estimate(settings(folder, sequence_parallel=4, **options), 4, pairs).parts
     assert [whole[name] / shared[name] for name in ("rows", "logits")] == [4.0, 4.0]
     assert whole["weights"] == shared["weights"]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA])
+def test_ranks_that_share_layers_hold_a_part_of_their_weights(folder, adapter):
+    model: Any = AutoModelForCausalLM.from_config(CONFIG)
+    model = adapters.add_adapter(model, **adapter, seed=0) if adapter else model
+    split_layers(Scorer(model).causal, TensorGroup(None, None, 0, 2))  # type: ignore[arg-type]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    others = sum(p.numel() for p in model.parameters()) - trainable
+    options = {"dtype": "bfloat16", "zero_stage": 1, "adapter": adapter}
+    part = memory.estimate(settings(folder, tensor_parallel=2, **options), 4).parts
+    assert part["weights"] == 2 * (others if adapter else trainable)
+    assert part["optimizer"] == 12 * trainable / 2  # over the two ranks that have the same part
+    whole = memory.estimate(settings(folder, **options), 4).parts
+    assert part["rows"] < whole["rows"]
 
 
 def test_the_message_names_the_parts_and_the_setting_to_change(folder):

@@ -94,20 +94,21 @@ def assert_same_course(log: list[dict], expected: list[dict]) -> None:
             assert line[metric] == pytest.approx(values[metric], rel=1e-4, abs=2e-5), (line["step"], metric)
 
 
-def test_the_stage_with_two_workers_that_share_rows_gives_the_result_of_one(tmp_path, tiny_base):
+def test_the_stage_with_two_workers_that_share_rows_or_layers_gives_the_result_of_one(tmp_path, tiny_base):
     one = {"actor_train.num_workers": 1}
     workspace = make_workspace(tmp_path / "work", tiny_base, cluster=one, **{"train.max_steps": 6})
     run(workspace, "source", "prepare", "reference", "train")
-    expected = results(workspace)
-    shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
-    write_cluster(workspace, {"actor_train.num_workers": 2, "actor_train.sequence_parallel": 2})
-    assert "2 workers (2 share each row)" in run(workspace, "train")
-    (course, weights), (found, shared) = expected, results(workspace)
-    assert len(found) == len(course) > 1
-    for line, values in zip(found, course, strict=True):
-        assert line == pytest.approx(values, rel=1e-3, abs=1e-4)
-    assert weights.keys() == shared.keys()
-    assert max((shared[name] - weights[name]).abs().max().item() for name in weights) < 1e-4
+    course, weights = results(workspace)
+    assert len(course) > 1
+    for option, said in {"sequence_parallel": "2 share each row", "tensor_parallel": "2 share each layer"}.items():
+        shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
+        write_cluster(workspace, {"actor_train.num_workers": 2, f"actor_train.{option}": 2})
+        assert f"2 workers ({said})" in run(workspace, "train")
+        found, shared = results(workspace)
+        for line, values in zip(found, course, strict=True):
+            assert line == pytest.approx(values, rel=1e-3, abs=1e-4)
+        assert weights.keys() == shared.keys()
+        assert max((shared[name] - weights[name]).abs().max().item() for name in weights) < 1e-4
 
 
 def results(workspace: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
