@@ -156,7 +156,7 @@ def split(config: Any, size: int) -> None:
             r"cannot split layers.0.mlp.experts of Mixtral.*zero_stage to 3",
         ),
         (BloomConfig(vocab_size=61, hidden_size=48, n_layer=2, n_head=4), 2, "no plan to split the layers of Bloom"),
-        (CohereConfig(**GROUPED, use_qk_norm=True), 2, "plan to split Cohere.* leaves out layers.0.self_attn.q_norm"),
+        (CohereConfig(**GROUPED, use_qk_norm=True), 2, "plan to split Cohere.* is wrong for layers.0.self_attn.q_norm"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_before_it_is_loaded(config, size, message):

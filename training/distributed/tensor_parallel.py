@@ -167,11 +167,11 @@ def split_layers(causal: Any, group: TensorGroup) -> None:
 
 
 def _planned_modules(causal: Any) -> dict[str, tuple[nn.Module, str]]:
-    """The modules in the architecture's plan by their path in the base model, and how to split them."""
+    """The modules in the architecture's plan by their path in the decoder, and how to split them."""
     entries = (getattr(causal.config.get_text_config(), "base_model_tp_plan", None) or {}).items()
     patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+") + r"(\..*)?"), style) for key, style in entries]
     planned = {}
-    for path, module in causal.base_model.named_modules():
+    for path, module in causal.get_decoder().named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         if style := next((style for pattern, style in patterns for name in own if pattern.fullmatch(name)), None):
             planned[path] = (module, style)
@@ -187,8 +187,9 @@ def split_features(causal: Any) -> dict[nn.Module, int]:
 
 def _check_heads(causal: Any, group: TensorGroup) -> None:
     config = causal.config.get_text_config()
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    for count, kind in zip(heads, ("attention", "key"), strict=True):
+    heads = getattr(config, "num_attention_heads", None) or 0  # recurrent models may have none
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    for count, kind in ((heads, "attention"), (key_heads, "key")):
         if count % group.size:
             raise ValueError(
                 f"actor_train.tensor_parallel is {group.size}, but {type(causal).__name__} has {count} {kind} heads, "
@@ -206,12 +207,13 @@ def _check_plan(causal: Any, planned: dict[str, tuple[nn.Module, str]]) -> None:
                 f"{option} cannot split {path} of {name}, {type(module).__name__} in the style {style}: only linear "
                 f"layers, not experts, for example. {_USE_ZERO_3}"
             )
-    # A parameter among a block's split layers has a partial gradient on each rank, which only the plan can tell.
+    # The parameters among a block's split layers, and no others, have partial gradients: the plan must name them.
     blocks = {path.rpartition(".")[0] for path, (_, style) in planned.items() if style == COLUMN[0]}
-    for path, module in causal.base_model.named_modules():
-        inside = any(f"{path}.".startswith(f"{block}.") for block in blocks)
-        if inside and path not in planned and next(module.parameters(recurse=False), None) is not None:
-            raise ValueError(f"{option}: transformers' plan to split {name} leaves out {path}. {_USE_ZERO_3}")
+    for path, module in causal.get_decoder().named_modules():
+        wrong = None if any(f"{path}.".startswith(f"{block}.") for block in blocks) else PARTIAL_GRADIENT
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if has_parameters and planned.get(path, (module, None))[1] == wrong:
+            raise ValueError(f"{option}: transformers' plan to split {name} is wrong for {path}. {_USE_ZERO_3}")
 
 
 def _split(path: str, module: Any, style: str, group: TensorGroup) -> None:

@@ -36,6 +36,7 @@ def load_split(
 
 
 def make_probe(pairs: Sequence[Pair]) -> Pair:
+    """The part of a pair that whole and split model are compared on: the whole one computes it on the CPU."""
     return shorten(shortest(pairs))
 
 
@@ -46,13 +47,18 @@ def probe_logps(model: nn.Module, probe: Pair, device: torch.device) -> Tensor:
 
 def check_split(model: nn.Module, group: TensorGroup, probe: Pair, expected: Tensor, device: torch.device) -> None:
     """ValueError on all ranks if the parts give other values of the probe than the whole model. A collective."""
-    training = model.training
-    difference = (probe_logps(model, probe, device) - expected.to(device)).abs().mean().nan_to_num(torch.inf)
+    training, name = model.training, type(Scorer(model).causal).__name__
+    try:
+        values = probe_logps(model, probe, device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of shapes that do not fit
+        raise ValueError(f"actor_train.tensor_parallel {group.size} fails in {name} ({error}). Set it to 1") from error
     model.train(training)
+    difference = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
     off = group.sum(difference if group.rank == 0 else torch.zeros_like(difference)).item()
     if off > logp_tolerance(model):
         raise ValueError(
-            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of "
-            f"{type(Scorer(model).causal).__name__} by {off:.2g} a token: transformers' plan to split it is wrong for "
-            "this model. Set it to 1"
+            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of {name} by {off:.2g} a token: "
+            "transformers' plan to split it is wrong for this model. Set it to 1"
         )

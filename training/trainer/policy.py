@@ -4,6 +4,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,11 @@ def start_policy(
     return policy
 
 
-def _load_part(
-    settings: Settings, group: TensorGroup, probe: Pair, device: torch.device
-) -> tuple[nn.Module, torch.Tensor]:
-    placement = None if settings.zero_stage == 3 else device
-    cpu = torch.device("cpu")
-    return load_split(Path(settings.model), lambda: build_policy(settings, cpu), group, probe, placement)
+def _load_part(settings: Settings, group: TensorGroup, probe: Pair, device: torch.device) -> tuple[nn.Module, Tensor]:
+    """This rank's part of the policy, and the whole policy's values of the probe."""
+    placement = None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
+    load = partial(build_policy, settings, torch.device("cpu"))
+    return load_split(Path(settings.model), load, group, probe, placement)
 
 
 def build_policy(settings: Settings, device: torch.device) -> nn.Module:
