@@ -43,6 +43,7 @@ CPU = torch.device("cpu")
 CONFIGS = {
     "llama": LlamaConfig(**GROUPED),
     "lora": LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "lora, norms of heads": Qwen3Config(**GROUPED, head_dim=12),
     "checkpointed": LlamaConfig(**GROUPED),
     "compiled": Qwen3Config(**GROUPED, head_dim=12),
     "tied, biases": Qwen2Config(**{**GROUPED, "tie_word_embeddings": True}),

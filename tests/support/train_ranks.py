@@ -1,13 +1,14 @@
 """Training runs without Ray, as torchrun would start them: python train_ranks.py SETTINGS.json LOG.json.
 
-This is one rank if RANK is set; otherwise it forks all of WORLD_SIZE, because imports take more time than a run. For
-the same reason the settings are a list of runs, done one after the other.
+The settings are the runs by number of ranks, done one after the other. This is one rank if RANK is set; otherwise it
+forks the ranks of one number after the other, because the imports take more time than a run.
 """
 
 import json
 import os
 import pickle
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -64,22 +65,37 @@ def run(given: dict) -> list[dict]:
     return log
 
 
-def fork_ranks(world: int) -> None:
-    """Return in each rank; the parent exits with 1 if one of them failed."""
+def run_all(runs: list[dict]) -> None:
+    """Do the runs on this rank; rank 0 adds their logs to those in the file."""
+    logs = {given.pop("name"): run(given) for given in runs}
+    log = Path(sys.argv[2])
+    if os.environ["RANK"] == "0":
+        log.write_text(json.dumps((json.loads(log.read_text()) if log.exists() else {}) | logs))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def fork_ranks(world: int, runs: list[dict]) -> bool:
+    """Do the runs in a process for each rank; whether all have succeeded."""
+    ranks = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     children = []
     for rank in range(world):
         if (child := os.fork()) == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            return
+            os.environ.update(ranks, RANK=str(rank), LOCAL_RANK=str(rank))
+            run_all(runs)
         children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    os._exit(any(statuses))
+    return not any([os.waitpid(child, 0)[1] for child in children])  # noqa: C419  # wait for all
 
 
-if "RANK" not in os.environ:
-    fork_ranks(int(os.environ["WORLD_SIZE"]))
-logs = {given.pop("name"): run(given) for given in json.loads(Path(sys.argv[1]).read_text())}
-if os.environ["RANK"] == "0":
-    Path(sys.argv[2]).write_text(json.dumps(logs))
-sys.stdout.flush()
-os._exit(0)  # gloo's threads may outlive the interpreter
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+given = json.loads(Path(sys.argv[1]).read_text()).items()
+if "RANK" in os.environ:
+    ((_, runs),) = given
+    run_all(runs)
+if not all(fork_ranks(int(world), runs) for world, runs in given):
+    sys.exit(1)

@@ -257,31 +257,42 @@ def settings(folder: Path, model: Path, name: str, pairs: list[Pair], **changes:
 
 
 def run_ranks(folder: Path, world: int, runs: list[dict[str, object]], gpu: bool = False) -> dict[str, list[dict]]:
+    return run_groups(folder, {world: runs}, gpu)
+
+
+def run_groups(folder: Path, runs: dict[int, list[dict[str, object]]], gpu: bool = False) -> dict[str, list[dict]]:
+    """Runs by number of ranks. On a GPU, of one number only: CUDA does not survive a fork."""
     (folder / "settings.json").write_text(json.dumps(runs))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {
-        "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-    }
+    (folder / "log.json").unlink(missing_ok=True)
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    common = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     common |= {} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    script = str(PROJECT / "tests" / "support" / "train_ranks.py")
-    separate = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]  # CUDA does not survive a fork
-    ranks = [
+    started = [
         subprocess.Popen(
-            [sys.executable, script, str(folder / "settings.json"), str(folder / "log.json")],
-            env={**common, **rank},
+            [
+                sys.executable,
+                "-m",
+                "tests.support.train_ranks",
+                str(folder / "settings.json"),
+                str(folder / "log.json"),
+            ],
+            env=common | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (separate if gpu else [{}])
+        for variables in (_rank_variables(*runs) if gpu else [{}])
     ]
-    outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+    outputs = [process.communicate(timeout=400)[0] for process in started]
+    assert all(process.returncode == 0 for process in started), "\n".join(output[-3000:] for output in outputs)
     return json.loads((folder / "log.json").read_text())
+
+
+def _rank_variables(world: int) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 DYNAMIC = ({"sigmoid": 1.0}, {"beta": 0.1, "beta_alpha": 20.0, "beta_filter": 0.34})  # 2 of 6 pairs are dropped

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from tests.trainer.test_engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_ranks, save, settings
+from tests.trainer.test_engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_groups, save, settings
 from tests.trainer.test_sequence_parallel import assert_same_course
 from training.models.loading import load_model
 from training.models.logps import plain_logps
@@ -37,22 +37,24 @@ def label(ranks: int, name: str, changes: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By label: the folder of a run and its log. One rank; two that share layers; and two groups of two."""
-    root, found = tmp_path_factory.mktemp("runs"), {}
+    root = tmp_path_factory.mktemp("runs")
     model = save(tmp_path_factory.mktemp("model"), Qwen3Config(**SHAPE, **HEADS, head_dim=8))
-    pairs = make_pairs(model)
+    pairs, runs = make_pairs(model), {}
     for ranks, plan in PLANS.items():
-        (folder := root / str(ranks)).mkdir()
-        tensor = {"tensor_parallel": min(2, ranks)}
+        options = {**SHORT, "tensor_parallel": min(2, ranks)}
         made = [
-            settings(folder, model, label(ranks, name, changes), pairs, **SHORT | RUNS[name] | changes | tensor)
+            settings(root, model, label(ranks, name, changes), pairs, **options | RUNS[name] | changes)
             for name, changes in plan
         ]
-        made += [{**run, "name": f"{run['name']} again", "again_from": 2} for run in made if run["name"] in AGAIN]
-        if ranks == 2:
-            made.append({**made[0], "name": "whole layers", "tensor_parallel": 1})
-        named = {str(run["name"]): Path(str(run["folder"])) for run in made}
-        found.update({name: (named[name], log) for name, log in run_ranks(folder, ranks, made).items()})
-    return found
+        runs[ranks] = [
+            *made,
+            *({**run, "name": f"{run['name']} again", "again_from": 2} for run in made if run["name"] in AGAIN),
+        ]
+    runs[2].append({**runs[2][0], "name": "whole layers", "tensor_parallel": 1})
+    logs = run_groups(root, runs)
+    return {
+        str(run["name"]): (Path(str(run["folder"])), logs[str(run["name"])]) for made in runs.values() for run in made
+    }
 
 
 @pytest.mark.parametrize("name", [label(ranks, *run) for ranks in (2, 4) for run in PLANS[ranks]])

@@ -93,7 +93,7 @@ class _CopyInput(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum(gradient), None
 
 
@@ -103,7 +103,7 @@ class _SumOutput(torch.autograd.Function):
         return group.sum(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -114,7 +114,7 @@ class _GatherOutput(torch.autograd.Function):
         return group.gather(values, -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.own(gradient, -1), None
 
 
@@ -125,7 +125,7 @@ class _OwnInput(torch.autograd.Function):
         return group.own(values, -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.gather(gradient, -1), None
 
 
@@ -157,7 +157,7 @@ def split_layers(causal: Any, group: TensorGroup) -> None:
     _check_heads(causal, group)
     planned = _planned_modules(causal)
     _check_plan(causal, planned)
-    for path, (module, style) in planned.items():
+    for path, (module, style, _) in planned.items():
         if style == PARTIAL_GRADIENT:
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad:
@@ -166,22 +166,23 @@ def split_layers(causal: Any, group: TensorGroup) -> None:
             _split(path, module, style, group)
 
 
-def _planned_modules(causal: Any) -> dict[str, tuple[nn.Module, str]]:
-    """The modules in the architecture's plan by their path in the decoder, and how to split them."""
+def _planned_modules(causal: Any) -> dict[str, tuple[nn.Module, str, str]]:
+    """The modules in the architecture's plan by their path in the decoder, how to split them, and in which block."""
     entries = (getattr(causal.config.get_text_config(), "base_model_tp_plan", None) or {}).items()
-    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+") + r"(\..*)?"), style) for key, style in entries]
+    patterns = [(re.compile(f"({re.escape(key)})(\\..*)?".replace(r"\*", r"\d+")), style) for key, style in entries]
     planned = {}
     for path, module in causal.get_decoder().named_modules():
-        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        if style := next((style for pattern, style in patterns for name in own if pattern.fullmatch(name)), None):
-            planned[path] = (module, style)
+        for name, _ in module.named_parameters(recurse=False):
+            for pattern, style in patterns:
+                if match := pattern.fullmatch(f"{path}.{name}"):  # of a layer, also of an adapter inside it
+                    planned[path] = (module, style, match[1].rpartition(".")[0])
     return planned
 
 
-def split_features(causal: Any) -> dict[nn.Module, int]:
+def split_features(causal: Any) -> dict[nn.Linear, int]:
     """The linear layers that the plan splits, and the number of outputs or inputs that the ranks share."""
     planned = _planned_modules(causal).values()
-    linears = [(m, style) for m, style in planned if isinstance(m, nn.Linear) and style in (*COLUMN, *ROW)]
+    linears = [(m, style) for m, style, _ in planned if isinstance(m, nn.Linear) and style in (*COLUMN, *ROW)]
     return {m: m.out_features if style in COLUMN else m.in_features for m, style in linears}
 
 
@@ -197,22 +198,22 @@ def _check_heads(causal: Any, group: TensorGroup) -> None:
             )
 
 
-def _check_plan(causal: Any, planned: dict[str, tuple[nn.Module, str]]) -> None:
+def _check_plan(causal: Any, planned: dict[str, tuple[nn.Module, str, str]]) -> None:
     option, name = "actor_train.tensor_parallel", type(causal).__name__
-    if not any(style in COLUMN for _, style in planned.values()):
+    if not any(style in COLUMN for _, style, _ in planned.values()):
         raise ValueError(f"{option}: transformers has no plan to split the layers of {name}. {_USE_ZERO_3}")
-    for path, (module, style) in planned.items():
+    for path, (module, style, _) in planned.items():
         if style != PARTIAL_GRADIENT and (style not in (*COLUMN, *ROW) or type(module) is not nn.Linear):
             raise ValueError(
                 f"{option} cannot split {path} of {name}, {type(module).__name__} in the style {style}: only linear "
                 f"layers, not experts, for example. {_USE_ZERO_3}"
             )
     # The parameters among a block's split layers, and no others, have partial gradients: the plan must name them.
-    blocks = {path.rpartition(".")[0] for path, (_, style) in planned.items() if style == COLUMN[0]}
+    blocks = {block for _, style, block in planned.values() if style == COLUMN[0]}
     for path, module in causal.get_decoder().named_modules():
         wrong = None if any(f"{path}.".startswith(f"{block}.") for block in blocks) else PARTIAL_GRADIENT
         has_parameters = next(module.parameters(recurse=False), None) is not None
-        if has_parameters and planned.get(path, (module, None))[1] == wrong:
+        if has_parameters and planned.get(path, (module, None, None))[1] == wrong:
             raise ValueError(f"{option}: transformers' plan to split {name} is wrong for {path}. {_USE_ZERO_3}")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,26 @@ def load_split(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         split_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=False), group)
+    found: Any = None
     for turn in range(group.size):  # a node has memory for one whole model, not for one per rank
         if turn == group.rank:
-            model = load()
-            expected = probe_logps(model, probe, torch.device("cpu")) if turn == 0 else torch.tensor(0.0)
-            split_layers(Scorer(model).causal, group)
-            model = model.to(device) if device else model
+            try:
+                found = _load_part(load, group, probe, device)
+            except ValueError as error:  # each rank meets it in its turn
+                found = error
         dist.barrier()
-    return model, expected
+    if isinstance(found, ValueError):
+        raise found
+    return found
+
+
+def _load_part(
+    load: Callable[[], nn.Module], group: TensorGroup, probe: Pair, device: torch.device | None
+) -> tuple[nn.Module, Tensor]:
+    model = load()
+    expected = probe_logps(model, probe, torch.device("cpu")) if group.rank == 0 else torch.tensor(0.0)
+    split_layers(Scorer(model).causal, group)
+    return model.to(device) if device else model, expected
 
 
 def make_probe(pairs: Sequence[Pair]) -> Pair:
