@@ -94,7 +94,7 @@ def _has_convolution(module: nn.Module) -> bool:
 
 
 @cache
-def _cache_argument(kind: type[nn.Module]) -> str | None:
+def _cache_argument(kind: Any) -> str | None:
     names = inspect.signature(kind.forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in names), None)
 
