@@ -8,7 +8,7 @@ causal-conv1d where transformers does. docs/performance.md has the design and it
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -80,7 +80,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return []
-    return [module for module in model.modules() if _has_convolution(module) and _cache_argument(type(module))]
+    return [module for module in model.modules() if _has_convolution(module) and _cache_argument(type(module).forward)]
 
 
 def follow_segments(layers: list[nn.Module]) -> None:
@@ -94,8 +94,8 @@ def _has_convolution(module: nn.Module) -> bool:
 
 
 @cache
-def _cache_argument(kind: Any) -> str | None:
-    names = inspect.signature(kind.forward).parameters
+def _cache_argument(forward: Callable[..., Any]) -> str | None:
+    names = inspect.signature(forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in names), None)
 
 
@@ -117,9 +117,10 @@ def _forward(
 def _compute(layer: nn.Module, hidden_states: Tensor, batch: Batch, states: States) -> Tensor:
     """(sequences * width, size); changes the states to those after the batch."""
     inputs = hidden_states[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
-    options: dict[str, Any] = {"attention_mask": batch.is_token, _cache_argument(type(layer)) or "": states}
+    forward = type(layer).forward
+    options: dict[str, Any] = {"attention_mask": batch.is_token, _cache_argument(forward) or "": states}
     with _short_chunks(layer, inputs.shape[1]):
-        return type(layer).forward(layer, inputs * batch.is_token[..., None], **options).flatten(0, 1)
+        return forward(layer, inputs * batch.is_token[..., None], **options).flatten(0, 1)
 
 
 @contextmanager
