@@ -18,7 +18,7 @@ SHORT = {"max_steps": 4, "save_steps": 2, "max_grad_norm": CLIP, "learning_rate"
 ADAPTER = {**LORA, "lora_plus_ratio": 4.0, "init": "pissa"}
 RUNS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"adapter": ADAPTER, "activation_checkpointing": True},
+    "lora": {"adapter": ADAPTER, "activation_checkpointing": "offload", "mlp_tile_tokens": 16},
     "moving": {"reference_update": {"every": 1, "alpha": 0.6}},
 }
 Plan = tuple[str, dict[str, Any]]
