@@ -122,12 +122,13 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
     params, cluster, stage = training.params, training.cluster, training.stage
     settings = make_settings(params, cluster, training.model, folder, origin)
     group, adapter, steps = cluster.actor_train, params.train.adapter, origin["steps"]
+    workers = "1 worker" if group.num_workers == 1 else f"{group.num_workers} workers"
     shared = f" ({group.sequence_parallel} share each row)" if group.sequence_parallel > 1 else ""
     shared = f" ({group.tensor_parallel} share each layer)" if group.tensor_parallel > 1 else shared
     print(
         f"{stage}: {steps} steps of {settings.global_batch_size} "
         f"{'pairs' if training.data.preferences else 'answers'}, "
-        f"{f'LoRA of rank {adapter.rank}' if adapter else 'full fine-tuning'}, {group.num_workers} workers{shared}, "
+        f"{f'LoRA of rank {adapter.rank}' if adapter else 'full fine-tuning'}, {workers}{shared}, "
         f"ZeRO-{group.zero_stage}, {settings.dtype}",
         flush=True,
     )

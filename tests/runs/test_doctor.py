@@ -28,7 +28,7 @@ from training.trainer.cuda_compat import Stack, mismatch
 
 @pytest.fixture
 def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = make_workspace(tmp_path / "workspace", tiny_base)
+    root = make_workspace(tmp_path / "workspace", tiny_base, cluster={"actor_train.num_workers": 2})
     monkeypatch.chdir(root)
     return root
 
