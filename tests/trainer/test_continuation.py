@@ -329,9 +329,8 @@ def test_adapters_that_read_whole_weights_are_refused_under_zero_3(tmp_path, mon
     ],
 )
 def test_what_cannot_be_split_is_refused_with_shared_layers(tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(
-        make_workspace(tmp_path / "work", tmp_path, cluster={"actor_train.tensor_parallel": 2}, **options)
-    )
+    cluster = {"actor_train.num_workers": 2, "actor_train.tensor_parallel": 2}
+    monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster=cluster, **options))
     with pytest.raises(UserError, match=rf"actor_train.tensor_parallel 2.*{message}"):
         train.train(None)
 
