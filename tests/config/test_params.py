@@ -221,6 +221,12 @@ def test_workers_that_share_rows_form_whole_groups():
     assert load_cluster(ROOT, {"actor_train": {"num_workers": 8, "sequence_parallel": 4}}).actor_train.num_workers == 8
 
 
+def test_tiles_of_an_mlp_are_refused_under_zero_3():
+    with pytest.raises(UserError, match=r"mlp_tile_tokens does not work with zero_stage: 3.*or zero_stage: 2"):
+        load_cluster(ROOT, {"actor_train": {"zero_stage": 3, "mlp_tile_tokens": 512}})
+    assert load_cluster(ROOT, {"actor_train": {"mlp_tile_tokens": 512}}).actor_train.mlp_tile_tokens == 512
+
+
 def test_workers_that_share_layers_form_whole_groups_and_compute_whole_rows():
     with pytest.raises(UserError, match=r"tensor_parallel is 4 and num_workers is 6.*num_workers must be a multiple"):
         load_cluster(ROOT, {"actor_train": {"num_workers": 6, "tensor_parallel": 4}})

@@ -125,6 +125,19 @@ def test_ranks_that_share_a_row_hold_a_share_of_its_activations(folder):
     assert whole["weights"] == shared["weights"]
 
 
+def test_offloaded_inputs_and_tiles_hold_a_part_of_a_rows_activations(folder):
+    def parts(**options: Any) -> dict[str, float]:
+        return memory.estimate(settings(folder, adapter=LORA, **options), 1).parts
+
+    kept, offloaded = parts(activation_checkpointing=True), parts(activation_checkpointing="offload")
+    assert offloaded["rows"] == kept["rows"] * 2 / CONFIG.num_hidden_layers
+    tiled = parts(activation_checkpointing=True, mlp_tile_tokens=512)
+    assert tiled["rows"] == kept["rows"]
+    assert tiled["backward"] < kept["backward"]
+    assert parts(mlp_tile_tokens=512)["rows"] < parts()["rows"]
+    assert parts(mlp_tile_tokens=10**6) == parts()
+
+
 @pytest.mark.parametrize("adapter", [None, LORA])
 def test_ranks_that_share_layers_hold_a_part_of_their_weights(folder, adapter):
     model: Any = AutoModelForCausalLM.from_config(CONFIG)
@@ -146,3 +159,5 @@ def test_the_message_names_the_parts_and_the_setting_to_change(folder):
     assert "lower actor_train in infra/cluster.yaml row_tokens (now 8192)" in said
     assert "activation_checkpointing" in memory.advice(settings(folder, row_tokens=2048))
     assert "zero_stage to 3" in memory.advice(settings(folder, row_tokens=2048, activation_checkpointing=True))
+    lora = settings(folder, row_tokens=2048, activation_checkpointing=True, adapter=LORA)
+    assert "activation_checkpointing: offload" in memory.advice(lora)

@@ -245,7 +245,7 @@ def advice(settings: Settings) -> str:
     if not settings.activation_checkpointing:
         return f"set {group} activation_checkpointing: true"
     if settings.activation_checkpointing is True and settings.adapter:  # rows are most of its memory
-        return f"set {group} activation_checkpointing: offload and mlp_tile_tokens: {settings.row_tokens // 4}"
+        return f"set {group} activation_checkpointing: offload"
     if settings.zero_stage < 3:
         return f"raise {group} zero_stage to 3, or num_workers"
     return f"set {group} offload: all, sequence_parallel: N or tensor_parallel: N, or use train.adapter"
