@@ -70,7 +70,7 @@ def test_a_run_repairs_what_killed_tools_left_and_a_damaged_record_blocks_no_com
     worktree = dummy_repo / ".scratch/worktrees/one"
     whole = (worktree / "dvc.lock").read_text()
     (worktree / "dvc.lock").write_text(whole[: len(whole) // 2])
-    past = time.time() - 3600
+    past = psutil.Process().create_time() - 3600  # before this process had its id
     lock = {"write": {str(worktree / "data/source"): {"pid": os.getpid(), "cmd": "dvc repro"}}, "read": {}}
     dvc_lock.rwlock(worktree).write_text(json.dumps(lock))  # a process id that we got later
     index = dummy_repo / ".git/worktrees/one/index.lock"
