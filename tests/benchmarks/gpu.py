@@ -21,9 +21,15 @@ from tests.benchmarks.job import SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, SHAPES
 
-OPTIONS = ("", "-checkpointed", "-deterministic", "-bf16moments", "-checkpointed-bf16moments")  # and with LoRA -fp8
-VARIANTS = tuple(f"{mode}{option}" for mode in ("full", "lora") for option in OPTIONS)
-VARIANTS += ("lora-fp8", "lora-checkpointed-fp8")
+MODES = ("full", "lora")
+OPTIONS: dict[str, dict[str, Any]] = {  # after the mode, any number of them: lora-offloaded-tiled
+    "checkpointed": {"checkpointing": True},
+    "offloaded": {"checkpointing": "offload"},
+    "tiled": {"tile": 8192},
+    "deterministic": {"deterministic": True},
+    "fp8": {"quantization": "fp8"},
+    "bf16moments": {"optimizer": "adamw_bf16"},
+}
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 
 
@@ -58,13 +64,9 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
             mode, *options = variant.split("-")
-            kind = {
-                "lora": mode == "lora",
-                "checkpointing": "checkpointed" in options,
-                "deterministic": "deterministic" in options,
-                "optimizer": "adamw_bf16" if "bf16moments" in options else "adamw",
-                "quantization": "fp8" if "fp8" in options else None,
-            }
+            kind: dict[str, Any] = {"lora": mode == "lora"}
+            for option in options:
+                kind |= OPTIONS[option]
             yield name, job_of(args, side, size, model, pairs, dtype=dtype, profile_memory=args.profile_memory, **kind)
 
 
@@ -106,13 +108,20 @@ def _fastest(lines: list[dict[str, Any]], key: tuple[str, ...], side: str) -> di
     return max(results, key=lambda line: line["pairs_per_second"], default={})
 
 
+def _variant(name: str) -> str:
+    mode, *options = name.split("-")
+    if mode not in MODES or not OPTIONS.keys() >= set(options):
+        raise argparse.ArgumentTypeError(f"{name} is not one of {', '.join(MODES)} with -{', -'.join(OPTIONS)}")
+    return name
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", nargs="+", default=["0.5b", "1.5b"], choices=[*SHAPES, *HYBRID_SHAPES])
     add("--lengths", nargs="+", default=["ultrafeedback", "hh"], choices=list(LENGTHS))
     add("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, "none"])
-    add("--variants", nargs="+", default=["full"], choices=VARIANTS)
+    add("--variants", nargs="+", default=["full"], type=_variant, help=f"full or lora, with -{', -'.join(OPTIONS)}")
     add("--row-tokens", nargs="+", type=int, default=[16384], help="ours: row budgets in tokens to try")
     add("--micro-batches", nargs="+", type=int, default=[4, 8, 16, 32], help="TRL: micro-batches in pairs to try")
     add("--batch", type=int, default=64, help="pairs per update")

@@ -32,7 +32,8 @@ class Job:
     micro_batch: int  # TRL, in pairs
     dtype: str = "float32"
     lora: bool = False
-    checkpointing: bool = False
+    checkpointing: bool | str = False  # "offload", ours: inputs of layers in host memory
+    tile: int | None = None  # ours: tokens that an MLP computes at a time
     deterministic: bool = False
     optimizer: str = "adamw"  # ours
     quantization: str | None = None  # ours

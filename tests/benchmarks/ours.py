@@ -116,4 +116,5 @@ def _settings(job: Job, folder: str) -> Settings:
         quantization=job.quantization,
         zero_stage=job.zero_stage,
         activation_checkpointing=job.checkpointing,
+        mlp_tile_tokens=job.tile,
     )

@@ -89,7 +89,7 @@ def _config(job: Job, folder: str) -> Any:
         precompute_ref_log_probs=True,
         max_length=None,  # no truncation, as on our side
         train_sampling_strategy="sequential",
-        gradient_checkpointing=job.checkpointing,
+        gradient_checkpointing=bool(job.checkpointing),
         gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=job.dtype == "bfloat16",
         use_liger_kernel=on_gpu and importlib.util.find_spec("liger_kernel") is not None,

@@ -1,12 +1,14 @@
-"""The three ways to attend over a row without a GPU's kernel say the same as its mask."""
+"""The ways to attend over a row say the same as its mask."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from training.models.attention import attend, attention_inputs, blocks, row_mask
+from training.models import attention
+from training.models.attention import attend, attention_inputs, blocks, row_mask, segments
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
 
@@ -49,6 +51,47 @@ def test_every_way_is_the_mask(lengths: list[tuple[int, int, int]], window: int 
     for inputs in ways:
         out, _ = attend(nn.Module(), query, key, value, None, sliding_window=window, softcap=softcap, **inputs)
         torch.testing.assert_close(out, expected)
+
+
+LONG_ROWS = {
+    "one pair": ([(40, 3, 9)], [True, False]),
+    "short ones between": (
+        [(5, 3, 4), (40, 3, 2), (1, 1, 1), (2, 5, 1), (30, 9, 9)],
+        [False, True, False, True, False],
+    ),
+    "short ones alone": ([(5, 3, 4), (2, 5, 1)], [False]),
+}
+
+
+@pytest.mark.parametrize(("lengths", "expected"), LONG_ROWS.values(), ids=LONG_ROWS)
+def test_long_sequences_alone_and_the_others_together_are_the_mask(
+    lengths: list[tuple[int, int, int]], expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split of a row into calls of two kernels, which have a GPU's in tests/trainer/test_gpu.py."""
+    monkeypatch.setattr(attention, "LONG", 25)
+    row = row_of(lengths)
+    parts = segments(row)
+    assert [part.cu_seqlens is None for part in parts] == expected
+
+    def long(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(0, 1)
+
+    def flash(
+        query: Tensor, key: Tensor, value: Tensor, index: Tensor, cu_seqlens: Any, longest: int, *_: Any
+    ) -> Tensor:
+        queries, keys = (cu.diff().tolist() for cu in cu_seqlens)
+        assert longest == max(keys)
+        return attention._by_sequence(query[None], key[None], value[None], index, (queries, keys), None, None, None)[0]
+
+    monkeypatch.setattr(attention, "_long", long)
+    monkeypatch.setattr(attention, "_flash", flash)
+    shape = (1, 2, len(row.token_pair), 8)
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(1, 4, *shape[2:], generator=generator, dtype=torch.float64)
+    out, _ = attend(nn.Module(), query, key, value, None, row_key_index=row.key_index, row_segments=parts)
+    torch.testing.assert_close(out, by_mask(query, key, value, row, None, None))
 
 
 def test_pairs_that_are_alike_become_blocks_and_others_one() -> None:

@@ -1,9 +1,13 @@
 """Recomputed activations: offloaded inputs of layers, and MLPs that compute a row by tiles."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
@@ -14,6 +18,7 @@ from transformers import (
 )
 
 from training.models import adapters
+from training.models.attention import LONG_ATTENTION
 from training.models.recompute import recompute_layers, tile_mlps
 
 SHAPE = {
@@ -116,3 +121,47 @@ def test_offload_takes_the_input_of_each_layer() -> None:
         return shapes.count(torch.Size([1, IDS.shape[1], FAMILIES["llama"].hidden_size]))
 
     assert kept_on_device("layers") - kept_on_device("layers, offload") == FAMILIES["llama"].num_hidden_layers
+
+
+CALLS: list[torch.Size] = []
+
+
+@torch.library.custom_op("tests::attention", mutates_args=())
+def counted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    CALLS.append(query.shape)
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attention_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+    with torch.enable_grad():
+        return torch.autograd.grad(scaled_dot_product_attention(*inputs, is_causal=True), inputs, gradient)
+
+
+counted_attention.register_autograd(
+    attention_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@torch.compiler.disable
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return counted_attention(query, key, value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kept_attention_is_not_computed_again(compiled: bool) -> None:
+    """An operation of ours in place of cuDNN's; in a compiled layer it runs between two graphs."""
+    AttentionInterface.register("counted", attend)
+    expected = gradients(make("llama", lora=False))
+    for kept, times in ((torch.ops.tests.attention.default, 1), (LONG_ATTENTION, 2)):
+        model = make("llama", lora=False)
+        model.set_attn_implementation("counted")
+        recompute_layers(model, offload=False, kept=kept)
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile(dynamic=True, backend="aot_eager")
+        CALLS.clear()
+        found = gradients(model)
+        assert len(CALLS) == times * FAMILIES["llama"].num_hidden_layers
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=1e-6), name

@@ -28,10 +28,11 @@ from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.trainer import test_engine
-from training.models import adapters, head
+from training.models import adapters, attention, head
 from training.models.loading import compile_layers, load_model
 from training.models.logps import LOGP_TOLERANCE
 from training.models.parity import make_scorer, scoring
+from training.models.recompute import recompute_layers
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective
@@ -96,6 +97,31 @@ def test_packed_compiled_rows_equal_plain_passes(name):
     assert (given - expected).abs().mean() < LOGP_TOLERANCE[torch.bfloat16]
     assert torch.nn.functional.cosine_similarity(gradient, expected_gradient, dim=0) > 0.999
     assert gradient.norm().item() == pytest.approx(expected_gradient.norm().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_long_sequences_by_cudnn_equal_plain_passes(name, monkeypatch):
+    """Compiled and recomputed layers, which keep the results of long attention."""
+    monkeypatch.setattr(attention, "LONG", 128)
+    model, pairs = make_model(name).train(), make_pairs()
+    row = build_row(pairs, range(len(pairs))).to(GPU)
+    assert {part.cu_seqlens is None for part in attention.segments(row)} == {True, False}
+    plain = make_scorer(model, pairs, GPU)
+    plain.path = "plain"
+    model.set_attn_implementation("eager")
+    expected, expected_gradient = gradients(model, plain, row)
+    scorer = make_scorer(model, pairs, GPU)
+    assert scorer.path == "fused"
+    recompute_layers(model, offload=False)
+    compile_layers(model)
+    with torch.profiler.profile() as profile:
+        given, gradient = gradients(model, scorer, row)
+    kernels = {event.key for event in profile.key_averages()}
+    assert (
+        "aten::_cudnn_attention_backward" in kernels or "aten::_scaled_dot_product_cudnn_attention_backward" in kernels
+    )
+    assert (given - expected).abs().mean() < LOGP_TOLERANCE[torch.bfloat16]
+    assert torch.nn.functional.cosine_similarity(gradient, expected_gradient, dim=0) > 0.999
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])

@@ -1,12 +1,15 @@
 """Attention over packed rows, as a function that transformers' models call.
 
 - On a GPU in half precision: FlashAttention with variable lengths. A pair is the sequence prompt + chosen, and the
-  sequence of the rest of rejected, whose keys include the prompt again. This needs no mask and supports windows.
+  sequence of the rest of rejected, whose keys include the prompt again. This needs no mask and supports windows. Long
+  sequences prompt + chosen take cuDNN's kernels, which are faster on a Hopper GPU (docs/performance.md).
 - On a CPU: SDPA on each of these sequences in turn. It computes only the causal half of the first sequence.
 - Otherwise: SDPA with a dense mask, since many small calls would cost more. The pairs are a batch of blocks, or the row
   is one block if padding the pairs to equal lengths would cost more.
 """
 
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,16 +21,31 @@ from training.distributed.sequence_parallel import SequenceGroup
 from training.objectives.packing import PROMPT, PackedRow
 
 PACKED_ATTENTION = "packed_rows"  # for set_attn_implementation; the model then accepts packed rows only
+LONG = 4096  # tokens of a sequence from which cuDNN's kernels pay
+LONG_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+MAX_HEAD_SIZE = 128  # of cuDNN's backward pass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive sequences of a row that one call of a kernel computes: a long one, or several others."""
+
+    queries: int
+    keys: int
+    max_length: int
+    cu_seqlens: tuple[Tensor, Tensor] | None  # None: one long sequence, whose queries and keys are the same tokens
 
 
 def attention_inputs(row: PackedRow, flash: bool) -> dict[str, Any]:
     """Arguments of `attend`, to pass to the model's forward."""
     if flash:
+        long = {"row_segments": segments(row)} if _has_long_kernels(row) else {}
         return {
             "row_key_index": row.key_index,
             "row_cu_seqlens_q": row.cu_seqlens_q,
             "row_cu_seqlens_k": row.cu_seqlens_k,
             "row_max_length": row.max_length,
+            **long,
         }
     if row.key_index.device.type == "cpu":
         return {
@@ -39,6 +57,29 @@ def attention_inputs(row: PackedRow, flash: bool) -> dict[str, Any]:
 
 def supports_flash(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and softcap is None
+
+
+def _has_long_kernels(row: PackedRow) -> bool:
+    if row.max_length < LONG or torch.are_deterministic_algorithms_enabled():  # cuDNN's backward pass is not
+        return False
+    return torch.cuda.get_device_capability(row.key_index.device) >= (9, 0)
+
+
+def segments(row: PackedRow) -> list[Segment]:
+    """The row's sequences in order: each long one alone, those between them together."""
+    lengths: list[tuple[int, int]] = []  # of queries and keys
+    for prompt, chosen, rejected in row.part_lengths:
+        lengths += [(prompt + chosen, prompt + chosen), (rejected, prompt + rejected)]
+    long = [n for n, (queries, keys) in enumerate(lengths) if queries == keys >= LONG]
+    found = []
+    for alone, group in groupby(range(len(lengths)), lambda n: n if n in long else None):
+        numbers = list(group)
+        queries, keys = zip(*(lengths[n] for n in numbers), strict=True)
+        bounds = slice(numbers[0], numbers[-1] + 2)
+        cu_seqlens = [cu[bounds] - cu[bounds.start] for cu in (row.cu_seqlens_q, row.cu_seqlens_k)]
+        varlen = None if alone is not None else (cu_seqlens[0], cu_seqlens[1])
+        found.append(Segment(sum(queries), sum(keys), max(keys), varlen))
+    return found
 
 
 def row_mask(row: PackedRow) -> Tensor:
@@ -101,6 +142,7 @@ def _attend(
     row_cu_seqlens_q: Tensor | None = None,
     row_cu_seqlens_k: Tensor | None = None,
     row_max_length: int = 0,
+    row_segments: list[Segment] | None = None,
     row_lengths: tuple[list[int], list[int]] | None = None,
     row_blocks: Tensor | None = None,
     row_block_positions: Tensor | None = None,
@@ -111,6 +153,8 @@ def _attend(
     """(1, tokens, heads, size)."""
     if row_key_index is not None and row_lengths is not None:
         return _by_sequence(query, key, value, row_key_index, row_lengths, scaling, sliding_window, softcap)
+    if row_key_index is not None and row_segments and sliding_window is None and query.shape[-1] <= MAX_HEAD_SIZE:
+        return _by_segment(query[0], key[0], value[0], row_key_index, row_segments, scaling)[None]
     if row_key_index is not None:
         cu_seqlens = row_cu_seqlens_q, row_cu_seqlens_k
         out = _flash(query[0], key[0], value[0], row_key_index, cu_seqlens, row_max_length, scaling, sliding_window)
@@ -159,6 +203,32 @@ def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
         return None
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     return mask if window is None else mask.triu(keys - queries - window + 1)
+
+
+@torch.compiler.disable  # or each number of segments would be a graph
+def _by_segment(
+    query: Tensor, key: Tensor, value: Tensor, key_index: Tensor, parts: list[Segment], scaling: float | None
+) -> Tensor:
+    """(tokens, heads, size)."""
+    out = []
+    token = used = 0
+    for part in parts:
+        queries, keys = slice(token, token + part.queries), slice(used, used + part.keys)
+        token, used = queries.stop, keys.stop
+        if part.cu_seqlens is None:
+            out.append(_long(query[:, queries], key[:, queries], value[:, queries], scaling))
+            continue
+        index = key_index[keys]
+        out.append(_flash(query[:, queries], key, value, index, part.cu_seqlens, part.max_length, scaling, None))
+    return torch.cat(out)
+
+
+def _long(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """(tokens, heads, size), causal."""
+    size = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - size))
+    out = LONG_ATTENTION(query[None], key[None], value[None], None, True, 0.0, True, False, scale=scaling)[0][0]
+    return out[..., :size].transpose(0, 1)
 
 
 def _flash(

@@ -1,16 +1,25 @@
 """Less memory for long rows: activations that the backward pass computes again instead of keeping them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from training.models.attention import LONG_ATTENTION
 
 
-def recompute_layers(model: Any, offload: bool) -> None:
-    """Keep only the layers' inputs, in host memory with `offload`."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def recompute_layers(model: Any, offload: bool, kept: Any = LONG_ATTENTION) -> None:
+    """Keep only the layers' inputs and the results of long attention, which is most of a long row's work.
+
+    With `offload`, keep the inputs in host memory, and nothing else.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if not offload:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [kept])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if offload:
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import split_features
+from training.models.attention import LONG
 from training.models.dtypes import DTYPES
 from training.models.head import CHUNK_BYTES, KEEP_BYTES
 from training.objectives.batches import pair_costs, step_pairs, total_steps
@@ -60,6 +61,7 @@ class Sizes:
     layers: int
     hidden: int
     attention: int  # query, key and value of one token
+    queries: int  # of them, the query; the result is as large
     intermediate: int
     vocabulary: int
     split: int = 0  # number of the parameters, and of the trainable ones, that tensor parallelism splits
@@ -72,6 +74,7 @@ class Sizes:
             parameters=self.parameters - self.split + self.split // ranks,
             trainable=self.trainable - self.trainable_split + self.trainable_split // ranks,
             attention=self.attention // ranks,
+            queries=self.queries // ranks,
             intermediate=self.intermediate // ranks,
         )
 
@@ -90,7 +93,8 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     whole = 0.0 if settings.offload == "all" else shard if settings.zero_stage == 3 else 1.0
     states = sizes.trainable * shard if settings.offload == "none" else 0.0
     kept, live = _tiled(sizes, tokens, settings.mlp_tile_tokens)
-    rows = tokens * _forward_values(kept, settings) * value_bytes
+    keeps_attention = settings.activation_checkpointing is True and _has_long_sequences(pairs, settings)
+    rows = tokens * (_forward_values(kept, settings) + keeps_attention * sizes.layers * sizes.queries) * value_bytes
     logits = _logit_bytes(sizes, targets, value_bytes)
     # The logits are freed before the backward pass reaches the layers: only the larger of the two counts.
     backward = max(0.0, tokens * _backward_values(live, settings) * value_bytes - logits)
@@ -130,6 +134,12 @@ def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: 
             tokens, targets = sizes[:, [numbers[item] for item in row]].sum(axis=1).tolist()
             largest = max(largest, (tokens, targets))
     return largest
+
+
+def _has_long_sequences(pairs: Sequence[Pair], settings: Settings) -> bool:
+    """Whether activation checkpointing keeps the results of attention, on a GPU that has the kernels."""
+    usable = settings.dtype != "float32" and not settings.deterministic
+    return usable and bool(pairs) and int(columns_of(pairs).lengths.max()) >= LONG
 
 
 def _tiled(sizes: Sizes, tokens: int, tile: int | None) -> tuple[Sizes, Sizes]:
@@ -184,6 +194,7 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         attention=size * (text.num_attention_heads + 2 * key_heads),
+        queries=size * text.num_attention_heads,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
         split=split_parameters,
