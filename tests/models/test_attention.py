@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from training.models import attention
-from training.models.attention import attend, attention_inputs, blocks, row_mask, segments
+from training.models.attention import attend, attention_inputs, blocks, kernel_calls, row_mask
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
 
@@ -70,7 +70,7 @@ def test_long_sequences_alone_and_the_others_together_are_the_mask(
     """The split of a row into calls of two kernels, which have a GPU's in tests/trainer/test_gpu.py."""
     monkeypatch.setattr(attention, "LONG", 25)
     row = row_of(lengths)
-    parts = segments(row)
+    parts = kernel_calls(row)
     assert [part.cu_seqlens is None for part in parts] == expected
 
     def long(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -90,7 +90,7 @@ def test_long_sequences_alone_and_the_others_together_are_the_mask(
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     query = torch.randn(1, 4, *shape[2:], generator=generator, dtype=torch.float64)
-    out, _ = attend(nn.Module(), query, key, value, None, row_key_index=row.key_index, row_segments=parts)
+    out, _ = attend(nn.Module(), query, key, value, None, row_key_index=row.key_index, row_calls=parts)
     torch.testing.assert_close(out, by_mask(query, key, value, row, None, None))
 
 

@@ -105,7 +105,7 @@ def test_long_sequences_by_cudnn_equal_plain_passes(name, monkeypatch):
     monkeypatch.setattr(attention, "LONG", 128)
     model, pairs = make_model(name).train(), make_pairs()
     row = build_row(pairs, range(len(pairs))).to(GPU)
-    assert {part.cu_seqlens is None for part in attention.segments(row)} == {True, False}
+    assert {part.cu_seqlens is None for part in attention.kernel_calls(row)} == {True, False}
     plain = make_scorer(model, pairs, GPU)
     plain.path = "plain"
     model.set_attn_implementation("eager")

@@ -101,7 +101,7 @@ def test_the_update_counts_if_it_takes_more_than_the_rows(folder):
         ("7b", "ultrafeedback", 8192, 4, "full-bf16moments", 132.2),
         ("7b", "ultrafeedback", 8192, 4, "full-checkpointed-bf16moments", 127.7),
         ("1.5b", "ultrafeedback", 16384, 4, "lora-checkpointed", 8.62),
-        ("1.5b", "long", 36000, 2, "lora-checkpointed", 11.5),
+        ("7b", "long", 36000, 3, "lora-checkpointed", 39.7),
     ],
 )
 def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, row_tokens, steps, variant, measured):

@@ -27,7 +27,7 @@ MAX_HEAD_SIZE = 128  # of cuDNN's backward pass
 
 
 @dataclass(frozen=True)
-class Segment:
+class KernelCall:
     """Consecutive sequences of a row that one call of a kernel computes: a long one, or several others."""
 
     queries: int
@@ -39,7 +39,7 @@ class Segment:
 def attention_inputs(row: PackedRow, flash: bool) -> dict[str, Any]:
     """Arguments of `attend`, to pass to the model's forward."""
     if flash:
-        long = {"row_segments": segments(row)} if _has_long_kernels(row) else {}
+        long = {"row_calls": kernel_calls(row)} if _has_long_kernels(row) else {}
         return {
             "row_key_index": row.key_index,
             "row_cu_seqlens_q": row.cu_seqlens_q,
@@ -65,7 +65,7 @@ def _has_long_kernels(row: PackedRow) -> bool:
     return torch.cuda.get_device_capability(row.key_index.device) >= (9, 0)
 
 
-def segments(row: PackedRow) -> list[Segment]:
+def kernel_calls(row: PackedRow) -> list[KernelCall]:
     """The row's sequences in order: each long one alone, those between them together."""
     lengths: list[tuple[int, int]] = []  # of queries and keys
     for prompt, chosen, rejected in row.part_lengths:
@@ -78,7 +78,7 @@ def segments(row: PackedRow) -> list[Segment]:
         bounds = slice(numbers[0], numbers[-1] + 2)
         cu_seqlens = [cu[bounds] - cu[bounds.start] for cu in (row.cu_seqlens_q, row.cu_seqlens_k)]
         varlen = None if alone is not None else (cu_seqlens[0], cu_seqlens[1])
-        found.append(Segment(sum(queries), sum(keys), max(keys), varlen))
+        found.append(KernelCall(sum(queries), sum(keys), max(keys), varlen))
     return found
 
 
@@ -142,7 +142,7 @@ def _attend(
     row_cu_seqlens_q: Tensor | None = None,
     row_cu_seqlens_k: Tensor | None = None,
     row_max_length: int = 0,
-    row_segments: list[Segment] | None = None,
+    row_calls: list[KernelCall] | None = None,
     row_lengths: tuple[list[int], list[int]] | None = None,
     row_blocks: Tensor | None = None,
     row_block_positions: Tensor | None = None,
@@ -153,8 +153,8 @@ def _attend(
     """(1, tokens, heads, size)."""
     if row_key_index is not None and row_lengths is not None:
         return _by_sequence(query, key, value, row_key_index, row_lengths, scaling, sliding_window, softcap)
-    if row_key_index is not None and row_segments and sliding_window is None and query.shape[-1] <= MAX_HEAD_SIZE:
-        return _by_segment(query[0], key[0], value[0], row_key_index, row_segments, scaling)[None]
+    if row_key_index is not None and row_calls and sliding_window is None and query.shape[-1] <= MAX_HEAD_SIZE:
+        return _by_call(query[0], key[0], value[0], row_key_index, row_calls, scaling)[None]
     if row_key_index is not None:
         cu_seqlens = row_cu_seqlens_q, row_cu_seqlens_k
         out = _flash(query[0], key[0], value[0], row_key_index, cu_seqlens, row_max_length, scaling, sliding_window)
@@ -205,9 +205,9 @@ def _causal_mask(queries: int, keys: int, window: int | None) -> Tensor | None:
     return mask if window is None else mask.triu(keys - queries - window + 1)
 
 
-@torch.compiler.disable  # or each number of segments would be a graph
-def _by_segment(
-    query: Tensor, key: Tensor, value: Tensor, key_index: Tensor, parts: list[Segment], scaling: float | None
+@torch.compiler.disable  # or each number of calls would be a graph
+def _by_call(
+    query: Tensor, key: Tensor, value: Tensor, key_index: Tensor, parts: list[KernelCall], scaling: float | None
 ) -> Tensor:
     """(tokens, heads, size)."""
     out = []

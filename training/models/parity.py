@@ -61,7 +61,8 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     others must never train on packed rows. The passes are collectives under ZeRO-3.
     """
     model, causal = scorer.model, scorer.causal
-    sample = [shortest(pairs), longest(pairs)]  # the longest may exceed an attention window
+    # The longest may exceed an attention window. A pass over it takes long: pairs of one length need only one of them.
+    sample = list({len(pair): pair for pair in (shortest(pairs), longest(pairs))}.values())
     own, training = causal.config._attn_implementation, model.training
     model.eval()
     expected = _plain_logps(model, sample, device)
@@ -122,7 +123,7 @@ def _failure(
     scorer: Scorer, sample: Sequence[Pair], expected: Tensor, middle: Pair, device: torch.device
 ) -> str | None:
     """Why the scorer's path differs from plain passes; None if it does not."""
-    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[1])], logp_tolerance(scorer)
+    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[-1])], logp_tolerance(scorer)
     try:
         if scorer.is_packed and depends_on_neighbours(scorer, probes, device):
             return "a response depends on its neighbours in the row"
