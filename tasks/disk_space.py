@@ -65,7 +65,7 @@ def _training_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes
 
 def run_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes") -> dict[str, float]:
     """Bytes of a whole run, by content. DVC's cache holds a second copy of every out unless the disk shares blocks."""
-    from training.trainer.settings import MOMENT_BYTES  # loads torch
+    from training.trainer.settings import SAVED_MOMENT_BYTES  # loads torch
 
     width = 4 if params.train.dtype == "float32" else 2
     merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
@@ -75,7 +75,7 @@ def run_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes") -> 
     # A new checkpoint is complete before an old one is deleted.
     kept = cluster.actor_train.keep_checkpoints + cluster.actor_train.keep_best + 1
     return {
-        "checkpoints": float(sizes.trainable * (width + MASTER + MOMENT_BYTES[params.train.optimizer]) * kept),
+        "checkpoints": float(sizes.trainable * (width + MASTER + SAVED_MOMENT_BYTES[params.train.optimizer]) * kept),
         "policy": 3.0 * saved,  # in the training folder, as an out, in the cache
         "export": 2.0 * (merged + gguf),
         "registry": float(merged) if merged <= LARGEST_UPLOAD else 0.0,

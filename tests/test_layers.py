@@ -27,7 +27,7 @@ HOMES = {
         *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store", "traces")),
     },
     "ray": {"tasks/cluster", "tasks/train_driver.py", "tasks/train_worker.py"},
-    "deepspeed": {"training/trainer/engine.py", "training/distributed"},
+    "deepspeed": {"training/trainer/engine.py", "training/trainer/optimizer.py", "training/distributed"},
     "peft": {"training/models/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},

@@ -60,7 +60,7 @@ class Optimization(Section):
     adapter: Adapter | None
     dtype: Dtype
     quantization: Quantization | None
-    optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
     learning_rate: Positive
     schedule: Literal["cosine", "linear", "constant"]
     warmup_fraction: Fraction

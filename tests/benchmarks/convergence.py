@@ -1,9 +1,11 @@
 """Compare our loss, reward margin and gradient norm with TRL's, step by step, on real pairs.
 
     python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 20 --batch 4 --plot curves.png
+    python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 100 --optimizers adamw adamw_8bit muon
 
-Both start from the same weights and see the same pairs in the same order, with the same loss, schedule, AdamW and
-clipping, in float32 (bf16 with --dtype). Each computes its own reference. Exits with 1 if the losses differ.
+The first command: both sides start from the same weights and see the same pairs in the same order, with the same loss,
+schedule, AdamW and clipping, in float32 (bf16 with --dtype). Each computes its own reference. Exits with 1 if the
+losses differ. The second compares our optimizers with each other.
 """
 
 import argparse
@@ -20,10 +22,13 @@ COMPARED = {"loss": "loss", "margin": "rewards/margins", "norm": "grad_norm"}
 
 def main() -> None:
     args = _arguments()
-    check_peer(list(SIDES))
+    check_peer([] if args.optimizers else list(SIDES))
     for path in (args.pairs, args.model):
         if not path.exists():
             sys.exit(f"error: {path} does not exist. Pass a file of pairs and a model folder.")
+    if args.optimizers:
+        print(optimizers(args))
+        return
     curves = {}
     for variant in args.variants:
         curves[variant] = ours, peer = _curves(args, variant)
@@ -37,22 +42,47 @@ def main() -> None:
 
 def _curves(args: argparse.Namespace, variant: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """The values that our run and TRL's logged at each step."""
+    ours, peer = _runs(args, {f"{variant}, {side}": {"side": side, "variant": variant} for side in SIDES})
+    return ours, peer
+
+
+def optimizers(args: argparse.Namespace) -> str:
+    """A row per variant and optimizer: loss and margin of the last quarter of the steps."""
+    jobs = {
+        f"{variant}, {optimizer}": {"variant": variant, "optimizer": optimizer}
+        for variant in args.variants
+        for optimizer in args.optimizers
+    }
+    rows: list[list[Any]] = []
+    for name, curve in zip(jobs, _runs(args, jobs), strict=True):
+        last = curve[-(len(curve) // 4) :]
+        rows.append(
+            [name, *(f"{sum(line[key] for line in last) / len(last):.4f}" for key in ("loss", "rewards/margins"))]
+        )
+    return markdown(["", "loss", "margin"], rows)
+
+
+def _runs(args: argparse.Namespace, jobs: dict[str, dict[str, str]]) -> list[list[dict[str, float]]]:
+    """The values that each run logged at each step."""
     from tests.benchmarks.workload import read_rows, tokenised, write_pairs
 
+    curves = []
     with tempfile.TemporaryDirectory(prefix="bench-convergence-") as folder:
         pairs = tokenised(read_rows(args.pairs), args.model, args.steps * args.batch, args.longest)
         path = write_pairs(pairs, Path(folder) / "pairs")
-        results = [run(_job(args, variant, side, path), args.limit) for side in SIDES]
-    for side, result in zip(SIDES, results, strict=True):
-        if "error" in result:
-            sys.exit(f"error: {side}: {result['error']}")
-        print(f"{variant}, {side}: {result['pairs_per_second']:.2f} pairs/s", flush=True)
-    return results[0]["curve"], results[1]["curve"]
+        for name, options in jobs.items():
+            result = run(_job(args, path, **options), args.limit)
+            if "error" in result:
+                sys.exit(f"error: {name}: {result['error']}")
+            print(f"{name}: {result['pairs_per_second']:.2f} pairs/s", flush=True)
+            curves.append(result["curve"])
+    return curves
 
 
-def _job(args: argparse.Namespace, variant: str, side: str, pairs: Path) -> Job:
+def _job(args: argparse.Namespace, pairs: Path, variant: str, side: str = "ours", optimizer: str = "adamw") -> Job:
     return Job(
         side=side,
+        optimizer=optimizer,
         model=str(args.model.resolve()),
         pairs=str(pairs),
         batch=args.batch,
@@ -112,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     add("pairs", type=Path, help="a file of preference pairs, in any shape that the pipeline reads")
     add("model", type=Path, help="a model folder")
     add("--variants", nargs="+", default=["full", "lora"], choices=["full", "lora"])
+    add("--optimizers", nargs="+", default=[], help="compare these of ours instead of TRL")
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=4, help="pairs per update")
     add("--micro-batch", type=int, help="TRL: pairs per micro-batch (default: the batch)")

@@ -1,9 +1,22 @@
-"""AdamW with bfloat16 moments: right on average, close to torch's AdamW, and the same after a restart."""
+"""AdamW with smaller moments: close to torch's AdamW, and the same after a restart. Muon: the size of its updates."""
 
 import pytest
 import torch
 
-from training.trainer.optimizer import AdamWBf16, make_optimizer, round_stochastically
+from training.trainer.optimizer import (
+    BLOCK,
+    LR_SCALE,
+    MOMENTS,
+    AdamW8bit,
+    AdamWBf16,
+    CompactAdamW,
+    dequantize,
+    make_optimizer,
+    quantize,
+    round_stochastically,
+)
+
+COMPACT = ["adamw_bf16", "adamw_8bit"]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -44,42 +57,103 @@ def fit(name: str, steps: int = 300) -> tuple[float, torch.Tensor]:
     return (inputs @ weight - targets).square().mean().item(), weight.detach()
 
 
-def test_it_converges_like_torchs_adamw() -> None:
-    (loss, weights), (torchs, expected) = fit("adamw_bf16"), fit("adamw")
-    assert loss == pytest.approx(torchs, rel=0.02)
+@pytest.mark.parametrize("name", MOMENTS)
+def test_bytes_keep_seven_digits_of_range_and_the_second_moment_is_never_rounded_to_0(name: str) -> None:
+    values = 10.0 ** torch.linspace(-7, 0, 1000)
+    values = values if name == "exp_avg_sq" else torch.cat([values, -values, torch.zeros(5)])
+    codes, scales = quantize(values, name)
+    assert (codes.dtype, len(scales)) == (torch.uint8, -(-len(values) // BLOCK))
+    found = dequantize(codes, scales, name)
+    largest = scales.repeat_interleave(BLOCK)[: len(values)]
+    upper = values.abs() > 0.1 * largest
+    assert ((found - values).abs()[upper] <= 0.08 * values.abs()[upper]).all()
+    assert ((found - values).abs() <= 0.008 * largest).all()
+    if name == "exp_avg_sq":
+        assert found.min() > 0
+    again = quantize(found, name)  # a checkpoint contains the values
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_it_converges_like_torchs_adamw(name: str) -> None:
+    (loss, weights), (torchs, expected) = fit(name), fit("adamw")
+    assert loss == pytest.approx(torchs, rel=0.03)
     assert (weights - expected).abs().max() < 0.02
 
 
-def test_the_first_step_is_that_of_torchs_adamw_and_large_tensors_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.trainer.optimizer.CHUNK", 100)
+@pytest.mark.parametrize("name", COMPACT)
+def test_the_first_step_is_that_of_torchs_adamw(name: str) -> None:
     torch.manual_seed(0)
     start, gradient = torch.randn(7, 53), torch.randn(7, 53)
     weights = []
-    for name in ("adamw", "adamw_bf16"):
+    for optimizer in ("adamw", name):
         weight = torch.nn.Parameter(start.clone())
         weight.grad = gradient.clone()
-        make_optimizer(name, [("weight", weight)], 0.01, 0.1).step()
+        make_optimizer(optimizer, [("weight", weight)], 0.01, 0.1).step()
         weights.append(weight.detach())
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
 
 
-def test_a_restored_state_continues_with_the_same_bits() -> None:
+@pytest.mark.parametrize("name", COMPACT)
+def test_large_tensors_go_in_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Random rounding draws other numbers in chunks, so that the second step is only close."""
     torch.manual_seed(0)
-    gradients = torch.randn(6, 64)
+    gradients, ends = torch.randn(2, 1100), []
+    for chunk in (4096, 2 * BLOCK):
+        monkeypatch.setattr("training.trainer.optimizer.CHUNK", chunk)
+        weight = torch.nn.Parameter(torch.zeros(1100))
+        optimizer = make_optimizer(name, [("weight", weight)], 0.01, 0.1)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=0 if name == "adamw_8bit" else 1e-4)
 
-    def run(weight: torch.nn.Parameter, optimizer: AdamWBf16, rows: torch.Tensor) -> None:
+
+@pytest.mark.parametrize("kind", [AdamWBf16, AdamW8bit])
+def test_a_restored_state_continues_with_the_same_bits(kind: type[CompactAdamW]) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(6, 600)
+
+    def run(weight: torch.nn.Parameter, optimizer: CompactAdamW, rows: torch.Tensor) -> None:
         for row in rows:
             weight.grad = row.clone()
             optimizer.step()
 
-    whole = torch.nn.Parameter(torch.zeros(64))
-    run(whole, AdamWBf16([whole], 0.01, 0.0), gradients)
-    first = torch.nn.Parameter(torch.zeros(64))
-    before = AdamWBf16([first], 0.01, 0.0)
+    whole = torch.nn.Parameter(torch.zeros(600))
+    run(whole, kind([whole], 0.01, 0.0), gradients)
+    first = torch.nn.Parameter(torch.zeros(600))
+    before = kind([first], 0.01, 0.0)
     run(first, before, gradients[:3])
     second = torch.nn.Parameter(first.detach().clone())
-    after = AdamWBf16([second], 0.01, 0.0)
+    after = kind([second], 0.01, 0.0)
     after.load_state_dict(before.state_dict())
     run(second, after, gradients[3:])
-    assert after.state[second]["exp_avg"].dtype == torch.bfloat16
     assert torch.equal(whole, second)
+    kept = {name: value.dtype for name, value in after.state[second].items()}
+    byte = torch.bfloat16 if kind is AdamWBf16 else torch.uint8
+    assert kept["exp_avg"] == kept["exp_avg_sq"] == byte
+    size = sum(value.nbytes for name, value in after.state[second].items() if name != "step")
+    assert size == 600 * (4 if kind is AdamWBf16 else 2) + (0 if kind is AdamWBf16 else 2 * 3 * 4)
+
+
+def test_muon_trains_matrices_with_updates_of_adamws_size_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    shapes = {"model.embed_tokens": (50, 8), "layer.up_proj": (96, 24), "layer.down_proj": (24, 96), "layer.norm": (8,)}
+    weights = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    optimizer = make_optimizer("muon", weights.items(), 1.0, 0.0)
+    muon = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+    assert muon == {id(weights["layer.up_proj"]), id(weights["layer.down_proj"])}
+    for weight in weights.values():
+        weight.grad = torch.randn_like(weight)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * group[LR_SCALE]  # as engine.set_learning_rate does
+    optimizer.step()
+    for name in ("layer.up_proj", "layer.down_proj"):
+        update = weights[name].detach() / 1e-3
+        assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
+        singular = torch.linalg.svdvals(update)
+        assert singular.max() / singular.min() < 2.5  # of the gradient: 3 and more
+    for name in ("model.embed_tokens", "layer.norm"):
+        assert weights[name].abs().mean().item() == pytest.approx(1e-3, rel=1e-3)

@@ -2,6 +2,9 @@
 
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,8 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if "RANK" not in os.environ and not dist.is_initialized():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    import deepspeed
+    with _without_mlflow():
+        import deepspeed
 
     if not on_gpu:  # otherwise DeepSpeed compiles a shared-memory kernel for minutes
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -45,6 +49,19 @@ def max_over_ranks(count: int) -> int:
     largest = torch.tensor(count, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+@contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """DeepSpeed's tuner, which we do not use, imports MLflow if it can: an eighth of a worker's start."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # an import fails
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
 
 
 def _set_deterministic(deterministic: bool) -> None:

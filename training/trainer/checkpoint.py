@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.trainer.background_writer import BackgroundWriter
+from training.trainer.settings import Settings
 
 TAG = "state"
 MANIFEST, MAC = "manifest.json", "manifest.mac"
@@ -155,7 +156,7 @@ class Checkpoint:
     own: bool  # False: made by the training that this one continues
 
 
-def find(folder: Path, zero_stage: int, tensor_parallel: int, key: bytes) -> Checkpoint | None:
+def find(folder: Path, settings: Settings, key: bytes) -> Checkpoint | None:
     """The newest verified checkpoint, the same on all ranks; converted if other ranks or another ZeRO stage made it.
 
     ValueError on all ranks if DeepSpeed has no conversion, or if a training to continue has no intact checkpoint. A
@@ -167,8 +168,8 @@ def find(folder: Path, zero_stage: int, tensor_parallel: int, key: bytes) -> Che
         newest = own or next(whole_checkpoints(folder / START, key), None)
         if newest:
             state = read_state(newest)
-            universal = (state["world"], state["zero"]) != (dist.get_world_size(), zero_stage)
-            convert = universal and not _mismatch(newest, state, zero_stage, tensor_parallel)
+            universal = (state["world"], state["zero"]) != (dist.get_world_size(), settings.zero_stage)
+            convert = universal and not _mismatch(newest, state, settings)
             load_path = _convert_to_universal(newest) if convert else newest
             shared = [Checkpoint(newest, state, load_path, universal, own is not None)]
         elif (folder / START).exists():  # starting at step 0 would be another training
@@ -177,15 +178,28 @@ def find(folder: Path, zero_stage: int, tensor_parallel: int, key: bytes) -> Che
     (checkpoint,) = shared
     if isinstance(checkpoint, Exception):
         raise checkpoint
-    if checkpoint and (problem := _mismatch(checkpoint.path, checkpoint.state, zero_stage, tensor_parallel)):
+    if checkpoint and (problem := _mismatch(checkpoint.path, checkpoint.state, settings)):
         raise ValueError(f"{problem}, or train.resume_from_checkpoint to never to start again")
     return checkpoint
 
 
-def _mismatch(path: Path, state: Mapping[str, Any], zero_stage: int, tensor_parallel: int) -> str | None:
+def _mismatch(path: Path, state: Mapping[str, Any], settings: Settings) -> str | None:
     """Why this training cannot load a checkpoint, and what to set; None if it can, or after a conversion."""
     world, zero, tensor = state["world"], state["zero"], state.get("tensor", 1)
+    zero_stage, tensor_parallel = settings.zero_stage, settings.tensor_parallel
     saved, wanted = (world, zero, tensor), (dist.get_world_size(), zero_stage, tensor_parallel)
+    optimizer = state.get("optimizer", "adamw")
+    if (optimizer == "muon") != (settings.optimizer == "muon"):
+        return (
+            f"the checkpoint {path} contains the state of {optimizer}, and train.optimizer is {settings.optimizer}: "
+            f"set train.optimizer to {optimizer}"
+        )
+    if optimizer == "muon" and saved != wanted:
+        return (
+            f"the checkpoint {path} contains the parts of {world} workers under ZeRO-{zero}, and this training has "
+            f"{wanted[0]} workers under ZeRO-{zero_stage}: DeepSpeed cannot convert the state of muon. Set num_workers "
+            "and zero_stage of actor_train in infra/cluster.yaml to the checkpoint's values"
+        )
     if saved != wanted and max(tensor, tensor_parallel) > 1:
         return (
             f"the checkpoint {path} contains the parts of {world} workers under ZeRO-{zero} with tensor_parallel "
@@ -206,6 +220,8 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
     path, _ = engine.load_checkpoint(str(checkpoint.load_path), tag=TAG, load_module_strict=False)
     assert path is not None, f"DeepSpeed found nothing to load in {checkpoint.load_path}"
     if checkpoint.universal:
+        if hasattr(engine.optimizer.optimizer, "compress"):
+            engine.optimizer.optimizer.compress()
         dist.barrier()  # all ranks have read it
         if dist.get_rank() == 0:
             shutil.rmtree(checkpoint.load_path)

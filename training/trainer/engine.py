@@ -57,15 +57,19 @@ def initialize(
     import deepspeed
 
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if config["zero_optimization"]["stage"] < 3:  # an adapter needs no buckets larger than itself
-        size = min(BUCKET, sum(parameter.numel() for _, parameter in trainable))
-        config = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": size}}
-    stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio)
+    zero = dict(config["zero_optimization"])
+    if zero["stage"] < 3:  # an adapter needs no buckets larger than itself
+        zero["reduce_bucket_size"] = min(BUCKET, sum(parameter.numel() for _, parameter in trainable))
+    elif optimizer == "muon":
+        zero["reduce_scatter"] = False  # Muon needs whole gradients
+    config = {**config, "zero_optimization": zero}
+    universal = config["checkpoint"]["load_universal"]
+    stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio, universal)
     scales = [group[LR_SCALE] for group in stepper.param_groups]  # a loaded checkpoint replaces the groups' options
     deepspeed.utils.groups.mpu = mpu = tensor_group()  # also None, after another training in this process
     engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config, mpu=mpu)
     engine.lr_scales = scales
-    if config["zero_optimization"]["stage"] < 3 and "offload_optimizer" not in config["zero_optimization"]:
+    if zero["stage"] < 3 and "offload_optimizer" not in zero:
         _use_fused_grad_norm(engine.optimizer)
     # DeepSpeed would update the scale before it divides the gradients by it: a step that doubles the scale would
     # halve its gradients, and a nonfinite loss would lower the scale. The loop calls update_loss_scale instead.
@@ -120,7 +124,8 @@ def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:
         group["weight_decay"] = weight_decay
     for state in engine.optimizer.optimizer.state.values():
         # A universal checkpoint gives all parts of a ZeRO-3 model one counter, which each part would then increase.
-        state["step"] = state["step"].clone()
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
     engine.optimizer.clip_grad = max_grad_norm
 
 

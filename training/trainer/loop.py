@@ -102,7 +102,7 @@ class TrainRun:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
         self._check_settings(pairs)
         self.state, self.folder = TrainState(settings, self.device), Path(settings.folder)
-        self.resumed = checkpoint.find(self.folder, settings.zero_stage, settings.tensor_parallel, key)
+        self.resumed = checkpoint.find(self.folder, settings, key)
         universal = self.resumed is not None and self.resumed.universal
         self.policy = start_policy(settings, pairs, self.device, universal, self.notify)
         self.moving = MovingReference(self.policy, **settings.reference_update) if settings.reference_update else None
@@ -136,7 +136,7 @@ class TrainRun:
         if self.resumed:
             checkpoint.load(self.policy, self.resumed)
             # The options of this training replace those in the checkpoint.
-            engine.set_options(self.policy, settings.weight_decay, settings.max_grad_norm)
+            engine.set_options(self.policy, settings.weight_decay, settings.clip_norm)
             if self.moving:
                 self.moving.load(self.resumed.path)
             self.state.load(self.resumed.state)
@@ -232,6 +232,7 @@ class TrainRun:
         settings, begun = self.settings, time.monotonic()
         loss_scale = engine.loss_scale_state(self.policy)
         state = {**self.state.state(), "loss_scale": loss_scale, "origin": settings.origin}
+        state["optimizer"] = settings.optimizer
         tensors = {REFERENCE_FILE: self.moving.gathered()} if self.moving else None
         keep, best = settings.keep_checkpoints, list(self.state.best.steps)
         where = self.folder, settings.attempt, self.done

@@ -5,7 +5,9 @@ from typing import Any
 
 from training.objectives.objective import Objective
 
-MOMENT_BYTES = {"adamw": 8, "adamw_bf16": 4}  # by optimizer, per trainable parameter, besides the float32 weight
+# Per trainable parameter, besides the float32 weight. Muon's momentum is kept twice; it may be of bfloat16.
+MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 8.0}
+SAVED_MOMENT_BYTES = {**MOMENT_BYTES, "adamw_8bit": 8.0}  # in a checkpoint
 
 
 class ReferenceMismatch(ValueError):
@@ -32,7 +34,7 @@ class Settings:
     dtype: str
     schedule: str
     warmup_fraction: float
-    optimizer: str  # adamw | adamw_bf16
+    optimizer: str  # a key of MOMENT_BYTES
     weight_decay: float
     max_grad_norm: float
     epochs: int
@@ -57,3 +59,8 @@ class Settings:
     max_skipped_steps: int  # in a row
     kl_limit: float | None
     stop_on_alarm: bool
+
+    @property
+    def clip_norm(self) -> float:
+        """0 for Muon: DeepSpeed would clip the orthogonal updates, whose norm says nothing."""
+        return 0.0 if self.optimizer == "muon" else self.max_grad_norm
