@@ -1,5 +1,7 @@
-"""What a worker does with an error: report it to the user, or leave the restart to Ray Train."""
+"""What a worker does with an error: report it to the user, or leave the restart to Ray Train; and what it loads."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,3 +65,11 @@ def test_a_process_group_that_ray_ended_below_a_worker_is_no_error_of_the_user(
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         train(folder, monkeypatch, work)
     assert not (folder / train_worker.FATAL).exists()
+
+
+def test_a_rank_loads_no_mlflow() -> None:
+    """DeepSpeed's tuner would: a fifth of a worker's CPU time before its first step."""
+    code = "from training.distributed.process_group import start_distributed; start_distributed(False); import sys; "
+    code += "sys.exit('mlflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
