@@ -53,7 +53,7 @@ def max_over_ranks(count: int) -> int:
 
 @contextmanager
 def _without_mlflow() -> Iterator[None]:
-    """DeepSpeed's tuner, which we do not use, imports MLflow into each worker if it can: a fifth of its CPU time to start."""
+    """DeepSpeed's tuner, which we do not use, imports MLflow if it can: a fifth of a worker's CPU time to start."""
     if "mlflow" in sys.modules:
         yield
         return
