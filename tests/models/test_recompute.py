@@ -54,8 +54,8 @@ def make(family: str, lora: bool) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    logits = model(input_ids=IDS, use_cache=False).logits
+def gradients(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    logits = model(input_ids=IDS, use_cache=False, **options).logits
     logits.log_softmax(-1).square().mean().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"logits": logits.detach(), **found}
@@ -153,7 +153,8 @@ def test_kept_attention_is_not_computed_again(compiled: bool) -> None:
     """An operation of ours in place of cuDNN's; in a compiled layer it runs between two graphs."""
     AttentionInterface.register("counted", attend)
     expected = gradients(make("llama", lora=False))
-    for kept, times in ((torch.ops.tests.attention.default, 1), (LONG_ATTENTION, 2)):
+    ours = torch.ops.tests.attention.default
+    for kept, row_calls, times in ((ours, ["a long one"], 1), (ours, None, 2), (LONG_ATTENTION, ["a long one"], 2)):
         model = make("llama", lora=False)
         model.set_attn_implementation("counted")
         recompute_layers(model, offload=False, kept=kept)
@@ -161,7 +162,7 @@ def test_kept_attention_is_not_computed_again(compiled: bool) -> None:
             for layer in model.model.layers:
                 layer.compile(dynamic=True, backend="aot_eager")
         CALLS.clear()
-        found = gradients(model)
+        found = gradients(model, row_calls=row_calls)
         assert len(CALLS) == times * FAMILIES["llama"].num_hidden_layers
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=1e-6), name

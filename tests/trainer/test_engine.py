@@ -363,7 +363,8 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
     options = {"learning_rate": PEAK, "max_grad_norm": CLIP, "warmup_fraction": 0.5, "schedule": "linear"}
     options["held_out"] = {"a": 3, "b": 5}
     runs += [
-        settings(folder, model, "zero3-full-chunked", pairs, zero_stage=3) | {"chunk_bytes": 5 * 61 * 4},
+        settings(folder, model, "zero3-full-chunked", pairs, zero_stage=3, activation_checkpointing=True)
+        | {"chunk_bytes": 5 * 61 * 4},
         *(settings(folder, model, name, pairs, optimizer=name, zero_stage=3) for name in (*COMPACT, "muon")),
         settings(folder, model, "zero2-pissa", pairs, zero_stage=2, adapter=PISSA),
         settings(folder, model, "zero3-lora-plus", pairs, zero_stage=3, adapter=LORA_PLUS),

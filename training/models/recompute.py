@@ -12,23 +12,28 @@ from training.models.attention import LONG_ATTENTION
 
 
 def recompute_layers(model: Any, offload: bool, kept: Any = LONG_ATTENTION) -> None:
-    """Keep only the layers' inputs and the results of long attention, which is most of a long row's work.
+    """Keep only the layers' inputs and the results of `kept`, long attention, which is most of a long row's work.
 
-    With `offload`, keep the inputs in host memory, and nothing else.
+    With `offload`, the inputs are in host memory, and nothing else is kept. With `kept` None, only the inputs are.
     """
-    options: dict[str, Any] = {"use_reentrant": False}
-    if not offload:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, [kept])
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    if offload:
-        for module in model.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = _offloaded
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    function = _offloaded if offload else partial(_keeping, kept) if kept else None
+    for module in model.modules() if function else []:
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = function
 
 
 def _offloaded(layer: Any, *inputs: Any) -> Any:
     with save_on_cpu(pin_memory=torch.cuda.is_available()):  # pinned: the copies need no staging buffer
         return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def _keeping(operation: Any, layer: Any, *inputs: Any) -> Any:
+    """transformers passes a partial of the layer's forward, with the arguments of attention."""
+    options: dict[str, Any] = {}
+    if getattr(layer, "keywords", {}).get("row_calls"):
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [operation])
+    return checkpoint(layer, *inputs, use_reentrant=False, **options)
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> int:

@@ -138,7 +138,7 @@ def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: 
 
 def _has_long_sequences(pairs: Sequence[Pair], settings: Settings) -> bool:
     """Whether activation checkpointing keeps the results of attention, on a GPU that has the kernels."""
-    usable = settings.dtype != "float32" and not settings.deterministic
+    usable = settings.dtype != "float32" and not settings.deterministic and settings.zero_stage < 3
     return usable and bool(pairs) and int(columns_of(pairs).lengths.max()) >= LONG
 
 

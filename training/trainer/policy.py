@@ -17,6 +17,7 @@ from training.distributed.sequence_parallel import sequence_group
 from training.distributed.sharded_model import sharded_loading
 from training.distributed.tensor_parallel import TensorGroup, tensor_group
 from training.models import adapters, weights
+from training.models.attention import LONG_ATTENTION
 from training.models.loading import compile_layers, load_model
 from training.models.logps import Scorer
 from training.models.parity import select_scoring_path, share_tokens
@@ -90,7 +91,9 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
         model = adapters.add_adapter(model, **options, seed=settings.seed)
         model.enable_input_require_grads()  # the same for all layers, so that they share one compiled graph
     if settings.activation_checkpointing:
-        recompute_layers(model, offload=settings.activation_checkpointing == "offload")
+        # Under ZeRO-3 a repeated pass gathers weights again: to torch, which keeps results, it is another computation.
+        kept = None if settings.zero_stage == 3 else LONG_ATTENTION
+        recompute_layers(model, settings.activation_checkpointing == "offload", kept)
     if settings.mlp_tile_tokens and not tile_mlps(model, settings.mlp_tile_tokens):
         raise ValueError(
             f"actor_train.mlp_tile_tokens: {type(model).__name__} has no MLP. Set it to null in infra/cluster.yaml"
