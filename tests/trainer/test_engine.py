@@ -519,7 +519,7 @@ def test_compact_moments_train_like_those_in_float32(one_rank, two_ranks, resume
 
 def test_muon_is_the_same_for_any_ranks_and_zero_stage_and_after_a_restart(one_rank, two_ranks, plain):
     course = losses_of(one_rank["muon"])
-    assert losses_of(two_ranks["muon"]) == pytest.approx(course, abs=1e-4)  # its matrix products are in float16
+    assert losses_of(two_ranks["muon"]) == pytest.approx(course, abs=2e-5)
     assert losses_of(one_rank["muon-resumed"]) == course[4:]
     assert course == pytest.approx(losses_of(plain["full"]), abs=0.05)
     assert course[-1] < course[0]

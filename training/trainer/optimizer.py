@@ -61,10 +61,12 @@ def _make_muon(
     Updates are scaled to the size of AdamW's (Liu et al. 2025), so that learning rates of AdamW apply. The scale
     depends on the matrix's shape: each shape is a group.
     """
-    if not trainable[0][1].is_cuda:
-        torch.compiler.set_stance("force_eager")  # DeepSpeed compiles the update, on a CPU by a C++ compiler
+    from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
+    if not trainable[0][1].is_cuda:
+        torch.compiler.set_stance("force_eager")  # DeepSpeed compiles the update, on a CPU by a C++ compiler
+        original_muon.ns_compute_dtype = lambda method="gram": torch.float32  # float16 is slow there
     by_kind: dict[tuple[bool, float], list[Tensor]] = {}
     for name, parameter in trainable:
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
