@@ -21,7 +21,7 @@ from tasks.config.paths import ROOT
 from tasks.system import processes
 from tasks.system.lock import exclusive
 
-TIMEOUT = 120.0  # seconds; the first start creates a database
+TIMEOUT = 600.0  # seconds; a server that ended is noticed at once, so this is for a busy machine
 COMMAND = ["-m", "uvicorn", "--factory", "services.prefect_sqlite:create_app", "--host", "127.0.0.1"]
 SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 PASSWORD = "PREFECT_SERVER_API_AUTH_STRING"

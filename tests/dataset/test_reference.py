@@ -120,7 +120,7 @@ def test_a_zero3_group_gives_the_same_values(referenced, tmp_path):
     group = workers(driver, 2, "ReferenceScorer")
     wait_for(lambda: shards(other) or driver.poll() is not None, 300)
     group[0].kill()
-    output, _ = driver.communicate(timeout=300)
+    output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     assert output.count("a worker was lost; restarting the worker group") == 1
     ours, theirs = values(referenced), values(other)

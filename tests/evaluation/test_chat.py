@@ -22,7 +22,7 @@ def test_two_models_answer_side_by_side_and_keep_their_conversation(tiny_base: P
     command = [sys.executable, "-m", "cli", "chat", str(tiny_base), f"{tiny_base}/", "--max-new-tokens", "8"]
     talk = "Where is the cup?\n\nAnd now?\n/reset\nWhere is the cup?\n"
     options = ["--temperature", "0", "--system", "Be kind."]
-    done = subprocess.run([*command, *options], cwd=PROJECT, input=talk, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *options], cwd=PROJECT, input=talk, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     answers = [
         line for line in done.stdout.splitlines() if f"{tiny_base}" in line and ": " in line and "Loading" not in line

@@ -69,7 +69,7 @@ def at_work(driver: subprocess.Popen[str]) -> psutil.Process:
 @pytest.mark.slow
 def test_two_workers_one_killed_write_the_same_files_as_one_worker_and_the_driver_loads_no_model(workspace: Path):
     driver = start(workspace, 1)
-    output, _ = driver.communicate(timeout=300)
+    output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     assert re.search(r"evaluate: (\d+)/\1 answers\nevaluate: (\d+)/\2 pairs\n", output)
     alone = files(workspace)
@@ -79,7 +79,7 @@ def test_two_workers_one_killed_write_the_same_files_as_one_worker_and_the_drive
     (workspace / "data/metrics").mkdir()
     driver = start(workspace, 2)
     at_work(driver).kill()
-    output, _ = driver.communicate(timeout=300)
+    output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     assert re.search(r"evaluate: (\d+)/\1 answers\nevaluate: (\d+)/\2 pairs\n", output)
     assert "the driver imported []" in output

@@ -35,7 +35,7 @@ Env = dict[str, str]
 
 def flow(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli", "run", *arguments]
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
 
 
 def states(root: Path) -> dict[str, str]:
@@ -230,7 +230,7 @@ def test_manual_approval_in_prefect_and_its_timeout(repo: Path, prefect_api: Env
         with workspace_lock(repo / ".scratch" / "worktrees" / "asks"):
             pass  # nobody is kept from working meanwhile
         ask(env, f"flow_runs/{paused(env)[0]['id']}/resume", {"run_input": {"approve": True, "your_name": "Ada"}})
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=900)
     assert run.returncode == 0
     assert "approve: version 7 by Ada" in said
 
@@ -267,7 +267,7 @@ def test_nothing_outlives_a_stopped_run(repo: Path, by_hand: Env, sign: signal.S
         below = psutil.Process(run.pid).children(recursive=True)
         assert len(below) >= 5  # the server, dvc, the stage, its child, and what guards them
         os.killpg(run.pid, sign)  # as Ctrl-C does
-        run.wait(timeout=120)
+        run.wait(timeout=900)
         wait_for(lambda: not any(map(alive, below)), 40)
     except AssertionError as error:
         raise AssertionError(f"{error}; the run printed:\n{printed.read_text()}") from error

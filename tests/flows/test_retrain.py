@@ -53,7 +53,7 @@ def make_repo(root: Path, store: Path, model: Path) -> Path:
 
 def retrain_run(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli", "retrain", *arguments]
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
 
 
 def newest(env: Env) -> Any:

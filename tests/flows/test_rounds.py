@@ -38,7 +38,7 @@ def test_a_mistake_is_reported_before_anything_starts(arguments: list[str], sent
 
 def rounds(root: Path, env: Env, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*ROUNDS, str(count), *OPTIONS, *arguments]
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
 
 
 def ran(root: Path) -> dict[str, int]:

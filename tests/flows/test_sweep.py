@@ -194,7 +194,7 @@ def test_the_compare_link_is_what_mlflow_reads() -> None:
 
 def sweep(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli", "sweep", "--space", "train.beta=0.2,0.3,0.5", "--runs-at-once", "3"]
-    return subprocess.run([*command, *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run([*command, *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=900)
 
 
 def ran(root: Path, stage: str) -> int:

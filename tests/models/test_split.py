@@ -172,7 +172,7 @@ def test_a_model_split_over_two_workers_goes_through_all_stages(referenced: Path
     driver = start(root, "evaluate")
     group = workers(driver, 2, "Evaluator")
     group[1].kill()
-    said, _ = driver.communicate(timeout=300)
+    said, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, said
     assert said.count("a worker was lost; restarting the worker group") == 1
     run(root, "export")

@@ -248,7 +248,7 @@ def test_chromium_shows_it_and_is_not_taken_over(root: Path, tmp_path: Path):
         [*browser, *profile, f"--screenshot={tmp_path / 'phone.png'}", "--dump-dom", target.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     ).stdout
     assert "<title>run</title>" in shown  # no script of the data has run
     assert "Comparison with the champion" in shown

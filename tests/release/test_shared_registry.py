@@ -188,7 +188,7 @@ def test_prefect_gets_one_event_per_promotion(tmp_path, mlflow_server, prefect_a
     tell = [sys.executable, "-c", "from flows.promote import send_promotions; send_promotions()"]
     env = {**prefect_api, "DPO_HOME": str(root), "PYTHONPATH": str(PROJECT)}
     for _ in range(2):
-        subprocess.run(tell, cwd=PROJECT, env=env, check=True, timeout=300)
+        subprocess.run(tell, cwd=PROJECT, env=env, check=True, timeout=900)
         assert outbox.pending() == []
         promotion.path.write_text(note)
     wanted = {"filter": {"event": {"name": [PROMOTED]}, "resource": {"id": ["dpo.model.told"]}}}

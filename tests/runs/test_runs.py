@@ -41,7 +41,7 @@ def start(root: Path, env: Env, *arguments: str) -> subprocess.Popen[str]:
 def command(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `dpo` with these arguments."""
     return subprocess.run(
-        [sys.executable, "-m", "cli", *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "cli", *arguments], cwd=root, env=env, capture_output=True, text=True, timeout=900
     )
 
 
@@ -73,7 +73,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_stor
     (root / "notes.env").write_text("of no concern to a run\n")
     before = git(root, "status", "--porcelain")
     at_work = [start(root, prefect_api, "run", "--name", name, *options) for name, options in OPTIONS.items()]
-    said = [process.communicate(timeout=240)[0] for process in at_work]
+    said = [process.communicate(timeout=900)[0] for process in at_work]
     assert [process.returncode for process in at_work] == [0] * 4, said
     return root, before, git(root, "status", "--porcelain")
 
@@ -145,7 +145,7 @@ def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, st
     second = command(root, prefect_api, "resume", "e")
     assert second.returncode == 1
     assert second.stderr.startswith(f"error: The run e is running in process {again.pid} since ")
-    said, _ = again.communicate(timeout=120)
+    said, _ = again.communicate(timeout=900)
     assert again.returncode == 0, said
     assert "source: unchanged, not run" in said
     assert read(root, "e", "run.json")["run_id"] == parent

@@ -30,7 +30,7 @@ def change(workspace: Path, old: str, new: str) -> None:
 def test_a_typo_in_params_is_an_error_message_without_traceback(workspace: Path) -> None:
     change(workspace, "  beta: 0.1", "  betaa: 0.1")
     process = start(workspace, "source")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 2
     assert output.splitlines() == [
         "error: params.yaml: `train.beta` is missing. Add it.",
@@ -75,7 +75,7 @@ def test_a_stage_dies_with_its_parent_process(workspace: Path) -> None:
 
 def test_a_python_without_the_packages_names_the_command_to_run(tmp_path: Path) -> None:
     bare = subprocess.run(
-        [sys.executable, "-S", "-m", "tasks.source"], cwd=PROJECT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-S", "-m", "tasks.source"], cwd=PROJECT, capture_output=True, text=True, timeout=900
     )
     assert bare.returncode == 1
     assert "Run `source .venv/bin/activate`" in bare.stderr

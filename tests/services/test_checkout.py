@@ -21,7 +21,7 @@ def git(root: Path, *arguments: str) -> str:
 
 def upgrade(folder: Path, image: str, **env: str) -> Process:
     command = ["bash", str(PROJECT / "infra" / "checkout.sh"), str(folder / image), str(folder / "dpo")]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_an_upgrade_waits_for_an_active_run(folder: Path) -> None:
             assert line.endswith("/.scratch/worktrees/two: its code must not change while it runs\n")
             assert "of the first" in (folder / "dpo/flows/dpo.py").read_text()
             fcntl.flock(held, fcntl.LOCK_UN)
-            process.communicate(timeout=60)
+            process.communicate(timeout=900)
     assert process.returncode == 0
     assert upgraded(folder / "dpo")
 

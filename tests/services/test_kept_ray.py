@@ -101,7 +101,7 @@ def stage(session: Path | None) -> tuple[Path, psutil.Process | None, str]:
     """Run a stage: its cluster's session folder, its worker if that still runs, and the worker's folder."""
     env = {**os.environ, "PYTHONPATH": str(PROJECT), **({kept_ray.SESSION: str(session)} if session else {})}
     done = subprocess.run(
-        [sys.executable, "-c", STAGE], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", STAGE], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     folder, pid, cwd = done.stdout.split()[-3:]

@@ -55,7 +55,7 @@ def configure(workspace: Path, shared: Path) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
     return output
 
@@ -143,7 +143,7 @@ def test_errors_of_a_cluster_are_reported_before_work_starts(hosts, workspace, p
         "token": hosts.open(["-m", "tasks.reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
         "version": hosts.open(["-c", OLDER], others[1]),
     }
-    output = {name: process.communicate(timeout=240)[0] for name, process in processes.items()}
+    output = {name: process.communicate(timeout=900)[0] for name, process in processes.items()}
     assert [processes[name].returncode for name in ("storage", "token", "version")] == [2, 2, 2], output
     for address in ADDRESSES.values():
         assert f"ok     Ray node {address}: python {platform.python_version()}, ray {version('ray')}," in output["good"]

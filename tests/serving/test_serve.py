@@ -330,5 +330,5 @@ def test_the_gateway_ends_with_its_engines(gateway):
     family = psutil.Process(gateway.process.pid).children(recursive=True)
     gateway.process.terminate()
     assert gateway.process.wait(60) == 0
-    assert psutil.wait_procs(family, timeout=15)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert json.dumps(TOKENS["ann"])[1:-1] not in gateway.said()

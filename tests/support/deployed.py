@@ -23,7 +23,7 @@ def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
 @contextmanager
 def worker(root: Path, env: Env) -> Iterator[None]:
     """Create the pool, deploy infra/prefect.yaml and start a worker in that checkout, as infra/worker.sh does."""
-    subprocess.run([sys.executable, "-m", "services.provision"], cwd=root, env=env, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "services.provision"], cwd=root, env=env, check=True, timeout=900)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dpo"]
     with (root.parent / "worker.log").open("w") as log, processes.spawn(command, root, env, log):
         yield

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 LIBRARIES = ["datasets", "mlflow", "pandas", "peft", "safetensors.torch", "tensorboardX", "transformers"]
-TIMEOUT = 300
+TIMEOUT = 900
 
 
 def forked_stage(workspace: Path, stage: str, env: dict[str, str]) -> tuple[int | None, str]:

@@ -283,7 +283,7 @@ def run_groups(folder: Path, runs: dict[int, list[dict[str, object]]], gpu: bool
         )
         for variables in (_rank_variables(*runs) if gpu else [{}])
     ]
-    outputs = [process.communicate(timeout=400)[0] for process in started]
+    outputs = [process.communicate(timeout=900)[0] for process in started]
     assert all(process.returncode == 0 for process in started), "\n".join(output[-3000:] for output in outputs)
     return json.loads((folder / "log.json").read_text())
 

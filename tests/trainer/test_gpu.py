@@ -260,7 +260,7 @@ def test_a_preempted_worker_saves_a_checkpoint_and_the_run_resumes_from_it(tmp_p
     group = workers(driver, 1)
     journal = wait_for_step(driver, workspace)
     group[0].terminate()
-    said, _ = driver.communicate(timeout=400)
+    said, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, said
     (step,) = map(int, re.findall(r"a worker was asked to stop: the checkpoint of step (\d+) is saved", said))
     steps = [line["step"] for line in read_lines(journal)[0] if "loss" in line.get("values", {})]

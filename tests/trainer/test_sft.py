@@ -112,7 +112,6 @@ def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_model_learns_to_answer_and_then_to_prefer(tmp_path: Path, tiny_base: Path, capsys) -> None:
     """Through the functions for notebooks: full fine-tuning on data of its own, then DPO with the result as base."""
     workspace = tmp_path / "w"
