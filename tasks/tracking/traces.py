@@ -257,11 +257,12 @@ def _assessment(feedback: Feedback) -> Any:
 
 def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Iterator[Event]:
     """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
-    with _store(cluster, "writer") as store:
-        if (found := store.client.get_experiment_by_name(experiment)) is None:
+    with _store(cluster, "writer") if _store_exists(cluster) else nullcontext() as store:
+        found = store.client.get_experiment_by_name(experiment) if store else None
+        if store is None or found is None:
             if missing_ok:
                 return
-            names = sorted(one.name for one in _experiments(store))
+            names = sorted(one.name for one in _experiments(store)) if store else []
             others = f"There is feedback in {', '.join(names)}." if names else "No feedback was collected yet."
             raise UserError(f"MLflow has no experiment {experiment}. {others} Serve the model with `dpo serve` first.")
         feedback = list[Feedback]()
@@ -270,6 +271,12 @@ def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Itera
                 feedback += filter(None, map(_feedback, trace.info.assessments))
                 yield answer
     yield from feedback
+
+
+def _store_exists(cluster: "Cluster") -> bool:
+    """MLflow would make a missing SQLite file; whoever only reads leaves no store behind."""
+    path = absolute_uri(cluster.tracking_uri).partition("sqlite:///")[2]
+    return not path or Path(path).exists()
 
 
 def has_answer(cluster: "Cluster", answer: str) -> bool:

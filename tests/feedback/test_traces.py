@@ -126,6 +126,13 @@ def test_a_model_without_feedback_is_one_sentence(cluster: Cluster, tmp_path: Pa
         list(traces.read(cluster, "feedback-nosuch"))
 
 
+def test_reading_makes_no_store(tmp_path: Path):
+    with pytest.raises(UserError, match="No feedback was collected yet. Serve the model"):
+        list(traces.read(at(f"sqlite:///{tmp_path}/mlflow.db"), "feedback-nosuch"))
+    assert list(traces.read(at(f"sqlite:///{tmp_path}/mlflow.db"), "feedback-nosuch", missing_ok=True)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_a_server_that_is_down_loses_nothing_and_raises_nothing(
     mlflow_server: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
