@@ -84,7 +84,7 @@ def run_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes") -> 
 
 
 def _source_data(params: Params) -> float:
-    from tasks.dataset.fetch import data_sources  # loads pyarrow, and other stages check their disk space too
+    from tasks.dataset.reading.fetch import data_sources  # loads pyarrow, and other stages check their disk space too
 
     local = [local_path(entry["address"]) for entry in data_sources(params.source) if ":" not in entry["address"]]
     return float(sum(map(disk.size_of, local)))

@@ -24,7 +24,7 @@ from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, 
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
-from tasks.dataset.readers import first_rows, read_chunks, rows_in
+from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.rows.layouts import RowLayout, better_shape, decode, describe, find_layout
 from tasks.dataset.rows.preference import PairingOptions
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow

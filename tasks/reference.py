@@ -188,8 +188,8 @@ class ReferenceScorer(Worker):
         # Here and in `score`: torch and transformers, which the driver never needs.
         from training.distributed.sharded_model import load_sharded
         from training.models.loading import best_device, compile_layers, load_model
-        from training.models.logps import Scorer
-        from training.models.parity import select_scoring_path
+        from training.scoring.logps import Scorer
+        from training.scoring.parity import select_scoring_path
 
         self.device = best_device()
         if self.zero3:
@@ -208,7 +208,7 @@ class ReferenceScorer(Worker):
         self, model: BaseModel, root: str, split: str, shard: dict[str, int], folder: str, row_tokens: int
     ) -> ShardStats:
         """Compute this rank's rows of a shard and write their pairs. A collective under ZeRO-3."""
-        from training.models.logps import score_rank_share
+        from training.scoring.logps import score_rank_share
 
         if split not in self.splits:
             self.splits[split] = PairTable(open_table(pairs_file(split, Path(root))))

@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 def sft(run: Run) -> None:
     # Here and below: the driver loads torch, which a run without this stage does not need.
-    from tasks.train_driver import Training, check_options, trained
+    from tasks.trainer.driver import Training, check_options, trained
     from training.objectives import batches
 
     params, cluster = load_params(), load_cluster()
@@ -64,7 +64,7 @@ def with_sft_as_train(params: Params) -> Params:
 @contextmanager
 def _naming_keys_of_sft() -> Iterator[None]:
     """Errors of a training name keys of `train`; here its values are those of `sft`."""
-    from tasks.train_driver import name_keys
+    from tasks.trainer.driver import name_keys
 
     try:
         yield
@@ -73,8 +73,8 @@ def _naming_keys_of_sft() -> Iterator[None]:
 
 
 def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
-    from tasks.train_driver import metrics_by_step
-    from tasks.train_worker import JOURNAL
+    from tasks.trainer.driver import metrics_by_step
+    from tasks.trainer.worker import JOURNAL
 
     rows = metrics_by_step(folder / JOURNAL, data).values()
     return {name: value for row in rows for name, value in row.items() if name in ("loss", "eval/loss")}

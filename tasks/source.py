@@ -12,8 +12,8 @@ from tasks import stage
 from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
-from tasks.dataset.fetch import check_address, data_sources, errors_of_stores, fetch
-from tasks.dataset.readers import SUFFIXES, count_rows, read_chunks, rows_in, suffix_of
+from tasks.dataset.reading.fetch import check_address, data_sources, errors_of_stores, fetch
+from tasks.dataset.reading.readers import SUFFIXES, count_rows, read_chunks, rows_in, suffix_of
 from tasks.errors import UserError
 from tasks.models import (
     HUB,

@@ -13,8 +13,8 @@ from tasks.models import base_folder, base_hash
 from tasks.reports import plots
 from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
 from tasks.tracking.journal import Run
-from tasks.train_driver import Training, check_options, metrics_by_step, trained
-from tasks.train_worker import JOURNAL
+from tasks.trainer.driver import Training, check_options, metrics_by_step, trained
+from tasks.trainer.worker import JOURNAL
 
 
 def train(run: Run) -> None:

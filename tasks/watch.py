@@ -12,7 +12,7 @@ from types import MappingProxyType
 from tasks import stage
 from tasks.config.params import Source, load_params
 from tasks.config.paths import WATCH, home
-from tasks.dataset.fetch import content_id, data_sources, is_pinned, remote_version
+from tasks.dataset.reading.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.errors import UserError
 from tasks.models import HUB, REGISTRY, file_hashes, local_path, registered_name
 from tasks.release.start_model import start_version

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tasks.config.params import Prepare
 from tasks.dataset.dedup import VALUES, minhash
-from tasks.dataset.readers import Chunk, rows_in
+from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import preference
 from tasks.dataset.rows.contract import check_pairs
 from tasks.dataset.rows.layouts import RowLayout

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks.config.params import Prepare
 from tasks.dataset.pairs import SFT_FILES
-from tasks.dataset.readers import Chunk, rows_in
+from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import messages, preference
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.params import RUN, Prepare
-from tasks.dataset.readers import first_rows, read_chunks, rows_in
+from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.rows.layouts import decode, find_layout
 from tasks.dataset.rows.messages import Message, to_text
 from tasks.dataset.rows.preference import PairingOptions, Preference, is_held_out, prompt_hash, sample_rank

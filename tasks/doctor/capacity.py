@@ -81,7 +81,7 @@ def _model(params: Params) -> Path | None:
 
 
 def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> None:
-    from tasks.train_driver import make_settings  # loads torch, which takes seconds
+    from tasks.trainer.driver import make_settings  # loads torch, which takes seconds
     from training.trainer import memory
 
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})

@@ -205,7 +205,7 @@ class Evaluator(Worker):
     def _start_scoring(self, weights: Weights, probes: Sequence[Pair]) -> str | None:
         """A scorer for this model and these pairs, kept for the following tasks; a note if it is a slow one."""
         from training.models.loading import best_device
-        from training.models.parity import scoring
+        from training.scoring.parity import scoring
 
         key = (weights, [pair.id for pair in probes])
         if self.scorer_key == key:

@@ -73,7 +73,7 @@ def choose(
 
 
 def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Machine) -> Plan:
-    from tasks.train_driver import make_settings
+    from tasks.trainer.driver import make_settings
     from training.trainer import memory
 
     nested = dotted({choice.key: choice.value for choice in choices})

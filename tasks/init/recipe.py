@@ -10,7 +10,7 @@ import yaml
 from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
-from tasks.dataset.fetch import source_name
+from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
 from tasks.dataset.tokenization import ChatTemplate, choose_template
 from tasks.errors import UserError

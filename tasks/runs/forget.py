@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
-from tasks.dataset.fetch import data_sources, local_files
-from tasks.dataset.origins import belongs_to, raw_rows
-from tasks.dataset.readers import read_chunks, rows_in
+from tasks.dataset.reading.fetch import data_sources, local_files
+from tasks.dataset.reading.origins import belongs_to, raw_rows
+from tasks.dataset.reading.readers import read_chunks, rows_in
 from tasks.errors import UserError
 from tasks.feedback import answers
 from tasks.runs import commits, dvc, dvc_lock, gc, records

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback, check, from_json, to_json
 from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events
-from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import recall, write_json
 from tasks.system.lock import file_lock
+from tasks.system.redact import redact
 from tasks.tracking.experiment import make_experiment
 from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in
 

@@ -16,11 +16,11 @@ from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.feedback.journal import feedback_folder
-from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
+from tasks.system.redact import redact
 from tasks.tracking import traces, wandb_mirror
 from tasks.tracking.journal import read_lines, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, hybrid_config, make_pairs
-from training.models.attention import PACKED_ATTENTION
-from training.models.logps import Scorer, row_logps
-from training.models.parity import make_scorer
-from training.models.recurrent import recurrent_layers
 from training.objectives.batches import rank_rows_of_all
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair_columns import columns_of
+from training.scoring.attention import PACKED_ATTENTION
+from training.scoring.logps import Scorer, row_logps
+from training.scoring.parity import make_scorer
+from training.scoring.recurrent import recurrent_layers
 
 PATHS = ("fused", "padded", "plain")
 

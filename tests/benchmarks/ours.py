@@ -15,10 +15,10 @@ from tests.benchmarks import memory_profile
 from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.support.settings import make_settings
 from training.models.loading import best_device, compile_layers, load_model
-from training.models.logps import score_pairs
-from training.models.parity import make_scorer
 from training.objectives.objective import Objective
 from training.objectives.pair import Pair
+from training.scoring.logps import score_pairs
+from training.scoring.parity import make_scorer
 from training.trainer import checkpoint, loop, memory
 from training.trainer.settings import Settings
 

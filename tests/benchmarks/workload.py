@@ -126,7 +126,7 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file as the pipeline reads them, without malformed ones."""
-    from tasks.dataset.readers import read_chunks, rows_in
+    from tasks.dataset.reading.readers import read_chunks, rows_in
     from tasks.dataset.rows.reject_reasons import RejectedRow
 
     rows = (row for chunk in read_chunks(path, path.name) for _, row in rows_in(chunk))

@@ -11,7 +11,7 @@ import yaml
 
 from tasks.config.access import check_push, may_connect
 from tasks.config.cluster import RECIPE, load_cluster
-from tasks.dataset.fetch import fetch, remote_version
+from tasks.dataset.reading.fetch import fetch, remote_version
 from tasks.errors import UserError
 from tests.support.workspaces import PROJECT, make_workspace, refusal, write_cluster
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks import continuation
 from tasks.config.params import Params, load_params, read_recipe, read_yaml
-from tasks.dataset import fetch
-from tasks.dataset.fetch import data_sources
+from tasks.dataset.reading import fetch
+from tasks.dataset.reading.fetch import data_sources
 from tasks.errors import UserError
 from tasks.release.sign import sign_checkpoint
 from tasks.source import check_addresses
+from tasks.trainer import continuation
 from tests.support.settings import KEY
 from tests.support.workspaces import PROJECT
 from training.models.remote_code import needs_remote_code

@@ -20,7 +20,7 @@ import pytest
 from tasks.config.params import load_params
 from tasks.dataset import tokenization
 from tasks.dataset.chunks import to_json
-from tasks.dataset.readers import Chunk, count_rows, read_chunks, rows_in
+from tasks.dataset.reading.readers import Chunk, count_rows, read_chunks, rows_in
 from tasks.dataset.rows.preference import PairingOptions, Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
@@ -78,7 +78,7 @@ def test_a_decompression_bomb_is_refused_with_a_message(tmp_path, name):
 CHILD = """
 import resource, sys, time
 from pathlib import Path
-from tasks.dataset.readers import count_rows, read_chunks
+from tasks.dataset.reading.readers import count_rows, read_chunks
 from tasks.errors import UserError
 began = time.process_time()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,8 +9,9 @@ import torch
 import yaml
 
 from tasks.config.params import dotted, load_params, overlay, read_yaml
-from tasks.dataset import demo, read_limits
+from tasks.dataset import demo
 from tasks.dataset.pairs import read_pairs, read_rows
+from tasks.dataset.reading import read_limits
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.errors import UserError
 from tasks.evaluation.answers import held_out_prompts
@@ -20,11 +21,11 @@ from tasks.system.files import hash_files, read_json
 from tasks.tracking.journal import Run
 from tests.support.workspaces import make_workspace, write_cluster, write_data
 from training.models.loading import load_model
-from training.models.logps import row_logps
-from training.models.parity import make_scorer
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import build_row
+from training.scoring.logps import row_logps
+from training.scoring.parity import make_scorer
 
 ROW = {"prompt": "Where is the cup?", "chosen": "On the table.", "rejected": "Find it yourself."}
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from tasks.dataset import read_limits
-from tasks.dataset.readers import count_rows, first_rows, read_chunks, rows_in
+from tasks.dataset.reading import read_limits
+from tasks.dataset.reading.readers import count_rows, first_rows, read_chunks, rows_in
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.errors import UserError
 

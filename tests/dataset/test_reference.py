@@ -23,9 +23,9 @@ from tests.support.workspaces import refusal, run, start, wait_for, workers, wri
 from training.distributed import sharded_model
 from training.distributed.process_group import join_process_group
 from training.models.loading import load_model
-from training.models.logps import score_pairs, score_rank_share
-from training.models.parity import make_scorer, select_scoring_path
 from training.objectives.pair import Pair
+from training.scoring.logps import score_pairs, score_rank_share
+from training.scoring.parity import make_scorer, select_scoring_path
 from training.trainer.engine import local_shard
 
 pytestmark = pytest.mark.slow

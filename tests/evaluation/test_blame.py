@@ -16,12 +16,12 @@ from tasks.evaluation import blame
 from tests.support.workspaces import make_workspace, refusal, run, write_data
 from training.models import adapters
 from training.models.loading import load_model
-from training.models.logps import row_logps
-from training.models.parity import make_scorer
 from training.objectives import batches
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import build_row
+from training.scoring.logps import row_logps
+from training.scoring.parity import make_scorer
 
 FLAGGED = {"flagged": True, "source": "feedback", "user": "mallory"}
 CLEAN = {"flagged": False, "source": "feedback", "user": "ann"}

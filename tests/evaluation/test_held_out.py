@@ -15,10 +15,10 @@ from tasks.evaluation.held_out import bucket, calibration, disagreements, held_o
 from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool
 from training.evaluation.pair_scores import pair_values, score_rows, stored_pair_values
 from training.evaluation.samples import PairValues
-from training.models.logps import plain_logps
-from training.models.parity import scoring
 from training.objectives.objective import Objective
 from training.objectives.pair import Pair
+from training.scoring.logps import plain_logps
+from training.scoring.parity import scoring
 
 SURE = math.log(0.88 / 0.12)  # sigmoid of it is 0.88
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from cli.main import app
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
-from tasks.dataset.fetch import fetch
 from tasks.dataset.pairs import pairs_file, read_rows
+from tasks.dataset.reading.fetch import fetch
 from tasks.errors import UserError
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal, feedback_folder

@@ -127,7 +127,7 @@ def test_a_model_without_feedback_is_one_sentence(cluster: Cluster, tmp_path: Pa
 
 
 def test_reading_makes_no_store(tmp_path: Path):
-    with pytest.raises(UserError, match="No feedback was collected yet. Serve the model"):
+    with pytest.raises(UserError, match=r"No feedback was collected yet\. Serve the model"):
         list(traces.read(at(f"sqlite:///{tmp_path}/mlflow.db"), "feedback-nosuch"))
     assert list(traces.read(at(f"sqlite:///{tmp_path}/mlflow.db"), "feedback-nosuch", missing_ok=True)) == []
     assert list(tmp_path.iterdir()) == []

@@ -9,13 +9,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from training.models import parity
 from training.models.adapters import write_config
-from training.models.attention import PACKED_ATTENTION
 from training.models.loading import disable_dropout, dropout_attributes, load_model
-from training.models.logps import Scorer, length_batches, plain_logps, row_logps
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring import parity
+from training.scoring.attention import PACKED_ATTENTION
+from training.scoring.logps import Scorer, length_batches, plain_logps, row_logps
 from training.trainer.start_checks import check_determinism
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.support.settings import make_settings
 from training.models.dtypes import DTYPES
-from training.models.parity import make_scorer
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring.parity import make_scorer
 from training.trainer.policy import build_policy
 
 CPU = torch.device("cpu")

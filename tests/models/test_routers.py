@@ -10,13 +10,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.trainer.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from training.models.loading import load_model
-from training.models.logps import Scorer, row_logps
-from training.models.parity import make_scorer
 from training.models.routers import LoadBalancingLoss
 from training.objectives import batches
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
+from training.scoring.logps import Scorer, row_logps
+from training.scoring.parity import make_scorer
 
 SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.objectives.test_losses import pairs, value
-from training.models.logps import TokenLogps
 from training.objectives.losses import LOSSES
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.options import LOSS_OPTIONS, OPTIONS, LossOptions, check
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring.logps import TokenLogps
 
 ROOT = Path(__file__).resolve().parents[2]
 

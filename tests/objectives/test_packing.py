@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from training.models.attention import row_mask
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair, pack
+from training.scoring.attention import row_mask
 
 
 def test_a_row_shares_the_prompt_and_restarts_positions():

@@ -8,7 +8,6 @@ import torch
 
 from tests.objectives.test_losses import many, s
 from training.evaluation.pair_scores import compared_rewards
-from training.models.logps import TokenLogps
 from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective, start_value
@@ -16,6 +15,7 @@ from training.objectives.options import check
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
 from training.objectives.pair_columns import OneAnswer, columns_of
+from training.scoring.logps import TokenLogps
 
 KTO = Objective({"kto": 1.0}, {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5})
 APO = Objective({"apo_zero_unpaired": 1.0}, {"beta": 0.1})

@@ -15,8 +15,8 @@ from pathlib import Path
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # DeepSpeed imports it late, and torch's compiler with it
 
 from tests.support.settings import KEY, make_settings
-from training.models import head
 from training.objectives.objective import Objective
+from training.scoring import head
 from training.trainer import checkpoint, engine, loop
 
 SCALING, CHUNK_BYTES = {**engine.LOSS_SCALING}, head.CHUNK_BYTES

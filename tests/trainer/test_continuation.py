@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tasks import continuation, train, train_driver
+from tasks import train
 from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.system.files import hash_files
+from tasks.trainer import continuation, driver
 from tests.support.settings import KEY
 from tests.support.workspaces import make_workspace
 from tests.trainer import test_engine
@@ -287,19 +288,19 @@ def test_a_training_from_step_0_names_a_checkpoint_that_it_could_continue(tmp_pa
 def test_a_training_prefers_its_own_checkpoint_then_the_named_one_then_step_0(tmp_path, origin):
     path = save(tmp_path / "first", 20, origin)
     folder, now = tmp_path / "second", changed(origin, train__beta=0.5, start="c")
-    assert train_driver._delete_checkpoints(folder) == "starting from step 0"
-    assert str(train_driver._prepare_start(folder, now, None, KEY)).startswith(
+    assert driver._delete_checkpoints(folder) == "starting from step 0"
+    assert str(driver._prepare_start(folder, now, None, KEY)).startswith(
         f"starting from step 0. {path} has the same pairs"
     )
     assert (
-        train_driver._prepare_start(folder, now, path, KEY)
+        driver._prepare_start(folder, now, path, KEY)
         == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
     )
     assert checkpoint.find_damage(folder / checkpoint.START / path.name, KEY) is None
     save(folder, 40, now)
     for start in (None, path):
-        assert train_driver._prepare_start(folder, now, start, KEY) == "resuming from the checkpoint of step 40"
-    assert train_driver._delete_checkpoints(folder) == "starting from step 0; deleted this training's step-00000040"
+        assert driver._prepare_start(folder, now, start, KEY) == "resuming from the checkpoint of step 40"
+    assert driver._delete_checkpoints(folder) == "starting from step 0; deleted this training's step-00000040"
     assert not folder.exists()
 
 

@@ -28,16 +28,17 @@ from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.trainer import test_engine
-from training.models import adapters, attention, head
+from training.models import adapters
 from training.models.loading import compile_layers, load_model
-from training.models.logps import LOGP_TOLERANCE
-from training.models.parity import make_scorer, scoring
-from training.models.recompute import recompute_layers
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring import attention, head
+from training.scoring.logps import LOGP_TOLERANCE
+from training.scoring.parity import make_scorer, scoring
+from training.scoring.recompute import recompute_layers
 from training.trainer.start_checks import check_start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -172,7 +173,7 @@ def test_a_4_bit_policy_starts_as_its_reference_and_learns(tmp_path: Path):
 
 
 def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
-    from training.models.logps import score_pairs
+    from training.scoring.logps import score_pairs
 
     scores = score_pairs(scorer, pairs, 2048, GPU)
     return [replace(p, ref_chosen_logps=c, ref_rejected_logps=r) for p, (c, r) in zip(pairs, scores, strict=True)]
@@ -206,7 +207,7 @@ def test_sums_on_the_gpu_match_the_cpu():
     pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1, "ld_alpha": 0.5})
     row = build_row(pairs, range(len(pairs)))
     values = -torch.rand(len(row.response_index))
-    from training.models.logps import TokenLogps
+    from training.scoring.logps import TokenLogps
 
     def sums(where: torch.device) -> PairLogps:
         tokens = TokenLogps(*(values.to(where) for _ in range(3)))
@@ -299,7 +300,7 @@ def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_sharded_model_runs_all_stages_in_bfloat16(tmp_path: Path, tiny_base: Path):
-    """ZeRO-3 on one GPU: NCCL, bfloat16 and DeepSpeed's streams; tests/models/test_split.py shards over two ranks."""
+    """ZeRO-3 on one GPU: NCCL, bfloat16, DeepSpeed's streams; tests/distributed/test_split.py shards over two ranks."""
     one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256, "zero_stage": 3}
     groups = ("reference", "actor_train", "evaluate")
     cluster = {f"{group}.{name}": value for group in groups for name, value in one.items()}

@@ -9,8 +9,8 @@ from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
 from tests.support.settings import make_settings
 from training.distributed.tensor_parallel import TensorGroup, split_layers
 from training.models import adapters
-from training.models.logps import Scorer
 from training.objectives.pair import Pair
+from training.scoring.logps import Scorer
 from training.trainer import memory
 from training.trainer.settings import Settings
 

@@ -17,7 +17,7 @@ from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.dataset.training_data import TrainingData, chosen_answers
 from tasks.errors import UserError
 from tasks.sft import with_sft_as_train
-from tasks.train_driver import name_keys
+from tasks.trainer.driver import name_keys
 from tests.support.workspaces import GROUPS, NO_JUDGE, PROJECT, SMALL, make_workspace, refusal, run, write_data
 from training.objectives.pair_columns import columns_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.config.params import load_cluster, load_params
-from tasks.train_driver import make_settings
+from tasks.trainer.driver import make_settings
 from training.trainer.settings import Settings
 
 PROJECT = Path(__file__).resolve().parents[2]

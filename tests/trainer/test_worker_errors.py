@@ -10,7 +10,7 @@ import pytest
 import ray.train
 import torch.distributed as dist
 
-from tasks import train_worker
+from tasks.trainer import worker
 from training.distributed.process_group import start_distributed
 from training.trainer import loop
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     ranks = SimpleNamespace(get_local_rank=lambda: 0, get_world_rank=lambda: 0, get_node_rank=lambda: 0)
     monkeypatch.setattr(ray.train, "get_context", lambda: ranks)
-    monkeypatch.setattr(train_worker, "_in_thread", lambda *given: None)
+    monkeypatch.setattr(worker, "_in_thread", lambda *given: None)
     start_distributed(deterministic=False)
     yield tmp_path
     if dist.is_initialized():
@@ -42,7 +42,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None
         "system_metrics": 0,
         "world": 1,
     }
-    train_worker.train_on_worker(config, b"key")
+    worker.train_on_worker(config, b"key")
 
 
 def test_a_wrong_setting_is_reported_and_not_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_wrong_setting_is_reported_and_not_tried_again(folder: Path, monkeypat
         raise ValueError("train.select: unknown metric")
 
     train(folder, monkeypatch, work)
-    assert (folder / train_worker.FATAL).read_text() == "train.select: unknown metric."
+    assert (folder / worker.FATAL).read_text() == "train.select: unknown metric."
 
 
 def test_a_process_group_that_ray_ended_below_a_worker_is_no_error_of_the_user(
@@ -64,7 +64,7 @@ def test_a_process_group_that_ray_ended_below_a_worker_is_no_error_of_the_user(
 
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         train(folder, monkeypatch, work)
-    assert not (folder / train_worker.FATAL).exists()
+    assert not (folder / worker.FATAL).exists()
 
 
 def test_a_rank_loads_no_mlflow() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from training.models import adapters
 from training.models.loading import load_model
-from training.models.logps import Scorer
+from training.scoring.logps import Scorer
 
 MAX_LIVE_PARAMETERS = 10**9  # gathered parameters that a rank holds at a time, at most
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from training.models import adapters, weights
-from training.models.logps import row_logps
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring.logps import row_logps
 
 HALF = 0.5
 STEP = 0.01  # of the weights' norm: far above rounding, and small enough for a derivative

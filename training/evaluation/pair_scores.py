@@ -16,10 +16,10 @@ from training.distributed.sharded_model import is_sharded
 from training.evaluation.held_out import evaluate_pairs
 from training.evaluation.samples import PairValues
 from training.models.loading import best_device
-from training.models.logps import row_logps
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
+from training.scoring.logps import row_logps
 
 TokenValues = np.ndarray  # (3, response tokens) of a pair: log-probability, entropy, collision; chosen, then rejected
 

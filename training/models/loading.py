@@ -53,7 +53,7 @@ def disable_dropout(model: nn.Module) -> None:
     """Set all dropout probabilities to 0: a policy in training mode must be the same function as its reference.
 
     Architectures keep the probabilities in modules, in attributes for functional calls, and in configurations.
-    training/models/parity.py checks at start-up that none is left.
+    training/scoring/parity.py checks at start-up that none is left.
     """
     for module in model.modules():
         if isinstance(module, _DropoutNd):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.data_parallel import sum_over_groups
-from training.models.logps import TokenLogps, row_logps
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow
+from training.scoring.logps import TokenLogps, row_logps
 
 
 def row_loss(

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import split_features
-from training.models.attention import LONG
 from training.models.dtypes import DTYPES
-from training.models.head import CHUNK_BYTES, KEEP_BYTES
 from training.objectives.batches import pair_costs, step_pairs, total_steps
 from training.objectives.pair import Pair, pack
 from training.objectives.pair_columns import columns_of
+from training.scoring.attention import LONG
+from training.scoring.head import CHUNK_BYTES, KEEP_BYTES
 from training.trainer.engine import BUCKET
 from training.trainer.settings import MOMENT_BYTES, Settings
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.models.logps import row_logps
 from training.objectives.packing import PackedRow
+from training.scoring.logps import row_logps
 from training.trainer import engine
 
 FILE = "reference.safetensors"

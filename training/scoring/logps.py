@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.models.attention import attention_inputs, supports_flash
 from training.models.fp8 import Fp8Linear
-from training.models.head import LogitTransform, Values, head_logps, target_values
-from training.models.recurrent import row_segments
 from training.objectives.batches import rank_rows_of_all
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Ints, Pair
 from training.objectives.pair_columns import columns_of
+from training.scoring.attention import attention_inputs, supports_flash
+from training.scoring.head import LogitTransform, Values, head_logps, target_values
+from training.scoring.recurrent import row_segments
 
 # Largest mean difference per token between two ways to compute the same log-probabilities.
 LOGP_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
@@ -36,7 +36,7 @@ class TokenLogps:
 class Scorer(nn.Module):
     """A causal language model that scores packed rows, including its head, so that ZeRO-3 gathers the head's weights.
 
-    `path` selects the computation. `training.models.parity` picks the first that gives the model's own values:
+    `path` selects the computation. `training.scoring.parity` picks the first that gives the model's own values:
     - `fused`: packed rows and the fused head;
     - `packed`: packed rows and the model's own head;
     - `padded`: each response after its own prompt, in right-padded batches, and the fused head. For models with layers

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.models import head
-from training.models.head import FusedHead, LogitTransform, head_logps, target_values
+from training.scoring import head
+from training.scoring.head import FusedHead, LogitTransform, head_logps, target_values
 
 SHAPINGS = {
     "plain": LogitTransform(),

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from training.models import adapters
-from training.models.attention import LONG_ATTENTION
-from training.models.recompute import recompute_layers, tile_mlps
+from training.scoring.attention import LONG_ATTENTION
+from training.scoring.recompute import recompute_layers, tile_mlps
 
 SHAPE = {
     "vocab_size": 60,

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SMALL, make_pair
-from training.models import adapters, parity, recurrent
+from training.models import adapters
 from training.models.loading import compile_layers
-from training.models.logps import Scorer, plain_logps, row_logps
 from training.objectives.packing import build_row
+from training.scoring import parity, recurrent
+from training.scoring.logps import Scorer, plain_logps, row_logps
 
 CPU = torch.device("cpu")
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import TensorGroup, split_layers
-from training.models.logps import Scorer, logp_tolerance, plain_logps
-from training.models.parity import shorten
 from training.objectives.pair import Pair
 from training.objectives.pair_columns import shortest
+from training.scoring.logps import Scorer, logp_tolerance, plain_logps
+from training.scoring.parity import shorten
 
 
 def load_split(

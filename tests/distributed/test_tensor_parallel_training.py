@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.test_sequence_parallel import assert_same_course
 from transformers import Qwen3Config
 
 from tests.trainer.test_engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_groups, save, settings
-from tests.trainer.test_sequence_parallel import assert_same_course
 from training.models.loading import load_model
-from training.models.logps import plain_logps
+from training.scoring.logps import plain_logps
 
 pytestmark = pytest.mark.slow
 SHORT = {"max_steps": 4, "save_steps": 2, "max_grad_norm": CLIP, "learning_rate": 1e-2}

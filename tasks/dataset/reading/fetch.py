@@ -17,7 +17,7 @@ from tasks.config.access import check_protocol, configured, guarded_client
 from tasks.config.params import RUN
 from tasks.config.paths import home
 from tasks.dataset import demo
-from tasks.dataset.readers import COMPRESSED, SUFFIXES, suffix_of
+from tasks.dataset.reading.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
 from tasks.feedback import rows as feedback
 from tasks.feedback.rows import FEEDBACK

@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks.config.params import Prepare
 from tasks.config.paths import RAW
-from tasks.dataset.readers import first_rows, read_chunks, rows_in
+from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.rows.layouts import find_layout
 from tasks.dataset.rows.preference import PairingOptions, Preference, pair_id
 from tasks.dataset.rows.reject_reasons import RawRow

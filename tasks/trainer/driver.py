@@ -1,6 +1,6 @@
 """A training on the worker group `actor_train`: Ray Train starts the workers, and each trains under DeepSpeed.
 
-This is the driver, for the stages `train` and `sft`; tasks/train_worker.py runs on the workers. Checkpoints live
+This is the driver, for the stages `train` and `sft`; tasks/trainer/worker.py runs on the workers. Checkpoints live
 outside DVC's outputs, in a folder named by a hash of everything that determines the weights: the same command after a
 kill resumes from the last one. `resume_from_checkpoint` names a checkpoint of another training.
 """
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import continuation, disk_space
+from tasks import disk_space
 from tasks.cluster import system_metrics
 from tasks.cluster.nodes import path_on_nodes, refresh_directory, report_node_changes
 from tasks.cluster.placement import reserve_placement_group, resource_bundle
@@ -34,7 +34,8 @@ from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.progress import Bar, meanwhile
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
-from tasks.train_worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
+from tasks.trainer import continuation
+from tasks.trainer.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
 from training.objectives import batches
 from training.objectives.objective import Objective
 from training.trainer import checkpoint

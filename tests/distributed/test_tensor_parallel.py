@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models.test_sequence_parallel import GROUPED, difference, make_pairs, results
 from torch import Tensor, multiprocessing
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.models.test_sequence_parallel import GROUPED, difference, make_pairs, results
+from training.distributed.split_model import check_split, make_probe, probe_logps
 from training.distributed.tensor_parallel import (
     TensorGroup,
     split_dim,
@@ -34,10 +35,10 @@ from training.distributed.tensor_parallel import (
     tensor_group,
     whole,
 )
-from training.models import adapters, parity
-from training.models.logps import Scorer
-from training.models.split_model import check_split, make_probe, probe_logps
+from training.models import adapters
 from training.objectives.packing import build_row
+from training.scoring import parity
+from training.scoring.logps import Scorer
 
 CPU = torch.device("cpu")
 CONFIGS = {

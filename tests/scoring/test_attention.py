@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from training.models import attention
-from training.models.attention import attend, attention_inputs, blocks, kernel_calls, row_mask
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
+from training.scoring import attention
+from training.scoring.attention import attend, attention_inputs, blocks, kernel_calls, row_mask
 
 ALIKE = [(5, 3, 4), (4, 4, 4), (6, 2, 3)]
 UNLIKE = [(40, 3, 2), (1, 1, 1), (2, 5, 1)]

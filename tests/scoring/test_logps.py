@@ -21,11 +21,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from training.models import adapters, head
-from training.models.logps import plain_logps, row_logps, score_pairs
-from training.models.parity import make_scorer
+from training.models import adapters
 from training.objectives.packing import build_row
 from training.objectives.pair import Pair
+from training.scoring import head
+from training.scoring.logps import plain_logps, row_logps, score_pairs
+from training.scoring.parity import make_scorer
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

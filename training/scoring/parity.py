@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.models.attention import PACKED_ATTENTION
-from training.models.logps import Scorer, logp_tolerance, plain_logps, row_logps
-from training.models.recurrent import follow_segments, recurrent_layers
 from training.objectives.packing import CHOSEN, REJECTED, build_row
 from training.objectives.pair import Pair
 from training.objectives.pair_columns import longest, shortest
+from training.scoring.attention import PACKED_ATTENTION
+from training.scoring.logps import Scorer, logp_tolerance, plain_logps, row_logps
+from training.scoring.recurrent import follow_segments, recurrent_layers
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _FALLBACKS = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 try:
-    from training.models import kernels
+    from training.scoring import kernels
 except ImportError:  # no Triton: no NVIDIA GPU
     kernels = None  # type: ignore[assignment]
 

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from tasks.dataset import read_limits as limits
-from tasks.dataset import tables
+from tasks.dataset.reading import read_limits as limits
+from tasks.dataset.reading import tables
 from tasks.dataset.rows.reject_reasons import FIXES, RawRow, RejectedRow
 from tasks.errors import UserError
 

@@ -1,6 +1,6 @@
 """A worker of the group `actor_train`: reads pairs and reference, runs the training loop, reports through files.
 
-The files lie in the training's folder, which all ranks and the driver (tasks/train_driver.py) share.
+The files lie in the training's folder, which all ranks and the driver (tasks/trainer/driver.py) share.
 """
 
 import json

@@ -45,7 +45,7 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> f
 
     None for other stages, and where the model is not on this machine.
     """
-    from tasks.train_driver import make_settings  # both load torch, which takes seconds
+    from tasks.trainer.driver import make_settings  # both load torch, which takes seconds
     from training.trainer import memory
 
     address = params.source.model

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.objectives.test_losses import START
-from training.models.logps import score_pairs
-from training.models.parity import make_scorer
 from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
 from training.objectives.pair import Pair
+from training.scoring.logps import score_pairs
+from training.scoring.parity import make_scorer
 from training.trainer.settings import ReferenceMismatch
 from training.trainer.start_checks import check_start
 

@@ -24,13 +24,14 @@ from transformers import (
 
 from tests.models.test_architectures import FUSED
 from training.distributed.sequence_parallel import SequenceGroup, sequence_group, start_sequence_groups
-from training.models import adapters, parity
-from training.models.logps import Scorer
+from training.models import adapters
 from training.models.routers import LoadBalancingLoss
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
 from training.objectives.packing import PackedRow, build_row
 from training.objectives.pair import Pair
+from training.scoring import parity
+from training.scoring.logps import Scorer
 
 CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from training.models.attention import LONG_ATTENTION
+from training.scoring.attention import LONG_ATTENTION
 
 
 def recompute_layers(model: Any, offload: bool, kept: Any = LONG_ATTENTION) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from tasks.dataset import read_limits as limits
+from tasks.dataset.reading import read_limits as limits
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 from training.limits import bounded
 
