@@ -3,13 +3,10 @@
 import typer
 
 from cli import (
-    arena,
     blame,
     chat,
     data,
     experiments,
-    feedback,
-    flywheel,
     operations,
     release,
     rounds,
@@ -33,16 +30,13 @@ app = typer.Typer(
 for panel, module in (
     ("Run the pipeline", run),
     ("Run the pipeline", rounds),
-    ("Run the pipeline", flywheel),
     ("Experiments", experiments),
     ("Runs and data", runs),
     ("Runs and data", data),
     ("Runs and data", blame),
     ("Release a model", release),
     ("Use a model", chat),
-    ("Use a model", arena),
     ("Use a model", serving),
-    ("Use a model", feedback),
     ("Services", operations),
 ):
     for command in module.COMMANDS:

@@ -1,10 +1,47 @@
-"""Serve a model and collect feedback."""
+"""Let people compare answers, serve a model, and look at collected feedback."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.chat import MODEL
+from cli.chat import MODEL, MaxNewTokens, Temperature, TopP
+
+
+def arena(
+    champion: Annotated[str, typer.Argument(metavar="CHAMPION", help=f"{MODEL}.")] = "champion",
+    challenger: Annotated[
+        str | None,
+        typer.Argument(metavar="CHALLENGER", help="The same names. Without it, two samples of one model compete."),
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="One prompt a line: text, or JSON with `prompt`.")] = None,
+    traces: Annotated[bool, typer.Option("--traces", help="Also the prompts of the model's traces in MLflow.")] = False,
+    overlap: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of comparisons that every rater gets, to measure agreement.")
+    ] = 0.2,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    feedback_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Registered model under which feedback on unregistered models is kept; promote.model_name by default.",
+        ),
+    ] = None,
+    rater_token: Annotated[
+        str | None,
+        typer.Option(envvar="DPO_ARENA_TOKEN", help="Raters log in with it; generated and kept by default."),
+    ] = None,
+    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the page.")] = 8600,
+) -> None:
+    """Serve a page on which people vote which of two answers is better, blind and in random order."""
+    from services.arena.server import serve
+
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    serve((champion, challenger), prompts, traces, sampling, overlap, rater_token, (bind, port), feedback_model)
 
 
 def serve(
@@ -22,4 +59,22 @@ def serve(
     serve(model, host, port, challenger, share, rate, max_tokens)
 
 
-COMMANDS = (serve,)
+def raters(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Registered model; promote.model_name by default.")
+    ] = None,
+) -> None:
+    """List who gave feedback on a model's answers, how far they agree, and who contradicts the others."""
+    from tasks.config.cluster import load_cluster
+    from tasks.config.params import load_params
+    from tasks.errors import UserError
+    from tasks.feedback import raters
+    from tasks.tracking import traces
+
+    experiment = traces.experiment_name(model or load_params().promote.model_name)
+    if not (found := raters.raters(traces.read(load_cluster(), experiment))):
+        raise UserError(f"The experiment {experiment} has no feedback yet. Collect some with `dpo arena`.")
+    print(raters.table(found))
+
+
+COMMANDS = (arena, serve, raters)

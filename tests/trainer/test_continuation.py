@@ -292,10 +292,7 @@ def test_a_training_prefers_its_own_checkpoint_then_the_named_one_then_step_0(tm
     assert str(driver._prepare_start(folder, now, None, KEY)).startswith(
         f"starting from step 0. {path} has the same pairs"
     )
-    assert (
-        driver._prepare_start(folder, now, path, KEY)
-        == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
-    )
+    assert driver._prepare_start(folder, now, path, KEY) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
     assert checkpoint.find_damage(folder / checkpoint.START / path.name, KEY) is None
     save(folder, 40, now)
     for start in (None, path):
