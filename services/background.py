@@ -27,7 +27,7 @@ from tasks.system.lock import exclusive
 
 FOLDER = ROOT / ".services"
 MARK = "DPO_SERVICE"
-START_TIMEOUT = 180.0  # seconds; the first start creates a database
+START_TIMEOUT = 600.0  # seconds; a service that ended is noticed at once, so this is for a busy machine
 REPORT_INTERVAL = 10.0  # seconds between messages while waiting
 
 
