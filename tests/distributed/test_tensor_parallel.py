@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.models.test_sequence_parallel import GROUPED, difference, make_pairs, results
 from torch import Tensor, multiprocessing
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from tests.distributed.test_sequence_parallel import GROUPED, difference, make_pairs, results
 from training.distributed.split_model import check_split, make_probe, probe_logps
 from training.distributed.tensor_parallel import (
     TensorGroup,
