@@ -195,20 +195,22 @@ def trained(once: Once, referenced: Path) -> Path:
 
 
 LONGEST = (
-    "test_end_to_end",
-    "test_resume",
-    "test_flow",
-    "test_postgres_s3",
-    "test_two_hosts",
     "test_services",
-    "test_evaluate",
-    "test_sweep",
-    "test_retrain",
-    "test_reference",
+    "test_postgres_s3",
+    "test_resume",
+    "test_end_to_end",
+    "test_flow",
+    "test_two_hosts",
+    "test_split",
     "test_engine",
-    "test_outage",
+    "test_reference",
+    "test_rounds",
     "test_runs",
-    "test_pages",
+    "test_retrain",
+    "test_sft",
+    "test_sweep",
+    "test_serve",
+    "test_promote",
 )
 
 
