@@ -1,8 +1,11 @@
 """How much disk space a stage or a run needs; a stage that cannot finish is refused before it begins."""
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from safetensors import safe_open
 
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, PAIRS, RAW, home
@@ -11,13 +14,13 @@ from tasks.models import local_path
 from tasks.system import disk
 from tasks.system.files import recall
 from tasks.tracking.registry import LARGEST_UPLOAD
+from training.trainer.settings import SAVED_MOMENT_BYTES
 
 if TYPE_CHECKING:
     from training.trainer.memory import Sizes
 
 MASTER = 4  # bytes per trainable parameter of the float32 weight
 GGUF = {"f16": 2.0, "q8_0": 1.07, "q6_k": 0.9, "q5_k_m": 0.8, "q4_k_m": 0.75}  # bytes per parameter, at most
-LEAST_BYTES = 0.5  # per parameter in a weight file: a 4-bit model
 FolderSizes = list[tuple[Path, float]]  # (folder, bytes)
 
 
@@ -41,12 +44,30 @@ def check(stage: str, params: Params, cluster: Cluster) -> None:
 
 def check_training(stage: str, params: Params, cluster: Cluster, model: Path, folder: Path) -> None:
     """UserError where the disk cannot hold a training in `folder`."""
-    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    at_most = int(weights / LEAST_BYTES)
     try:  # the exact numbers come from transformers' model, which takes seconds to import
-        disk.require(stage, _training_needs(params, cluster, Parameters(at_most, at_most), folder))
+        disk.require(stage, _training_needs(params, cluster, _parameters_at_most(params, model), folder))
     except UserError:
         disk.require(stage, _training_needs(params, cluster, _count_parameters(params, model), folder))
+
+
+def _parameters_at_most(params: Params, model: Path) -> Parameters:
+    """From the shapes in the weight files, as if an adapter had all matrices as its targets."""
+    adapter, parameters, trainable = params.train.adapter, 0, 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                weight = file.get_slice(name)
+                shape, packed = weight.get_shape(), "8" in weight.get_dtype()  # two values of 4 bits in a byte
+                size = prod(shape) * (2 if packed else 1)
+                parameters += size
+                if adapter is None:
+                    trainable += size
+                elif any(f".{saved}." in f".{name}" for saved in adapter.modules_to_save):  # a trained copy
+                    parameters, trainable = parameters + size, trainable + size
+                elif len(shape) > 1:
+                    *experts, outputs, inputs = shape
+                    trainable += prod(experts) * (adapter.rank * (outputs + inputs) + outputs)  # DoRA's magnitudes
+    return Parameters(parameters, trainable)
 
 
 def _count_parameters(params: Params, model: Path) -> "Sizes":
@@ -65,8 +86,6 @@ def _training_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes
 
 def run_needs(params: Params, cluster: Cluster, sizes: "Parameters | Sizes") -> dict[str, float]:
     """Bytes of a whole run, by content. DVC's cache holds a second copy of every out unless the disk shares blocks."""
-    from training.trainer.settings import SAVED_MOMENT_BYTES  # loads torch
-
     width = 4 if params.train.dtype == "float32" else 2
     merged = sizes.parameters * (4 if params.export.dtype == "float32" else 2)
     saved = (sizes.trainable if params.train.adapter else sizes.parameters) * width

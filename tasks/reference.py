@@ -39,6 +39,7 @@ from training.objectives.pair import Pair
 
 NUMERICS = 4  # increase when our computation gives other values
 NO_IDS = SCHEMA.empty_table()["key"]
+COMPILE_FROM = 1e16  # bytes of weights times tokens: half a minute on an H200, of which compiled layers save a third
 SHARD_TIMEOUT = 120.0  # seconds for shared storage to show a shard that another node wrote
 
 Shard = tuple[str, dict[str, int]]  # a split, and the numbers of pairs in it by their keys
@@ -51,7 +52,7 @@ class BaseModel:
     folder: str
     dtype: str
     quantization: str | None = None
-    compile: bool = False
+    compile: bool = False  # its layers, on a GPU
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, inputs:
     print(f"reference: {total - to_compute} of {total} pairs are cached", flush=True)
     if missing:
         progress = Progress(total - to_compute, Bar("reference", total, "pairs"))
-        _compute(missing, progress, params, cluster, folder)
+        _compute(
+            missing, progress, params, cluster, folder, sum(int(pairs[split].columns.lengths.sum()) for split in SPLITS)
+        )
         run.summary(progress.rates())
         logps = _read_all(folder, {key for _, shard in missing for key in shard})
     _publish({split: pairs[split].table["id"] for split in SPLITS}, keys, logps, inputs)
@@ -128,12 +131,17 @@ def _publish(ids: dict[str, Any], keys: dict[str, list[str]], logps: Any, inputs
         write_json(out / "manifest.json", {**inputs, "files": hash_files(out)})
 
 
-def _compute(missing: Sequence[Shard], progress: "Progress", params: Params, cluster: Cluster, folder: Path) -> None:
+def _compute(
+    missing: Sequence[Shard], progress: "Progress", params: Params, cluster: Cluster, folder: Path, tokens: int
+) -> None:
+    """`tokens` are those of all pairs, cached ones too: whether layers are compiled depends on nothing that varies."""
     group, config, bar = cluster.reference, params.reference, progress.bar
     warn_of_slow_dtype("reference", config.dtype, group.gpus_per_worker)
     with WorkerPool(cluster, group, ReferenceScorer, "reference", len(missing), bar.say) as pool:
-        path = str(pool.shared_path(reference_folder(params.source.model)))
-        model = BaseModel(path, config.dtype, config.quantization, group.compile)
+        source = reference_folder(params.source.model)
+        weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        compiled = group.compile and weights * tokens >= COMPILE_FROM
+        model = BaseModel(str(pool.shared_path(source)), config.dtype, config.quantization, compiled)
         root = str(pool.shared_path(Path.cwd(), PAIRS))
         tasks = [(model, root, *shard, str(folder), group.row_tokens) for shard in missing]
         with bar:
@@ -186,13 +194,18 @@ class ReferenceScorer(Worker):
     def load(self, model: BaseModel, pairs: Sequence[Pair]) -> None:
         """Load the model, and choose the fastest path that reproduces the model's own numbers on these pairs."""
         # Here and in `score`: torch and transformers, which the driver never needs.
-        from training.distributed.sharded_model import load_sharded
-        from training.models.loading import best_device, compile_layers, load_model
+        from training.models.compiling import compile_layers, start_compiler
+
+        compiles = model.compile and not self.zero3 and start_compiler()
+
+        from training.models.loading import best_device, load_model
         from training.scoring.logps import Scorer
         from training.scoring.parity import select_scoring_path
 
         self.device = best_device()
         if self.zero3:
+            from training.distributed.sharded_model import load_sharded  # DeepSpeed
+
             scorer, engine = load_sharded(Path(model.folder), model.dtype)
         else:
             whole = load_model(Path(model.folder), model.dtype, self.device, model.quantization).eval()
@@ -200,7 +213,7 @@ class ReferenceScorer(Worker):
         self.note = select_scoring_path(scorer, pairs, self.device)
         if self.zero3 and scorer.path == "plain":
             raise ValueError(f"{self.note}. Ranks would make different passes: set reference.zero_stage to 0")
-        if model.compile and self.device.type == "cuda" and scorer.is_packed and not self.zero3:
+        if compiles and scorer.is_packed:
             compile_layers(whole)
         self.engine = engine
 
@@ -208,13 +221,14 @@ class ReferenceScorer(Worker):
         self, model: BaseModel, root: str, split: str, shard: dict[str, int], folder: str, row_tokens: int
     ) -> ShardStats:
         """Compute this rank's rows of a shard and write their pairs. A collective under ZeRO-3."""
-        from training.scoring.logps import score_rank_share
-
         if split not in self.splits:
             self.splits[split] = PairTable(open_table(pairs_file(split, Path(root))))
         keys, pairs = list(shard), self.splits[split].select(np.array([*shard.values()], dtype=np.int64))
         if self.engine is None:
             self.load(model, pairs)
+
+        from training.scoring.logps import score_rank_share
+
         started = time.monotonic()
         scores = score_rank_share(self.engine, pairs, row_tokens, self.device, rank=self.rank, world=self.world_size)
         numbers = sorted(scores)

@@ -10,10 +10,10 @@ from typing import Any
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2.torch.torch_trainer import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
-class EmbeddedTrainer(TorchTrainer):
+class EmbeddedTrainer(DataParallelTrainer):
     def _create_default_callbacks(self) -> list[Any]:
         helpers = (DatasetsCallback, PlacementGroupCleanerCallback)
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, helpers)]

@@ -1,54 +1,88 @@
 """How training workers start: they handle SIGTERM and form a process group.
 
+Like the torch backend of Ray Train, which loads torch in the driver and in the controller too: three seconds each, one
+after the other, before the workers start. Only workers load it here.
+
 On an embedded cluster the ranks find each other through a file: torch's TCPStore listens on every interface and accepts
 writes from anyone. Import this module inside a `ray_cluster` block.
 """
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train._internal.base_worker_group import BaseWorkerGroup
-from ray.train.backend import BackendConfig
-from ray.train.torch import TorchConfig
-from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.util import TrainingFramework
 
 from tasks.cluster import preemption
 
+TIMEOUT = 1800  # seconds of a collective
+LEAVE_TIMEOUT = 30.0  # seconds for the ranks to leave their group
+
 
 @dataclass
-class Rendezvous(TorchConfig):
-    """Ray Train's torch backend; with torch's file store in the private session folder of an embedded cluster."""
-
-    session: str | None = None
+class Rendezvous(BackendConfig):
+    session: str | None = None  # the private folder of an embedded cluster
 
     @property
-    def backend_cls(self) -> type[_TorchBackend]:
+    def backend_cls(self) -> type[Backend]:
         return _Backend
 
+    @property
+    def train_func_context(self) -> Any:
+        return _own_device
 
-class _Backend(_TorchBackend):
+    @property
+    def framework(self) -> TrainingFramework:
+        return TrainingFramework.TORCH
+
+
+@contextmanager
+def _own_device() -> Iterator[None]:
+    """A worker's code runs on its own GPU."""
+    from ray.train.torch.config import TorchConfigContextManager
+
+    with TorchConfigContextManager():
+        yield
+
+
+class _Backend(Backend):
+    share_cuda_visible_devices = True
+
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, Rendezvous)
         worker_group.execute(preemption.handle_sigterm)
-        if backend_config.session is None:
-            super().on_start(worker_group, backend_config)
-            return
-        store = Path(backend_config.session) / f"ranks-{uuid.uuid4().hex}"  # a new one after each restart
-        gpus = worker_group.get_resources_per_worker().get("GPU", 0)
-        worker_group.execute(_set_torch_distributed_env_vars)
-        futures: list[Any] = [
-            worker_group.execute_single_async(
-                rank,
-                _setup_torch_process_group,
-                backend="nccl" if gpus else "gloo",
-                world_rank=rank,
-                world_size=len(worker_group),
-                init_method=f"file://{store}",
-                timeout_s=backend_config.timeout_s,
-            )
-            for rank in range(len(worker_group))
+        if backend_config.session:  # a new file after each restart
+            store = f"file://{Path(backend_config.session) / f'ranks-{uuid.uuid4().hex}'}"
+        else:
+            host, port = worker_group.execute_single(0, get_address_and_port)
+            store = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        backend = "nccl" if worker_group.get_resources_per_worker().get("GPU", 0) else "gloo"
+        ranks = range(len(worker_group))
+        joined: list[Any] = [
+            worker_group.execute_single_async(rank, _join, backend, rank, len(ranks), store) for rank in ranks
         ]
-        ray.get(futures)
+        ray.get(joined)
+
+    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        left: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
+        ray.wait(left, num_returns=len(left), timeout=LEAVE_TIMEOUT)
+
+
+def _join(backend: str, rank: int, world_size: int, store: str) -> None:
+    from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group
+
+    _set_torch_distributed_env_vars()
+    _setup_torch_process_group(backend, rank, world_size, store, TIMEOUT)
+
+
+def _leave(has_group: bool) -> None:
+    from ray.train.torch.config import _shutdown_torch
+
+    _shutdown_torch(destroy_process_group=has_group)

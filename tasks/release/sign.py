@@ -23,7 +23,7 @@ from tasks.release.verify import (
 )
 from tasks.system import signing
 from tasks.system.files import read_json, sha256
-from training.trainer import checkpoint
+from training.trainer import checkpoint_files
 
 
 def sign(what: str) -> str:
@@ -41,10 +41,10 @@ def sign(what: str) -> str:
 
 def sign_checkpoint(folder: Path, key: bytes) -> None:
     """Authenticate a checkpoint whose files agree with its manifest."""
-    content = (folder / checkpoint.MANIFEST).read_bytes()
+    content = (folder / checkpoint_files.MANIFEST).read_bytes()
     changed = [name for name, digest in json.loads(content)["files"].items() if sha256(folder / name) != digest]
     _require_no_problems([f"{name} has changed" for name in changed], str(folder))
-    checkpoint.write_atomically(folder / checkpoint.MAC, checkpoint.mac_of(content, key) + "\n")
+    checkpoint_files.write_atomically(folder / checkpoint_files.MAC, checkpoint_files.mac_of(content, key) + "\n")
 
 
 def print_verification(what: str) -> None:

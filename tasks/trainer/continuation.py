@@ -14,7 +14,7 @@ from tasks.errors import UserError
 from tasks.models import local_path
 from tasks.system.files import fingerprint, sha256
 from tasks.tracking.journal import flatten
-from training.trainer import checkpoint
+from training.trainer import checkpoint_files
 
 PARAMETER = "train.resume_from_checkpoint"
 TRAINING_FILE = "training"  # in a run's folder: names the folder of its training
@@ -52,13 +52,13 @@ def find_checkpoint(name: str, runs: Path, key: bytes) -> Path:
             f"a checkpoint or of a training, or the name of a run that trained ({', '.join(trained[-10:]) or 'none'})."
         )
     if (folder / "manifest.json").exists():
-        if damage := checkpoint.find_damage(folder, key):
+        if damage := checkpoint_files.find_damage(folder, key):
             raise UserError(
                 f"params.yaml: {PARAMETER}: the checkpoint {folder} cannot be used: {damage}. Choose another one. "
                 f"Loading a checkpoint runs code from it: if you trust its source, `dpo sign {folder}` accepts it."
             )
         return folder
-    newest = next(checkpoint.whole_checkpoints(folder, key), None)
+    newest = next(checkpoint_files.whole_checkpoints(folder, key), None)
     if newest is None:
         raise UserError(f"params.yaml: {PARAMETER}: {folder} has no complete checkpoint. Choose another folder.")
     return newest
@@ -93,7 +93,7 @@ def incompatible_changes(before: Origin, now: Origin) -> list[str]:
 
 def check_compatible(path: Path, now: Origin) -> None:
     """UserError if the training cannot continue from a checkpoint."""
-    state = checkpoint.read_state(path)
+    state = checkpoint_files.read_state(path)
     if "origin" not in state:
         raise UserError(f"params.yaml: {PARAMETER}: {path} does not name its training. Choose another checkpoint.")
     if changes := incompatible_changes(state["origin"], now):
@@ -110,7 +110,7 @@ def check_compatible(path: Path, now: Origin) -> None:
 
 def describe_continuation(path: Path, now: Origin) -> str:
     """The message of a training that continues from another one's checkpoint."""
-    state = checkpoint.read_state(path)
+    state = checkpoint_files.read_state(path)
     before, train, step = state["origin"], now["train"], state["step"]
     notes = list_changes(before, now)
     warmup = math.ceil(now["steps"] * train["warmup_fraction"])
@@ -123,7 +123,7 @@ def describe_continuation(path: Path, now: Origin) -> str:
 
 def describe_resume(path: Path, now: Origin) -> str:
     """The message of a training that continues from its own checkpoint; its logs may change from there on."""
-    state = checkpoint.read_state(path)
+    state = checkpoint_files.read_state(path)
     changes = list_changes(state.get("origin", {}), now)
     suffix = f"; changed: {', '.join(changes)}" if changes else ""
     return f"resuming from the checkpoint of step {state['step']}{suffix}"
@@ -133,7 +133,7 @@ def suggest_checkpoint(trainings: Path, now: Origin) -> str | None:
     """The message of a training that starts from step 0: which checkpoint of a similar one it could continue from."""
     candidates = []
     for path in trainings.glob("*/step-*"):
-        before = checkpoint.read_state(path).get("origin", {})
+        before = checkpoint_files.read_state(path).get("origin", {})
         same_inputs = all(before.get(name) == now[name] for name in ("base", "pairs"))
         if same_inputs and not incompatible_changes(before, now):
             changes = list_changes(before, now) or ["it continued from another checkpoint"]

@@ -37,8 +37,7 @@ from tasks.tracking.tensorboard import Events
 from tasks.trainer import continuation
 from tasks.trainer.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
 from training.objectives import batches
-from training.objectives.objective import Objective
-from training.trainer import checkpoint
+from training.trainer import checkpoint_files
 from training.trainer.settings import Settings
 
 KEYS_OF_TRAIN = re.compile(r"\btrain\.(?=\w)")  # in messages of training/
@@ -140,7 +139,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
     )
     deleted = _delete_checkpoints(folder) if params.train.resume_from_checkpoint == "never" else None
     disk_space.check_training(stage, params, cluster, training.model, folder)
-    checkpoint.claim(folder, settings.attempt)
+    checkpoint_files.claim(folder, settings.attempt)
     key = signing.checkpoint_key()
     if note := deleted or _prepare_start(folder, origin, start, key):
         print(f"{stage}: {name_keys(note, stage)}", flush=True)
@@ -151,7 +150,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
         meanwhile(partial(forward_metrics, folder / JOURNAL, run, bar, events, data=training.data)),
     ):
         _fit(training, settings, folder, bar, key)
-    shutil.rmtree(folder / checkpoint.START, ignore_errors=True)
+    shutil.rmtree(folder / checkpoint_files.START, ignore_errors=True)
 
 
 def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
@@ -177,10 +176,10 @@ def _delete_checkpoints(folder: Path) -> str:
 
 def _prepare_start(folder: Path, origin: dict[str, Any], start: Path | None, key: bytes) -> str | None:
     """Choose the checkpoint to start from, copying another training's; a message that names it."""
-    if last := next(checkpoint.whole_checkpoints(folder, key), None):
+    if last := next(checkpoint_files.whole_checkpoints(folder, key), None):
         return continuation.describe_resume(last, origin)
     if start:
-        checkpoint.adopt(start, folder)
+        checkpoint_files.adopt(start, folder)
         return continuation.describe_continuation(start, origin)
     return continuation.suggest_checkpoint(folder.parent, origin)
 
@@ -194,7 +193,7 @@ def make_settings(params: Params, cluster: Cluster, model: Path, folder: Path, o
         "folder": str(folder),
         "attempt": uuid.uuid4().hex[:8],
         "origin": origin,
-        "objective": Objective(train.loss, train.loss_options()),
+        "loss_options": train.loss_options(),
         "reference_update": train.reference_update.model_dump() if train.reference_update else None,
         "adapter": train.adapter.model_dump() if train.adapter else None,
     }
@@ -233,7 +232,7 @@ def _make_trainer(
 ) -> Any:
     """Ray Train's trainer, as soon as the cluster has room for the group."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from tasks.cluster.embedded_trainer import EmbeddedTrainer  # imports Ray, only possible in a `ray_cluster` block
     from tasks.cluster.rendezvous import Rendezvous  # as above
@@ -249,7 +248,7 @@ def _make_trainer(
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
 
-    trainer: Any = EmbeddedTrainer if session else TorchTrainer
+    trainer: Any = EmbeddedTrainer if session else DataParallelTrainer
     return trainer(
         train_loop,
         train_loop_config={
@@ -260,7 +259,7 @@ def _make_trainer(
             "driver": (socket.gethostname(), os.getpid()),
             "system_metrics": cluster.system_metrics,
         },
-        torch_config=Rendezvous(session=str(session) if session else None),
+        backend_config=Rendezvous(session=str(session) if session else None),
         scaling_config=ScalingConfig(
             num_workers=group.num_workers,
             use_gpu=group.gpus_per_worker > 0,

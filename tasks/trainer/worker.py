@@ -14,9 +14,8 @@ from typing import Any
 from tasks.cluster import preemption, system_metrics
 from tasks.system import disk
 from tasks.system.files import write_text
-from training.trainer import checkpoint
-from training.trainer.guards import Preempted
-from training.trainer.settings import ReferenceMismatch, Settings
+from training.trainer import checkpoint_files
+from training.trainer.settings import Preempted, ReferenceMismatch, Settings
 
 JOURNAL = "metrics.jsonl"  # metrics and messages of rank 0
 PREEMPTED = "preempted"  # exists when the workers were preempted and have saved a checkpoint
@@ -26,12 +25,18 @@ RESERVE, RESERVE_BYTES = ".reserve", 4096  # disk space for that message when th
 
 def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     """Train as one rank; Ray Train calls this again after a failure. `key` authenticates checkpoints."""
+    # torch, transformers and DeepSpeed, which the driver never needs.
     from ray.train import get_context
 
-    from training.distributed.process_group import has_process_group
-    from training.trainer import loop, memory  # torch and DeepSpeed, which the driver never needs
+    from training.models.compiling import start_compiler
 
     settings, root, context = config["settings"], Path(config["root"]), get_context()
+    if settings.compile:
+        start_compiler()
+
+    from training.distributed.process_group import has_process_group
+    from training.trainer import loop, memory
+
     folder, data, needs_reference = Path(settings.folder), config["data"], settings.objective.needs_reference
     _in_thread(_exit_without_driver, *config["driver"], settings)
     if config["system_metrics"] and context.get_local_rank() == 0:
@@ -88,7 +93,7 @@ def _exit_without_driver(host: str, pid: int, settings: Settings) -> None:
         while Path(f"/proc/{pid}").exists():
             time.sleep(0.5)
     else:
-        while not checkpoint.taken_over(Path(settings.folder), settings.attempt):
+        while not checkpoint_files.taken_over(Path(settings.folder), settings.attempt):
             time.sleep(5)
     os._exit(1)
 

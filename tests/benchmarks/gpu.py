@@ -69,7 +69,8 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
             kind: dict[str, Any] = {"lora": mode == "lora"}
             for option in options:
                 kind |= OPTIONS[option]
-            yield name, job_of(args, side, size, model, pairs, dtype=dtype, profile_memory=args.profile_memory, **kind)
+            kind |= {"profile": args.profile, "profile_memory": args.profile_memory}
+            yield name, job_of(args, side, size, model, pairs, dtype=dtype, **kind)
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -129,6 +130,7 @@ def _arguments() -> argparse.Namespace:
     add("--batch", type=int, default=64, help="pairs per update")
     add("--steps", type=int, default=8)
     add("--warmup", type=int, default=2, help="warm-up steps, not measured")
+    add("--profile", action="store_true", help="ours: milliseconds of a step by kind of kernel")
     add("--profile-memory", action="store_true", help="ours: list the allocations at the memory peak (slower)")
     add("--limit", type=float, default=300.0, help="timeout of one configuration in seconds")
     add("--scratch", type=Path, default=SCRATCH, help="folder that keeps random weights between calls")

@@ -45,7 +45,8 @@ class Job:
     zero_stage: int = 1
     threads: int | None = None
     seed: int = 0
-    profile_memory: bool = False  # list the allocations at the peak
+    profile_memory: bool = False  # ours: list the allocations at the peak
+    profile: bool = False  # ours: the kernels of the measured steps
 
     @property
     def total(self) -> int:

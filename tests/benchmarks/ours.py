@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.benchmarks import memory_profile
+from tests.benchmarks import kernel_profile, memory_profile
 from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.support.settings import make_settings
-from training.models.loading import best_device, compile_layers, load_model
+from training.models.compiling import compile_layers
+from training.models.loading import best_device, load_model
 from training.objectives.objective import Objective
 from training.objectives.pair import Pair
 from training.scoring.logps import score_pairs
 from training.scoring.parity import make_scorer
-from training.trainer import checkpoint, loop, memory
+from training.trainer import checkpoint_files, loop, memory
 from training.trainer.settings import Settings
 
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
@@ -31,21 +32,26 @@ class LastStep(Exception):
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
     scored, result = score(job, [_arrays(pair) for pair in pairs])
-    steps, curve = Steps(job), []
+    steps, curve, kernels = Steps(job), [], None
 
     def log(step: int, values: dict[str, float]) -> None:
+        nonlocal kernels
         if "loss" not in values:
             return
         curve.append({"step": step, **values})
+        if job.profile and step == job.warmup:
+            kernels = kernel_profile.start()
         if steps.done(step):
             raise LastStep
 
     with tempfile.TemporaryDirectory(prefix="bench-ours-") as folder:
-        checkpoint.claim(Path(folder), "bench")
+        checkpoint_files.claim(Path(folder), "bench")
         if job.profile_memory:
             memory_profile.record()
         with suppress(LastStep):
             loop.train(_settings(job, folder), scored, {"": scored[:2]}, log, key=bytes(32))
+        if kernels:
+            result |= kernel_profile.stop(kernels, job.steps)
         if job.profile_memory:
             result |= memory_profile.at_peak()
         result["estimated_gib"] = memory.estimate(_settings(job, folder), 1, scored).total / 2**30

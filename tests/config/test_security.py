@@ -24,7 +24,7 @@ from tasks.trainer import continuation
 from tests.support.settings import KEY
 from tests.support.workspaces import PROJECT
 from training.models.remote_code import needs_remote_code
-from training.trainer import checkpoint
+from training.trainer import checkpoint_files
 
 CODE = ("cli", "flows", "services", "tasks", "training")
 SOURCES = [path for folder in CODE for path in sorted((PROJECT / folder).rglob("*.py"))]
@@ -47,14 +47,14 @@ def whole_checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}"
     (path / "state").mkdir(parents=True)
     (path / "state" / "weights.pt").write_bytes(b"ours")
-    digest = checkpoint.sha256(path / "state" / "weights.pt")
+    digest = checkpoint_files.sha256(path / "state" / "weights.pt")
     return signed(path, {"step": step, "files": {"state/weights.pt": digest}}, KEY)
 
 
 def signed(path: Path, manifest: dict[str, Any], key: bytes) -> Path:
     content = json.dumps(manifest)
     (path / "manifest.json").write_text(content)
-    (path / "manifest.mac").write_text(checkpoint.mac_of(content.encode(), key))
+    (path / "manifest.mac").write_text(checkpoint_files.mac_of(content.encode(), key))
     return path
 
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_our_manifest_does_not_name_is_never_read(tmp_path, ca
         (whole_checkpoint(tmp_path / "train", step) / name).write_bytes(evil)
     (tmp_path / "train" / "step-00000004").mkdir()  # no manifest at all
     (tmp_path / "train" / "step-00000004" / "weights.pt").write_bytes(evil)
-    assert list(checkpoint.whole_checkpoints(tmp_path / "train", KEY)) == [ours]
+    assert list(checkpoint_files.whole_checkpoints(tmp_path / "train", KEY)) == [ours]
     said = capsys.readouterr().err
     assert "state/weights.pt has changed" in said
     assert "state/zero_pp_rank_7_optim_states.pt does not belong to this checkpoint" in said
@@ -83,11 +83,11 @@ def test_a_forged_checkpoint_is_refused_before_it_is_read(tmp_path, capsys):
     forged = [whole_checkpoint(folder, step) for step in (2, 3, 4)]
     for path in forged:
         (path / "state" / "weights.pt").write_bytes(pickle.dumps(Planted(mark)))
-        digest = checkpoint.sha256(path / "state" / "weights.pt")
+        digest = checkpoint_files.sha256(path / "state" / "weights.pt")
         signed(path, {"step": 2, "files": {"state/weights.pt": digest}}, bytes(31) + b"x")
     (forged[1] / "manifest.mac").unlink()
     shutil.copy(ours / "manifest.mac", forged[2])
-    assert list(checkpoint.whole_checkpoints(folder, KEY)) == [ours]
+    assert list(checkpoint_files.whole_checkpoints(folder, KEY)) == [ours]
     assert capsys.readouterr().err.count("not made with the signing key") == 3
     for path in forged:
         with pytest.raises(UserError, match=r"resume_from_checkpoint: the checkpoint .* cannot be used: .*signing key"):

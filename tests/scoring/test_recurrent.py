@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SMALL, make_pair
 from training.models import adapters
-from training.models.loading import compile_layers
+from training.models.compiling import compile_layers
 from training.objectives.packing import build_row
 from training.scoring import parity, recurrent
 from training.scoring.logps import Scorer, plain_logps, row_logps

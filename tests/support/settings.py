@@ -9,7 +9,8 @@ KEY = bytes(32)  # of checkpoints
 PLAIN: dict[str, Any] = {
     "model_name": "test",
     "attempt": "test",
-    "objective": Objective({"sigmoid": 1.0}, {"beta": 0.1}),
+    "loss": {"sigmoid": 1.0},
+    "loss_options": {"beta": 0.1},
     "reference_model": "start",
     "reference_update": None,
     "router_aux_loss_coef": None,
@@ -49,5 +50,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def make_settings(**changes: Any) -> Settings:
+def make_settings(objective: Objective | None = None, **changes: Any) -> Settings:
+    if objective:
+        changes |= {"loss": objective.weights, "loss_options": objective.options}
     return Settings(**{**PLAIN, **changes})

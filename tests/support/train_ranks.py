@@ -17,7 +17,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # DeepSpeed imp
 from tests.support.settings import KEY, make_settings
 from training.objectives.objective import Objective
 from training.scoring import head
-from training.trainer import checkpoint, engine, loop
+from training.trainer import checkpoint_files, engine, loop
 
 SCALING, CHUNK_BYTES = {**engine.LOSS_SCALING}, head.CHUNK_BYTES
 
@@ -34,9 +34,9 @@ def run(given: dict) -> list[dict]:
         first += count
     given["objective"] = Objective(*given["objective"])
     settings = make_settings(**given)
-    checkpoint.claim(Path(settings.folder), "test")
+    checkpoint_files.claim(Path(settings.folder), "test")
     if start:  # another training's checkpoint
-        checkpoint.adopt(Path(start), Path(settings.folder))
+        checkpoint_files.adopt(Path(start), Path(settings.folder))
     if killed:  # what a run that was killed after that step has left
         checkpoints = sorted(Path(killed["run"]).glob("step-*"))[: killed["after"]]
         for path in (*checkpoints, Path(killed["run"]) / "best"):

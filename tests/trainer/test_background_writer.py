@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 
-from training.trainer import background_writer, checkpoint
+from training.trainer import background_writer, checkpoint, checkpoint_files
 from training.trainer.background_writer import BackgroundWriter
 
 
@@ -109,7 +109,7 @@ def test_a_training_that_fails_still_leaves_the_checkpoint_in_its_writer():
 
 
 def test_rank_0_publishes_when_every_rank_has_written_its_files(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     aside = tmp_path / ".step-00000010.mine"
     aside.mkdir()
     (aside / f"{checkpoint.PART}0.json").write_text('{"a.pt": "1"}')
@@ -120,7 +120,7 @@ def test_rank_0_publishes_when_every_rank_has_written_its_files(tmp_path):
 
 
 def test_rank_0_stops_waiting_when_a_newer_run_takes_over(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
-    threading.Timer(0.5, lambda: checkpoint.claim(tmp_path, "newer")).start()
+    checkpoint_files.claim(tmp_path, "mine")
+    threading.Timer(0.5, lambda: checkpoint_files.claim(tmp_path, "newer")).start()
     with pytest.raises(RuntimeError, match="a newer run has taken over"):
         checkpoint._hashes_of_all(tmp_path / "aside", tmp_path, "mine", 2)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.settings import KEY
-from training.trainer import checkpoint
+from training.trainer import checkpoint, checkpoint_files
 
 
 def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, best=(), state=None) -> None:
@@ -20,11 +20,11 @@ def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, bes
 
 
 def names(folder) -> list[str]:
-    return [path.name for path in checkpoint.whole_checkpoints(folder, KEY)]
+    return [path.name for path in checkpoint_files.whole_checkpoints(folder, KEY)]
 
 
 def test_the_newest_intact_checkpoint_comes_first_and_old_ones_are_deleted(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     for step in (10, 20, 30):
         make_checkpoint(tmp_path, step)
     assert names(tmp_path) == ["step-00000030", "step-00000020"]
@@ -33,7 +33,7 @@ def test_the_newest_intact_checkpoint_comes_first_and_old_ones_are_deleted(tmp_p
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete", "manifest"])
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, how):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     make_checkpoint(tmp_path, 10)
     make_checkpoint(tmp_path, 20)
     newest = tmp_path / "step-00000020"
@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, how):
 
 
 def test_an_unfinished_checkpoint_is_ignored_and_deleted_by_the_next(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     (tmp_path / ".step-00000010.killed").mkdir()
     assert names(tmp_path) == []
     make_checkpoint(tmp_path, 20)
@@ -61,16 +61,16 @@ def test_an_unfinished_checkpoint_is_ignored_and_deleted_by_the_next(tmp_path):
 
 
 def test_a_worker_of_a_replaced_attempt_publishes_nothing(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     make_checkpoint(tmp_path, 10)
-    checkpoint.claim(tmp_path, "newer")
+    checkpoint_files.claim(tmp_path, "newer")
     with pytest.raises(RuntimeError, match="a newer run has taken over"):
         make_checkpoint(tmp_path, 20)
     assert names(tmp_path) == ["step-00000010"]
 
 
 def test_the_manifest_has_a_hash_per_file(tmp_path):
-    checkpoint.claim(tmp_path, "mine")
+    checkpoint_files.claim(tmp_path, "mine")
     make_checkpoint(tmp_path, 10)
     manifest = json.loads((tmp_path / "step-00000010" / "manifest.json").read_text())
     assert manifest["step"] == 10

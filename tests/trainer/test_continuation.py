@@ -18,7 +18,7 @@ from tests.support.workspaces import make_workspace
 from tests.trainer import test_engine
 from tests.trainer.test_checkpoint import make_checkpoint
 from tests.trainer.test_engine import LORA, run_ranks, settings
-from training.trainer import checkpoint
+from training.trainer import checkpoint_files
 
 model, pairs = test_engine.model, test_engine.pairs  # fixtures
 PROJECT = Path(__file__).resolve().parents[2]
@@ -204,7 +204,7 @@ def test_options_that_change_the_weights_change_the_training_hash(origin, option
 
 def save(folder: Path, step: int, origin: dict[str, Any]) -> Path:
     """A whole checkpoint, but for DeepSpeed's own files."""
-    checkpoint.claim(folder, "mine")
+    checkpoint_files.claim(folder, "mine")
     make_checkpoint(folder, step, keep=9, state={"step": step, "origin": origin})
     return folder / f"step-{step:08d}"
 
@@ -293,7 +293,7 @@ def test_a_training_prefers_its_own_checkpoint_then_the_named_one_then_step_0(tm
         f"starting from step 0. {path} has the same pairs"
     )
     assert driver._prepare_start(folder, now, path, KEY) == "resuming from step 20 of run first: train.beta 0.1 -> 0.5"
-    assert checkpoint.find_damage(folder / checkpoint.START / path.name, KEY) is None
+    assert checkpoint_files.find_damage(folder / checkpoint_files.START / path.name, KEY) is None
     save(folder, 40, now)
     for start in (None, path):
         assert driver._prepare_start(folder, now, start, KEY) == "resuming from the checkpoint of step 40"
@@ -345,11 +345,11 @@ def test_muon_is_refused_where_matrices_are_not_whole_on_the_device(tmp_path, mo
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):
     path = save(tmp_path / "first", 62, origin)
     size = path / "state" / "rank0.pt"
-    checkpoint.adopt(path, tmp_path / "second")
-    (adopted,) = checkpoint.whole_checkpoints(tmp_path / "second" / checkpoint.START, KEY)
+    checkpoint_files.adopt(path, tmp_path / "second")
+    (adopted,) = checkpoint_files.whole_checkpoints(tmp_path / "second" / checkpoint_files.START, KEY)
     assert size.stat().st_nlink == 2  # stored once
     digest = continuation.checkpoint_hash(path)
     shutil.rmtree(tmp_path / "first")
-    assert checkpoint.find_damage(adopted, KEY) is None
+    assert checkpoint_files.find_damage(adopted, KEY) is None
     assert continuation.checkpoint_hash(adopted) == digest
     assert json.loads((adopted / "state.json").read_text())["origin"] == origin

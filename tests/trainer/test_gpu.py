@@ -29,7 +29,8 @@ from tasks.tracking.journal import read_lines
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.trainer import test_engine
 from training.models import adapters
-from training.models.loading import compile_layers, load_model
+from training.models.compiling import compile_layers
+from training.models.loading import load_model
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective

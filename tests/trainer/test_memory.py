@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tasks import disk_space
+from tasks.config.params import Params
 from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
 from tests.support.settings import make_settings
+from tests.support.workspaces import demo_params
 from training.distributed.tensor_parallel import TensorGroup, split_layers
 from training.models import adapters
 from training.objectives.pair import Pair
@@ -35,6 +38,17 @@ def folder(tmp_path_factory):
 
 def settings(folder, **changes) -> Settings:
     return make_settings(model=str(folder), folder=str(folder), **changes)
+
+
+@pytest.mark.parametrize("adapter", [None, LORA, {**LORA, "modules_to_save": ["lm_head"]}, {**LORA, "use_dora": True}])
+def test_weight_files_alone_tell_how_many_parameters_there_are_at_most(folder, adapter):
+    params = demo_params()
+    params["train"]["adapter"] = adapter and {**params["train"]["adapter"], **adapter}
+    checked = Params.model_validate(params)
+    at_most = disk_space._parameters_at_most(checked, folder)
+    exact = memory.model_sizes(folder, checked.train.adapter and checked.train.adapter.model_dump(), None)
+    assert at_most.parameters == exact.parameters
+    assert exact.trainable <= at_most.trainable <= (2 * exact.trainable if adapter else exact.trainable)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])

@@ -32,7 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]) -> None:
     monkeypatch.setattr(loop, "train", lambda *given, **options: work())
-    settings = SimpleNamespace(folder=str(folder), attempt="one", objective=SimpleNamespace(needs_reference=False))
+    objective = SimpleNamespace(needs_reference=False)
+    settings = SimpleNamespace(folder=str(folder), attempt="one", compile=False, objective=objective)
     data = SimpleNamespace(read=lambda *given: SimpleNamespace(by_source=dict))
     config = {
         "settings": settings,

@@ -74,22 +74,5 @@ def _zero_dropout(owner: Any) -> None:
         setattr(owner, name, 0.0)
 
 
-def compile_layers(causal: PreTrainedModel) -> None:
-    """Compile the decoder layers; all layers and all row lengths share one graph.
-
-    Not of models with recurrent layers, which have convolutions: another number of batches in a row would need another
-    graph.
-    """
-    from torch._inductor import config as inductor  # heavy
-
-    if any(isinstance(module, nn.Conv1d) for module in causal.modules()):
-        return
-
-    inductor.cpp.vec_isa_ok = False  # or Inductor builds programs to learn about the CPU, for half a minute
-    for module in causal.modules():
-        if type(module).__name__ in (causal._no_split_modules or ()):
-            module.compile(dynamic=True)
-
-
 def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

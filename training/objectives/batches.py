@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from training.objectives.pair import Pair, pack
 from training.objectives.pair_columns import columns_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PACKING_GROUP = 512  # pairs that are packed together, so that packing many pairs stays fast
 
@@ -29,7 +32,9 @@ def step_pairs(step: int, pairs: int, global_batch_size: int, seed: int) -> list
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(pairs: int, seed: int, epoch: int) -> torch.Tensor:
+def _epoch_order(pairs: int, seed: int, epoch: int) -> "Tensor":
+    import torch  # which the driver of a training does not need
+
     return torch.randperm(pairs, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 

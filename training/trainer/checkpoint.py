@@ -1,14 +1,10 @@
 """Atomic checkpoints: written to a temporary folder, hashed, synced and renamed, and verified before use.
 
 Files are written in the background (background_writer.py). Each rank leaves the hashes of its files in the temporary
-folder, and rank 0 renames it when all have: no collective runs beside training's own.
-
-DeepSpeed unpickles a checkpoint, which can run any code. So a key authenticates the manifest of hashes (HMAC-SHA256):
-a process that can write the folder but does not have the key cannot make a checkpoint that we load.
+folder, and rank 0 renames it when all have: no collective runs beside training's own. checkpoint_files.py authenticates
+them.
 """
 
-import hashlib
-import hmac
 import json
 import os
 import shutil
@@ -26,25 +22,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.trainer.background_writer import BackgroundWriter
+from training.trainer.checkpoint_files import (
+    MAC,
+    MANIFEST,
+    START,
+    mac_of,
+    read_state,
+    sha256,
+    sync,
+    whole_checkpoints,
+    write_atomically,
+)
 from training.trainer.settings import Settings
 
 TAG = "state"
-MANIFEST, MAC = "manifest.json", "manifest.mac"
 PART = ".part-"  # files in the temporary folder: the hashes of what each rank has written
-START = "start"  # subfolder with the checkpoint of another training that this one continues
-
-
-def claim(folder: Path, attempt: str) -> None:
-    """Make this attempt the only one that may publish into the folder, so that a worker of a killed run cannot."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "attempt", attempt)
-
-
-def taken_over(folder: Path, attempt: str) -> bool:
-    try:
-        return (folder / "attempt").read_text() not in ("", attempt)
-    except OSError:  # unavailable storage does not mean a newer run
-        return False
 
 
 def save(
@@ -109,7 +101,7 @@ def _is_part(path: Path) -> bool:
 def _hashes(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """The hash of each file, once it is on the disk."""
     for path in files:
-        _sync(path)
+        sync(path)
     return {str(path.relative_to(folder)): sha256(path) for path in files}
 
 
@@ -123,26 +115,6 @@ def _hashes_of_all(temporary: Path, folder: Path, attempt: str, world: int) -> d
     for part in parts:
         part.unlink()
     return hashes
-
-
-def adopt(source: Path, folder: Path) -> None:
-    """Make another training's checkpoint the start of the training in `folder`.
-
-    Uses hard links where the disk has them: no file is stored twice, and the other training may delete its own.
-    """
-    temporary, target = folder / f".{START}", folder / START
-    for leftover in (temporary, target):
-        shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(source, temporary / f"step-{read_state(source)['step']:08d}", copy_function=_link)
-    os.rename(temporary, target)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint; empty if there is none."""
-    try:
-        return json.loads((path / "state.json").read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 @dataclass(frozen=True)
@@ -239,44 +211,6 @@ def _convert_to_universal(path: Path) -> Path:
     return target
 
 
-def whole_checkpoints(folder: Path, key: bytes) -> Any:
-    """Verified checkpoints, newest first; skips damaged ones with a warning."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        damage = find_damage(path, key)
-        if damage is None:
-            yield path
-        else:
-            print(f"warning: checkpoint {path} is not used ({damage}); using the one before it", file=sys.stderr)
-
-
-def find_damage(path: Path, key: bytes) -> str | None:
-    """Why a checkpoint must not be loaded; None if it was made with the key and has not changed."""
-    try:
-        content = (path / MANIFEST).read_bytes()
-        files = json.loads(content)["files"]
-    except (OSError, ValueError, KeyError):
-        return "its manifest is missing or unreadable"
-    try:
-        mac = (path / MAC).read_text().strip()
-    except (OSError, ValueError):
-        return f"it has no {MAC}: it was not made with the signing key"
-    if not hmac.compare_digest(mac.encode(), mac_of(content, key).encode()):
-        return f"its {MAC} was not made with the signing key"
-    for name, digest in files.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if sha256(path / name) != digest:
-            return f"{name} has changed"
-    present = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    if unknown := sorted(present - files.keys() - {MANIFEST, MAC}):  # DeepSpeed unpickles every file in the folder
-        return f"{unknown[0]} does not belong to this checkpoint"
-    return None
-
-
-def mac_of(manifest: bytes, key: bytes) -> str:
-    return hmac.new(key, manifest, hashlib.sha256).hexdigest()
-
-
 def _publish(
     temporary: Path,
     folder: Path,
@@ -294,7 +228,7 @@ def _publish(
     target = folder / f"step-{step:08d}"
     shutil.rmtree(target, ignore_errors=True)
     os.rename(temporary, target)
-    _sync(folder)
+    sync(folder)
     best_names = {f"step-{number:08d}" for number in best}
     for old in sorted(folder.glob("step-*"))[:-keep]:
         if old.name not in best_names:
@@ -306,30 +240,3 @@ def _publish(
 def _check_attempt(folder: Path, attempt: str) -> None:
     if (folder / "attempt").read_text() != attempt:
         raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without hard links
-        shutil.copyfile(source, target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,10 +16,6 @@ SATURATED = 20.0  # a reward margin whose sigmoid leaves no gradient: 2e-9
 LOWER_IS_BETTER = ("loss", "kl")
 
 
-class Preempted(Exception):
-    """A rank was asked to stop, and all ranks have saved a checkpoint."""
-
-
 class PreemptionSignal:
     """Whether any rank was asked to stop. The answer comes one step late, so that no step waits for the device."""
 

@@ -25,11 +25,11 @@ from training.objectives.pair import Pair
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
 from training.trainer.dataloader import StepBatch, StepLoader
-from training.trainer.guards import Preempted, PreemptionSignal
+from training.trainer.guards import PreemptionSignal
 from training.trainer.moving_reference import FILE as REFERENCE_FILE
 from training.trainer.moving_reference import MovingReference
 from training.trainer.policy import save_policy, start_policy
-from training.trainer.settings import Settings
+from training.trainer.settings import Preempted, Settings
 from training.trainer.speed import Speed
 from training.trainer.start_checks import check_start
 from training.trainer.train_step import TrainState, train_step
@@ -146,7 +146,9 @@ class TrainRun:
         elif settings.reference_model != "start":
             self.notify("the reference is another model than the start: that both are equal is not checked")
         elif settings.objective.needs_reference:
-            largest = check_start(self.policy, settings.objective, pairs, settings.row_tokens, self.device)
+            largest = check_start(
+                self.policy, settings.objective, pairs, settings.row_tokens, self.device, settings.zero_stage < 3
+            )
             self.notify(
                 f"the policy starts as the reference: tokens within {largest['token']:.1g}, "
                 f"loss within {largest['loss']:.1g}"

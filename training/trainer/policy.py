@@ -18,7 +18,8 @@ from training.distributed.sharded_model import sharded_loading
 from training.distributed.split_model import check_split, load_split, make_probe
 from training.distributed.tensor_parallel import TensorGroup, tensor_group
 from training.models import adapters, weights
-from training.models.loading import compile_layers, load_model
+from training.models.compiling import compile_layers
+from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
 from training.objectives.pair import Pair
 from training.scoring.attention import LONG_ATTENTION
@@ -89,16 +90,26 @@ def build_policy(settings: Settings, device: torch.device) -> nn.Module:
     if settings.adapter:
         options = {name: value for name, value in settings.adapter.items() if name != "lora_plus_ratio"}
         model = adapters.add_adapter(model, **options, seed=settings.seed)
-        model.enable_input_require_grads()  # the same for all layers, so that they share one compiled graph
+        model.get_input_embeddings().register_forward_hook(_require_gradient)
     if settings.activation_checkpointing:
         # Under ZeRO-3 a repeated pass gathers weights again: to torch, which keeps results, it is another computation.
         kept = None if settings.zero_stage == 3 else LONG_ATTENTION
         recompute_layers(model, settings.activation_checkpointing == "offload", kept)
+        Scorer(model).causal.disable_input_require_grads()  # of transformers; ours is `_require_gradient`
     if settings.mlp_tile_tokens and not tile_mlps(model, settings.mlp_tile_tokens):
         raise ValueError(
             f"actor_train.mlp_tile_tokens: {type(model).__name__} has no MLP. Set it to null in infra/cluster.yaml"
         )
     return model.train()
+
+
+def _require_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
+    """Make the input of the first layer like those of the others, so that all layers share a compiled graph.
+
+    Without gradients no input requires one. transformers' `enable_input_require_grads` would make another graph there.
+    """
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()
 
 
 def save_policy(model: nn.Module, settings: Settings, name: str) -> None:

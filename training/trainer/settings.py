@@ -1,13 +1,20 @@
 """The settings of a training run, as plain values: the process that starts workers need not import torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from training.objectives.objective import Objective
+if TYPE_CHECKING:
+    from training.objectives.objective import Objective
 
 # Per trainable parameter, besides the float32 weight. Muon's momentum is kept twice; it may be of bfloat16.
 MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 8.0}
 SAVED_MOMENT_BYTES = {**MOMENT_BYTES, "adamw_8bit": 8.0}  # in a checkpoint
+
+
+class Preempted(Exception):
+    """A rank was asked to stop, and all ranks have saved a checkpoint."""
 
 
 class ReferenceMismatch(ValueError):
@@ -22,7 +29,8 @@ class Settings:
     model_name: str  # base model that the adapter's config names
     folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
     attempt: str  # id of the only attempt that may publish into the folder
-    objective: Objective
+    loss: Mapping[str, float]  # weights by name
+    loss_options: Mapping[str, Any]
     reference_model: str  # start: the policy starts as the reference; base: the reference is another model
     reference_update: dict[str, Any] | None  # TR-DPO: `every` steps, with weight `alpha`
     router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts
@@ -59,6 +67,12 @@ class Settings:
     max_skipped_steps: int  # in a row
     kl_limit: float | None
     stop_on_alarm: bool
+
+    @cached_property
+    def objective(self) -> "Objective":
+        from training.objectives.objective import Objective  # loads torch
+
+        return Objective(self.loss, self.loss_options)
 
     @property
     def clip_norm(self) -> float:

@@ -1,11 +1,13 @@
 """Checks before the first update: the policy is deterministic and equals the reference, and the first loss is right."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from training.models.loading import dropout_attributes
 from training.objectives.losses import PairLogps
@@ -53,19 +55,24 @@ def _seeded_logps(scorer: Scorer, row: PackedRow, seed: int, device: torch.devic
 
 @torch.no_grad()
 def check_start(
-    policy: nn.Module, objective: Objective, pairs: Sequence[Pair], row_tokens: int, device: torch.device
+    policy: nn.Module,
+    objective: Objective,
+    pairs: Sequence[Pair],
+    row_tokens: int,
+    device: torch.device,
+    gradients: bool = False,
 ) -> dict[str, float]:
     """Check that the policy equals the reference before the first update; returns the largest differences.
 
     On a sample of pairs, every token must be within rounding of the stored reference, rewards must be near 0, and each
     loss must have its expected first value (ln 2 for sigmoid). An adapter's dropout is off. A collective under ZeRO-3.
+    In training mode and with `gradients`, compiled layers take the graph of the first step instead of one more.
     """
-    training = policy.training
-    policy.eval()
     sample = _sample_pairs(pairs, 8, row_tokens)
     row = build_row(sample, range(len(sample))).to(device)
-    tokens = row_logps(policy, row)
-    policy.train(training)
+    with _without_dropout(policy), torch.set_grad_enabled(gradients):
+        values = row_logps(policy, row)
+    tokens = replace(values, logps=values.logps.detach(), balance_loss=None)
     logps = pair_logps(row, tokens, objective)
     beta = float(objective.options.get("beta", 1.0))
     token = (tokens.logps - row.ref_logps).abs().max().item()
@@ -82,6 +89,16 @@ def check_start(
         )
     loss = _check_first_loss(objective, logps, sample, tolerance / beta, TOLERANCE[dtype])
     return {"token": token, "reward": reward, "loss": loss}
+
+
+@contextmanager
+def _without_dropout(policy: nn.Module) -> Iterator[None]:
+    active = [module for module in policy.modules() if isinstance(module, _DropoutNd) and module.p and module.training]
+    for module in active:
+        module.eval()
+    yield
+    for module in active:
+        module.train()
 
 
 def _within_rounding(logps: Tensor, expected: Tensor, rounding: float) -> bool:
