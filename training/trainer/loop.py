@@ -146,9 +146,9 @@ class TrainRun:
         elif settings.reference_model != "start":
             self.notify("the reference is another model than the start: that both are equal is not checked")
         elif settings.objective.needs_reference:
-            largest = check_start(
-                self.policy, settings.objective, pairs, settings.row_tokens, self.device, settings.zero_stage < 3
-            )
+            gradients = settings.zero_stage < 3  # not through the engine, which expects a backward pass after it
+            policy = self.policy.module if gradients else self.policy
+            largest = check_start(policy, settings.objective, pairs, settings.row_tokens, self.device, gradients)
             self.notify(
                 f"the policy starts as the reference: tokens within {largest['token']:.1g}, "
                 f"loss within {largest['loss']:.1g}"
