@@ -38,10 +38,10 @@ class Terminal(logging.Handler):
 @contextmanager
 def attached() -> Iterator[None]:
     """Start or find a Prefect server, and show a flow's log lines in this terminal."""
-    from prefect.logging.configuration import setup_logging
+    from prefect.logging.configuration import ensure_logging_setup
 
     embedded_server.start()
-    setup_logging()  # before our handler is added: it replaces the handlers of these loggers
+    ensure_logging_setup()  # before our handler is added: it replaces the handlers of these loggers
     terminal = Terminal()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addHandler(terminal)

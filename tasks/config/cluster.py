@@ -12,7 +12,7 @@
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -174,10 +174,15 @@ class Resolved(NamedTuple):
 
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
     """The configuration of the workspace `root`, with `over` as further layers (a recipe, overrides)."""
-    return resolve(root, *(Layer("override", content) for content in over)).cluster
+    return _validated(root, _layers(root, [Layer("override", content) for content in over]))
 
 
 def resolve(root: Path = Path(), *over: Layer) -> Resolved:
+    layers = _layers(root, over)
+    return Resolved(_validated(root, layers), changed(layers, Cluster))
+
+
+def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
     layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
     if content := site_overlay():
         layers.append(Layer(f"{os.environ[SITE]} ({SITE})", content))
@@ -188,10 +193,12 @@ def resolve(root: Path = Path(), *over: Layer) -> Resolved:
                 f"{root / layer.origin}: a recipe cannot set `access`, and neither can an override. Set it in "
                 f"{CLUSTER} or the site overlay."
             )
-    layers += over
+    return [*layers, *over]
+
+
+def _validated(root: Path, layers: Sequence[Layer]) -> Cluster:
     site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
-    cluster = validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
-    return Resolved(cluster, changed(layers, Cluster))
+    return validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
 
 
 def groups() -> list[str]:

@@ -21,9 +21,18 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
+def parse_yaml(text: str) -> Any:
+    """yaml.safe_load, in C where PyYAML has it: a run reads its configuration dozens of times."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = parse_yaml(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Restore it with `git checkout -- {path}`.") from None
     except yaml.YAMLError as error:

@@ -15,6 +15,7 @@ import yaml
 
 from tasks.config.cluster import OVERRIDES, RECIPE
 from tasks.config.paths import ROOT
+from tasks.config.strict import parse_yaml
 from tasks.errors import UserError
 from tasks.runs.crash_recovery import clear_git_lock
 
@@ -118,7 +119,7 @@ def finished_runs() -> list[str]:
 
 def tree_without_stage(commit: str, stage: str) -> str:
     """The tree of a commit whose dvc.lock does not name the outputs of a stage."""
-    lock = yaml.safe_load(read_file(commit, "dvc.lock") or "") or {}
+    lock = parse_yaml(read_file(commit, "dvc.lock") or "") or {}
     lock.get("stages", {}).pop(stage, None)
     with tempfile.TemporaryDirectory() as folder:
         file, env = Path(folder) / "dvc.lock", {"GIT_INDEX_FILE": str(Path(folder) / "index")}

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from tasks.config.paths import ROOT
+from tasks.config.strict import parse_yaml
 from tasks.errors import UserError
 from tasks.runs.dvc_lock import Entry, outs
 from tasks.system.environment import QUIET
@@ -105,7 +104,7 @@ def is_cached(entry: Entry) -> bool:
 def run_cache() -> Iterator[Entry]:
     """DVC's run cache: an entry, in the format of dvc.lock, for each execution of a stage."""
     for path in (cache_folder() / "runs").glob("*/*/*"):
-        entry = yaml.safe_load(path.read_text())
+        entry = parse_yaml(path.read_text())
         if isinstance(entry, dict) and "cmd" in entry:
             yield entry
 

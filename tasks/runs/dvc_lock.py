@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from tasks.config.paths import ROOT, WATCH
+from tasks.config.strict import parse_yaml
 from tasks.system.files import fingerprint, sha256, write_text
 from tasks.tracking.journal import flatten
 
@@ -76,7 +77,7 @@ class StageInputs:
 
 
 def all_stages(root: Path) -> dict[str, Entry]:
-    return yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
+    return parse_yaml((root / "dvc.yaml").read_text())["stages"]
 
 
 def stages(root: Path) -> dict[str, Entry]:
@@ -109,7 +110,7 @@ def current_inputs(
     """
     params: dict[str, Any] = {}
     for name, keys in _param_keys(stage):
-        content = files.get(name) or yaml.safe_load((root / name).read_text()) or {}
+        content = files.get(name) or parse_yaml((root / name).read_text()) or {}
         params |= {key: _at(content, key) for key in keys}
     deps = {path: upstream[path] if path in upstream else _md5(root / path) for path in stage.get("deps", [])}
     return StageInputs(stage["cmd"], _flat(params), deps)
@@ -129,7 +130,7 @@ def outs(entry: Entry) -> dict[str, str | None]:
 def parse_lock(text: str | None) -> dict[str, Entry]:
     """The entries of a dvc.lock; empty if there is none, or if a killed DVC left half of one."""
     try:
-        return dict(yaml.safe_load(text or "")["stages"])
+        return dict(parse_yaml(text or "")["stages"])
     except (yaml.YAMLError, TypeError, KeyError, ValueError):
         return {}
 
@@ -150,7 +151,7 @@ def is_lock_damaged(workspace: Path) -> bool:
     if not path.exists():
         return False
     try:
-        LockFile.model_validate(yaml.safe_load(path.read_text()), strict=True)
+        LockFile.model_validate(parse_yaml(path.read_text()), strict=True)
     except (yaml.YAMLError, ValueError):
         return True
     return False

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import yaml
-
 from tasks.config.params import Cluster, load_params
 from tasks.config.paths import ROOT
+from tasks.config.strict import parse_yaml
 from tasks.runs import commits, records
 from tasks.runs.commits import git
 from tasks.runs.records import RunRecord
@@ -93,7 +92,7 @@ def all_runs() -> list[Run]:
 
 def artifacts_size(lock: str | None) -> int:
     """Bytes of the artifacts that a dvc.lock names; runs share those that are equal."""
-    stages = (yaml.safe_load(lock or "") or {}).get("stages", {})
+    stages = (parse_yaml(lock or "") or {}).get("stages", {})
     return sum(out.get("size", 0) for stage in stages.values() for out in stage.get("outs", []))
 
 

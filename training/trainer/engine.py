@@ -56,6 +56,8 @@ def initialize(
     """The engine around the model, with an optimizer of its trainable parameters."""
     import deepspeed
 
+    if optimizer != "muon":
+        _import_muon_uncompiled()
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     zero = dict(config["zero_optimization"])
     if zero["stage"] < 3:  # an adapter needs no buckets larger than itself
@@ -76,6 +78,19 @@ def initialize(
     engine.optimizer._update_scale = lambda overflow: None
     assert engine.optimizer.loss_scaler.dynamic == config["fp16"]["enabled"], "float16 without loss scaling"
     return engine
+
+
+def _import_muon_uncompiled() -> None:
+    """DeepSpeed imports its Muon for every optimizer. Its functions are compiled, and loading torch's compiler for
+    them would take every worker three seconds."""
+    from deepspeed.runtime import compiler
+
+    compiled = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = compiled
 
 
 def _use_fused_grad_norm(optimizer: Any) -> None:
