@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tasks.system.lock import file_lock
+from tests.support import fork_server
 from tests.support.workspaces import demo_params, wait_for
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # as the Makefile does, and before anybody imports mlflow
@@ -22,6 +23,10 @@ def approve(version, by, reason):
     return f"approve: version {version} by {by}"
 """
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
+
+
+def pytest_configure() -> None:
+    fork_server.serve()
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +67,33 @@ def dummy_repo(tmp_path: Path, dummy_template: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A real Prefect server on a free loopback port, as the environment that leads to it."""
+def prefect_store(once: Once) -> Path:
+    """A PREFECT_HOME to copy, with the database of a server that has run nothing: creating one takes 14 seconds."""
+    from flows import embedded_server
+    from tasks.system import processes
+
+    def make(folder: Path) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+        env = {**clean, **embedded_server.SERVER, "PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
+        env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+        command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := embedded_server.free_port())]
+        with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
+            embedded_server.wait_until_healthy(process, f"http://127.0.0.1:{port}/api", folder / "server.log")
+
+    return once("prefect", make) / "home"
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -> Iterator[dict[str, str]]:
+    """A real Prefect server on a free loopback port, as the environment that leads to it.
+
+    Commands in that environment are forked from a process that has imported Prefect; `fork_server.fresh` prevents it.
+    """
+    import services
     from flows.embedded_server import free_port, wait_until_healthy
     from tasks.system import processes
 
-    home = tmp_path_factory.mktemp("prefect")
+    home = Path(shutil.copytree(prefect_store, tmp_path_factory.mktemp("prefect") / "home"))
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
@@ -85,7 +111,17 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     ]
     with (home / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
         wait_until_healthy(process, api, home / "server.log")
-        yield {**env, "PREFECT_API_URL": api}
+        env["PREFECT_API_URL"] = api
+        forks = fork_server.start(fork_server.FLOW, {**services.SETTINGS, **env})
+        yield {**env, fork_server.ADDRESS: forks, "FORK_STAGES": "1"}
+
+
+@pytest.fixture(scope="session")
+def by_hand(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -> dict[str, str]:
+    """An environment without a Prefect server: a run brings its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    home = shutil.copytree(prefect_store, tmp_path_factory.mktemp("by_hand") / "home")
+    return {**clean, "PREFECT_HOME": str(home), "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +144,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) 
 def make_dummy_repo(root: Path, store: Path) -> Path:
     shutil.copytree(store, root / ".mlflow")
     for folder in ("cli", "flows", "services", "tasks", "training", "infra"):
-        shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PROJECT / folder, root / folder)  # with what Python compiled, which is valid for the copies
     for name in ("pyproject.toml", ".gitignore", ".dvcignore"):
         shutil.copy(PROJECT / name, root)
     (root / "params.yaml").write_text(yaml.safe_dump(demo_params(), sort_keys=False))

@@ -16,6 +16,7 @@ from tasks.cluster.worker_pool import Worker, WorkerPool
 from tasks.config.params import load_cluster
 from tasks.errors import UserError
 from tasks.evaluation.sharding import evaluator_pool
+from tests.support.fork_server import SITE, family
 from tests.support.workspaces import PROJECT, write_cluster
 from training.evaluation.hardware import gpus
 
@@ -44,7 +45,7 @@ def start(workspace: Path, workers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=workspace,
-        env={**clean, "PYTHONPATH": str(PROJECT)},
+        env={**clean, "PYTHONPATH": f"{PROJECT}{os.pathsep}{SITE}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -59,7 +60,7 @@ def at_work(driver: subprocess.Popen[str]) -> psutil.Process:
     """A worker that is running a task."""
     while True:
         assert driver.poll() is None, driver.communicate()[0]
-        for child in psutil.Process(driver.pid).children(recursive=True):
+        for child in family(driver.pid):
             with suppress(psutil.Error):  # it ended in the meantime
                 if "Evaluator.s" in " ".join(child.cmdline()):  # sample or score
                     return child

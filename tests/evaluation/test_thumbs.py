@@ -16,7 +16,7 @@ STAGES = ("source", "prepare", "reference", "train", "evaluate", "export", "prom
 
 @pytest.fixture(scope="module")
 def learnt(tiny_base: Path, mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    options = {"train.loss": {"kto": 1.0}, "train.beta": 0.1, "train.learning_rate": 3.0e-3}
+    options = {"train.loss": {"kto": 1.0}, "train.beta": 0.1, "train.learning_rate": 3.0e-3, "train.epochs": 2}
     gate = {"promote.require": {"rewards/accuracies": 0.5, "rewards/auc": 0.5}}
     workspace = make_workspace(tmp_path_factory.mktemp("thumbs") / "workspace", tiny_base, **options, **gate)
     shutil.copytree(mlflow_store, workspace / ".mlflow")

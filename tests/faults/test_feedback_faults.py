@@ -24,12 +24,6 @@ from tests.support.workspaces import PROJECT, wait_for
 
 pytestmark = pytest.mark.slow
 PAIRS, THREADS = 500, 4  # two answers, 12 thumbs and edits, 6 votes each
-SENDER = (
-    "import sys, threading; from pathlib import Path; from tasks.config.cluster import load_cluster\n"
-    "from tasks.tracking import traces\n"
-    "cluster = load_cluster().model_copy(update={'tracking_uri': sys.argv[2]})\n"
-    "traces.follow(Path(sys.argv[1]), cluster, threading.Event())\n"
-)
 
 
 def events(number: int) -> list[Event]:
@@ -58,8 +52,9 @@ def server(store: Path, port: int) -> Iterator[None]:
 @contextmanager
 def sender(folder: Path, address: str) -> Iterator[None]:
     """A process that sends until it is killed with SIGKILL."""
-    env = {**os.environ, "PYTHONPATH": str(PROJECT), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    process = subprocess.Popen([sys.executable, "-c", SENDER, str(folder), address], env=env, stderr=subprocess.DEVNULL)
+    env = {**os.environ, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    command = [sys.executable, "-m", "tests.support.feedback_sender", str(folder), address]
+    process = subprocess.Popen(command, cwd=PROJECT, env=env, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ They are real flows in a repository whose `source` and `prepare` are the real st
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -25,6 +26,7 @@ from tasks.errors import UserError
 from tasks.runs.workspace import Workspace
 from tasks.system.files import write_json
 from tasks.watch import content_ids, content_ids_or_fail
+from tests.support.fork_server import with_torch
 from tests.support.workspaces import NO_JUDGE, PROJECT, write_data
 
 Env = dict[str, str]
@@ -32,11 +34,9 @@ ROWS = demo.rows(0)[:200]
 NOW = datetime(2026, 3, 1, 4, 0).astimezone()
 
 
-def make_repo(root: Path, store: Path, model: Path) -> Path:
+def make_repo(root: Path, template: Path, model: Path) -> Path:
     """The dummy repository with real data: what it fetches and how it prepares is ours."""
-    from tests.conftest import make_dummy_repo
-
-    make_dummy_repo(root, store)
+    shutil.copytree(template, root, symlinks=True)
     write_data(root / "pairs.jsonl", ROWS)
     given = {"source.data": "pairs.jsonl", "source.model": str(model), **NO_JUDGE}
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(read_yaml(root / "params.yaml"), dotted(given))))
@@ -84,8 +84,8 @@ def works(root: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_four_scheduled_runs(tmp_path: Path, mlflow_store: Path, tiny_base: Path, prefect_api: Env) -> None:
-    root = make_repo(tmp_path / "repo", mlflow_store, tiny_base)
+def test_four_scheduled_runs(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
+    root, prefect_api = make_repo(tmp_path / "repo", dummy_template, tiny_base), with_torch(prefect_api)
     first = retrain_run(root, prefect_api)
     assert first.returncode == 0, first.stderr
     assert "the first run with this recipe" in first.stdout

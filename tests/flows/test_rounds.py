@@ -13,6 +13,7 @@ import yaml
 from cli.main import app
 from tasks.errors import UserError
 from tasks.system.files import read_json
+from tests.support.fork_server import fresh
 from tests.support.workspaces import wait_for
 
 Env = dict[str, str]
@@ -64,51 +65,46 @@ def start_of(root: Path, run: str) -> str:
 
 
 @pytest.mark.slow
-def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_kill(
+def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_refusal_and_a_kill(
     dummy_repo: Path, prefect_api: Env
 ) -> None:
-    wins = {**prefect_api, "DUMMY": "promote:win"}
-    first = rounds(dummy_repo, wins, 1)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert start_of(dummy_repo, "r-1") == "demo"  # there is no champion yet
-    register(dummy_repo, 1)
-
-    process = subprocess.Popen([*ROUNDS, "2", *OPTIONS], cwd=dummy_repo, env={**wins, "DUMMY": "source:sleep"})
-    wait_for((dummy_repo / ".scratch" / "pids").exists, 300)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    pids = [int(pid) for pid in (dummy_repo / ".scratch" / "pids").read_text().split()]
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # the round ended with us
-    before = ran(dummy_repo)
-    register(dummy_repo, 2)  # somebody promotes another model in the meantime
-
-    again = rounds(dummy_repo, wins, 2)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "r-1 finished before" in again.stdout
-    assert start_of(dummy_repo, "r-2") == "registry:dpo-demo/1|demo"  # as when the round began
-    assert ran(dummy_repo) == {"source": before["source"] + 1, "train": 1, "promote": 2}  # dummy pairs are the same
-    assert re.search(r"2 +r-2 +registry:dpo-demo/1\|demo +1\.000 +0\.980 +yes", again.stdout), again.stdout
-    assert "All 2 rounds are done." in again.stdout
-
-    rounds(dummy_repo, wins, 2)
-    assert ran(dummy_repo)["promote"] == 2  # nothing is repeated
-    other = rounds(dummy_repo, wins, 2, "--set", "train.beta=0.3")
-    assert other.returncode == 1
-    assert "There are other rounds named r" in other.stderr
-
-
-@pytest.mark.slow
-def test_rounds_end_when_a_model_is_not_promoted(dummy_repo: Path, prefect_api: Env) -> None:
-    register(dummy_repo, 1)
     ended = rounds(dummy_repo, prefect_api, 3, "--reference", "base")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "Stopped after round 1 of 3: its model was not promoted" in ended.stdout
     assert "because rewards/accuracies is 0.5, below <0.9>" in ended.stdout
     assert ran(dummy_repo)["promote"] == 1
-    params = yaml.safe_load((dummy_repo / ".scratch/runs/r-1/results/params.yaml").read_text())
+    assert start_of(dummy_repo, "r-1") == "demo"  # there is no champion yet
+    register(dummy_repo, 1)
+
+    wins, given = {**prefect_api, "DUMMY": "promote:win"}, ["--reference", "base", "--keep-going"]
+    command = [*ROUNDS, "2", *OPTIONS, *given]
+    process = subprocess.Popen(command, cwd=dummy_repo, env=fresh({**prefect_api, "DUMMY": "source:sleep"}))
+    wait_for((dummy_repo / ".scratch" / "pids").exists, 300)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    pids = [int(pid) for pid in (dummy_repo / ".scratch" / "pids").read_text().split()]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # the round ended with us
+    assert read_json(dummy_repo / ".scratch/rounds/r/rounds.json")["starts"] == {
+        "1": "demo",
+        "2": "registry:dpo-demo/1|demo",
+    }
+    before = ran(dummy_repo)
+    register(dummy_repo, 2)  # somebody promotes another model in the meantime
+
+    again = rounds(dummy_repo, wins, 2, *given)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "r-1 finished before" in again.stdout
+    assert start_of(dummy_repo, "r-2") == "registry:dpo-demo/1|demo"  # as when the round began
+    params = yaml.safe_load((dummy_repo / ".scratch/runs/r-2/results/params.yaml").read_text())
     assert params["train"]["reference_model"] == "base"
-    assert read_json(dummy_repo / ".scratch/rounds/r/rounds.json")["starts"] == {"1": "registry:dpo-demo/1|demo"}
-    went_on = rounds(dummy_repo, prefect_api, 2, "--reference", "base", "--keep-going")
-    assert "All 2 rounds are done." in went_on.stdout
-    assert ran(dummy_repo)["promote"] == 2
+    assert ran(dummy_repo) == {"source": before["source"] + 1, "train": 2, "promote": 2}
+    assert re.search(r"1 +r-1 +demo +1\.000 +0\.980 +no", again.stdout), again.stdout
+    assert re.search(r"2 +r-2 +registry:dpo-demo/1\|demo +1\.000 +0\.980 +yes", again.stdout), again.stdout
+    assert "All 2 rounds are done." in again.stdout
+
+    rounds(dummy_repo, wins, 2, *given)
+    assert ran(dummy_repo)["promote"] == 2  # nothing is repeated
+    other = rounds(dummy_repo, wins, 2, *given, "--set", "train.beta=0.3")
+    assert other.returncode == 1
+    assert "There are other rounds named r" in other.stderr
     assert os.listdir(dummy_repo / ".scratch/rounds") == ["r"]

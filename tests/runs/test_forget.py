@@ -12,7 +12,6 @@ import yaml
 
 from tasks.dataset import demo
 from tasks.system.files import hash_files, read_json
-from tests.conftest import make_dummy_repo
 from tests.runs.test_runs import command
 from tests.support.workspaces import run, write_data
 
@@ -73,8 +72,8 @@ def of_person(number: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def repo(tmp_path: Path, mlflow_store: Path) -> Path:
-    root = make_dummy_repo(tmp_path / "repo", mlflow_store)
+def repo(dummy_repo: Path) -> Path:
+    root = dummy_repo
     stages = yaml.safe_load((root / "dvc.yaml").read_text())
     stages["stages"]["source"]["cmd"] = "python -m tasks.raw_copy"
     (root / "dvc.yaml").write_text(yaml.safe_dump(stages, sort_keys=False))
@@ -92,6 +91,7 @@ def repo(tmp_path: Path, mlflow_store: Path) -> Path:
 
 def test_the_persons_runs_and_versions_go_once_another_model_is_champion(repo: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    env["FORK_STAGES"] = "1"
 
     def make(name: str, rows: list[dict[str, str]], *previous: str) -> None:
         write_data(repo / "pairs.jsonl", rows)

@@ -2,13 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_dummy_repo
 from tests.runs.test_runs import command, stored
 
 pytestmark = pytest.mark.slow
@@ -63,13 +63,14 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def env() -> Env:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    return {**clean, "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env) -> Path:
+def repo(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, env: Env) -> Path:
     """Runs from old to new: broken (failed), old, champ, loved (tagged in MLflow), tagged (by git), new."""
-    root = make_dummy_repo(tmp_path_factory.mktemp("gc") / "repo", mlflow_store)
+    root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("gc") / "repo", symlinks=True))
     names = ["broken", "old", "champ", "loved", "tagged", "new"]
     for script, given in ((MAKE, names), (REGISTER, ["old", "champ", "loved", "new"])):
         done = subprocess.run([sys.executable, "-c", script, *given], cwd=root, env=env, capture_output=True, text=True)

@@ -13,7 +13,6 @@ import yaml
 
 from tasks.config.params import dotted, overlay
 from tasks.runs.dvc_lock import StageInputs
-from tests.conftest import make_dummy_repo
 from tests.flows.test_flow import STAGES
 from tests.runs.test_runs import command
 from tests.support.workspaces import NO_JUDGE, PROJECT, demo_params
@@ -25,13 +24,13 @@ Env = dict[str, str]
 def env() -> Env:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**clean, "DPO_HOME": ".", "PATH": path}
+    return {**clean, "DPO_HOME": ".", "PATH": path, "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="module")
-def repo(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path, env: Env) -> Path:
+def repo(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, env: Env) -> Path:
     """With code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
-    root = make_dummy_repo(tmp_path_factory.mktemp("plan") / "repo", mlflow_store)
+    root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("plan") / "repo", symlinks=True))
     shutil.copy(PROJECT / "infra" / "cluster.yaml", root / "infra")  # every value is the default
     (root / "pairs.jsonl").write_text("{}\n")
     changes = {"source.data": "pairs.jsonl", **NO_JUDGE}

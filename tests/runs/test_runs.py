@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,13 @@ from tasks.errors import UserError
 from tasks.runs import records
 from tasks.system.files import write_json
 from tasks.system.lock import TOKEN, hold_workspace
-from tests.conftest import make_dummy_repo
 from tests.flows.test_flow import STAGES, flow, git
 from tests.runs.test_lock import start_holder
+from tests.support.fork_server import fresh
 from tests.support.workspaces import PROJECT, wait_for
 
 Env = dict[str, str]
-OPTIONS = {"a": [], "b": [], "c": ["--set", "train.beta=0.5"], "d": ["--set", "train.beta=0.6"]}  # a and b are equal
+OPTIONS = {"a": [], "b": [], "c": ["--set", "train.beta=0.5"]}  # a and b are equal
 
 
 def start(root: Path, env: Env, *arguments: str) -> subprocess.Popen[str]:
@@ -64,9 +65,9 @@ def expected(root: Path, stage: str, **changes: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_store: Path) -> tuple[Path, str, str]:
-    """Four runs at once in a fresh checkout with uncommitted changes; git's status before and after."""
-    root = make_dummy_repo(tmp_path_factory.mktemp("four") / "repo", mlflow_store)
+def three(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_template: Path) -> tuple[Path, str, str]:
+    """Three runs at once in a fresh checkout with uncommitted changes; git's status before and after."""
+    root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("three") / "repo", symlinks=True))
     with (root / "tasks" / "dummy.py").open("a") as file:
         file.write("# not committed\n")
     (root / "tasks" / "extra.py").write_text("# new\n")
@@ -74,35 +75,35 @@ def four(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, mlflow_stor
     before = git(root, "status", "--porcelain")
     at_work = [start(root, prefect_api, "run", "--name", name, *options) for name, options in OPTIONS.items()]
     said = [process.communicate(timeout=900)[0] for process in at_work]
-    assert [process.returncode for process in at_work] == [0] * 4, said
+    assert [process.returncode for process in at_work] == [0] * 3, said
     return root, before, git(root, "status", "--porcelain")
 
 
 @pytest.mark.slow
-def test_four_runs_at_once_are_correct_and_leave_the_checkout_unchanged(four: tuple[Path, str, str]) -> None:
-    root, before, after = four
+def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: tuple[Path, str, str]) -> None:
+    root, before, after = three
     assert before == after
     assert not (root / "data").exists()
     assert not (root / "dvc.lock").exists()
-    betas = {"a": 0.1, "b": 0.1, "c": 0.5, "d": 0.6}
+    betas = {"a": 0.1, "b": 0.1, "c": 0.5}
     for name, beta in betas.items():
         assert yaml.safe_load(git(root, "show", f"runs/{name}:params.yaml"))["train"]["beta"] == beta
         assert stored(root, name, "train") == expected(root, "train", beta=beta)
         assert stored(root, name, "prepare") == expected(root, "prepare")
-    assert len({read(root, name, "run.json")["run_id"] for name in betas}) == 4  # each its own run in MLflow
+    assert len({read(root, name, "run.json")["run_id"] for name in betas}) == 3  # each its own run in MLflow
 
 
 @pytest.mark.slow
-def test_equal_stages_of_two_runs_are_computed_once(four: tuple[Path, str, str]) -> None:
+def test_equal_stages_of_two_runs_are_computed_once(three: tuple[Path, str, str]) -> None:
     ran = [
-        state["stage"] for name in OPTIONS for state in read(four[0], name, "stages.json") if state["state"] == "ran"
+        state["stage"] for name in OPTIONS for state in read(three[0], name, "stages.json") if state["state"] == "ran"
     ]
-    assert {stage: ran.count(stage) for stage in STAGES[:4]} == {"source": 1, "prepare": 1, "reference": 1, "train": 3}
+    assert {stage: ran.count(stage) for stage in STAGES[:4]} == {"source": 1, "prepare": 1, "reference": 1, "train": 2}
 
 
 @pytest.mark.slow
-def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(four: tuple[Path, str, str]) -> None:
-    root = four[0]
+def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(three: tuple[Path, str, str]) -> None:
+    root = three[0]
     assert "# not committed" in git(root, "show", "runs/a:tasks/dummy.py")
     assert git(root, "show", "runs/a:tasks/extra.py") == "# new\n"
     assert "notes.env" not in git(root, "ls-tree", "--name-only", "runs/a")
@@ -111,9 +112,9 @@ def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(four
 
 @pytest.mark.slow
 def test_a_finished_worktree_is_removed_and_dpo_open_restores_its_files(
-    four: tuple[Path, str, str], prefect_api: Env, tmp_path: Path
+    three: tuple[Path, str, str], prefect_api: Env, tmp_path: Path
 ) -> None:
-    root = four[0]
+    root = three[0]
     assert list((root / ".scratch" / "worktrees").iterdir()) == []
     assert (root / ".scratch/runs/c/results/data/metrics/evaluate.json").exists()
     opened = command(root, prefect_api, "open", "c", str(tmp_path / "c"))
@@ -125,22 +126,27 @@ def test_a_finished_worktree_is_removed_and_dpo_open_restores_its_files(
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, str], prefect_api: Env) -> None:
-    root = four[0]
-    killed = start(root, {**prefect_api, "DUMMY": "train:sessions"}, "run", "--set", "train.beta=0.9", "--name", "e")
+def test_a_killed_run_leaves_nothing_behind_and_is_resumed_by_name_and_not_twice(
+    three: tuple[Path, str, str], by_hand: Env, prefect_api: Env
+) -> None:
+    root = three[0]
+    killed = start(root, fresh({**by_hand, "DUMMY": "train:sessions"}), "run", "--set", "train.beta=0.9", "--name", "e")
     pids = root / ".scratch" / "pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3, 180)
     family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    family += psutil.Process(killed.pid).children(recursive=True)
+    assert [process for process in family if "uvicorn" in process.cmdline()]  # the embedded server
     wait_for((root / ".scratch/runs/e/run.json").exists, 60)  # until MLflow knows it
     killed.kill()
-    wait_for(lambda: not any(map(alive, family)), 30)  # in sessions of their own, one without its parent
+    wait_for(lambda: not any(map(alive, family)), 40)  # some in sessions of their own, one without its parent
     killed.communicate()
     parent = read(root, "e", "run.json")["run_id"]
     assert [line.split()[:2] for line in runs(root, prefect_api) if line.startswith("e ")] == [["e", "crashed"]]
     taken = flow(root, prefect_api, "--name", "e")
+    assert taken.stderr.startswith("error: There is a run named 'e' already. ")
     assert "continue it with `dpo resume e`" in taken.stderr
 
-    again = start(root, {**prefect_api, "DUMMY": "train:slow"}, "resume", "e")
+    again = start(root, fresh({**prefect_api, "DUMMY": "train:slow"}), "resume", "e")
     wait_for(lambda: read(root, "e", "record.json")["pid"] == again.pid, 120)
     second = command(root, prefect_api, "resume", "e")
     assert second.returncode == 1
@@ -156,13 +162,18 @@ def test_a_killed_run_is_resumed_by_name_and_not_twice(four: tuple[Path, str, st
 
 
 @pytest.mark.slow
-def test_a_run_with_a_wrong_value_is_resumed_with_another(four: tuple[Path, str, str], prefect_api: Env) -> None:
+def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str, str], prefect_api: Env) -> None:
     """The dummy stage refuses a beta above 0.4; the worktree keeps it until `--set` changes it."""
-    root, _, _ = four
+    root, _, _ = three
     env = {**prefect_api, "DUMMY": "train:user>0.4"}
     failed = command(root, env, "run", "--name", "wrong", "--set", "train.beta=0.77")
-    assert "Then `dpo resume wrong` continues the run." in failed.stderr
-    assert "`dpo resume wrong --set train.beta=0.2`" in failed.stderr
+    assert failed.returncode == 1
+    assert failed.stderr == (
+        "error: pairs.jsonl line 3 is broken.\nMend it.\nThen `dpo resume wrong` continues the run. It keeps its "
+        "values; to change one, add it: `dpo resume wrong --set train.beta=0.2`.\n"
+    )
+    assert failed.stdout.count("train: 1/2") == 1  # not tried again
+    assert "Mend it" not in failed.stdout  # said once
     typo = command(root, env, "resume", "wrong", "--set", "train.bta=0.2")
     assert "with overrides: Unknown key `train.bta`. Did you mean `train.beta`?" in typo.stderr
     changes = ["--set", "train.beta=0.2", "--set", "cluster.actor_train.save_steps=7"]

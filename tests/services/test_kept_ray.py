@@ -97,9 +97,9 @@ def flow() -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.communicate()
 
 
-def stage(session: Path | None) -> tuple[Path, psutil.Process | None, str]:
+def stage(session: Path) -> tuple[Path, psutil.Process | None, str]:
     """Run a stage: its cluster's session folder, its worker if that still runs, and the worker's folder."""
-    env = {**os.environ, "PYTHONPATH": str(PROJECT), **({kept_ray.SESSION: str(session)} if session else {})}
+    env = {**os.environ, "PYTHONPATH": str(PROJECT), kept_ray.SESSION: str(session)}
     done = subprocess.run(
         [sys.executable, "-c", STAGE], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900
     )
@@ -119,17 +119,24 @@ def of_session(session: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses():
-    with flow() as (_, session), flow() as (_, other):
+def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_with_the_flow():
+    """One flow ends, the other is killed."""
+    with flow() as (ends, first), flow() as (killed, second):
         for _ in range(2):  # the second needs the CPUs of the first's worker
-            folder, worker, cwd = stage(session)
-            assert (folder, cwd) == (session, str(PROJECT))
+            folder, worker, cwd = stage(first)
+            assert (folder, cwd) == (first, str(PROJECT))
             wait_for(lambda worker=worker: worker is None or not processes.is_running(worker), 10)
-        by_hand, _, _ = stage(None)
-        assert len({session, other, by_hand}) == 3
-        wait_for((other / kept_ray.ADDRESS).exists, 120)
-        ports = {recall(folder / kept_ray.ADDRESS)["address"] for folder in (session, other)}
-        assert len(ports) == 2
+        for session in (first, second):
+            wait_for((session / kept_ray.ADDRESS).exists, 120)
+            assert {"gcs_server", "raylet"} <= {process.name() for process in of_session(session)}
+        assert len({recall(session / kept_ray.ADDRESS)["address"] for session in (first, second)}) == 2
+        killed.kill()
+        ends.communicate("")
+        assert not of_session(first)
+        assert not first.exists()
+        wait_for(lambda: not of_session(second), 30)
+        with embedded_ray.private_session():  # the next start deletes the folder of a killed one
+            assert not second.exists()
 
 
 @pytest.mark.slow
@@ -140,18 +147,3 @@ def test_a_stage_whose_flow_has_lost_its_cluster_starts_one():
         raylet.kill()
         folder, _, _ = stage(session)
         assert folder != session
-
-
-@pytest.mark.slow
-def test_a_kept_cluster_ends_with_its_flow_even_if_that_is_killed():
-    with flow() as (ends, first), flow() as (killed, second):
-        for session in (first, second):
-            wait_for((session / kept_ray.ADDRESS).exists, 120)
-            assert {"gcs_server", "raylet"} <= {process.name() for process in of_session(session)}
-        killed.kill()
-        ends.communicate("")
-        assert not of_session(first)
-        assert not first.exists()
-        wait_for(lambda: not of_session(second), 30)
-        with embedded_ray.private_session():  # the next start deletes the folder of a killed one
-            assert not second.exists()

@@ -156,7 +156,8 @@ def dvc(root: Path, env: Env, *arguments: str) -> str:
 
 
 def command(root: Path, env: Env, module: str, *arguments: str) -> str:
-    ours = {**env, "PYTHONPATH": str(root), "DPO_CLUSTER": str(site(root))}
+    path = os.pathsep.join([str(root), *filter(None, [env.get("PYTHONPATH")])])
+    ours = {**env, "PYTHONPATH": path, "DPO_CLUSTER": str(site(root)), "FORK_STAGES": "1"}
     words = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(words, cwd=root, env=ours, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -243,7 +243,7 @@ def test_promote_and_rollback_swap_the_model_without_dropping_a_request(gateway,
     seen, failed, stop = list[str](), list[str](), threading.Event()
 
     def load(stream: bool) -> None:
-        while not stop.is_set():
+        while not stop.wait(0.3):
             answer = gateway.ask(stream=stream, max_tokens=8)
             complete = answer.text.endswith("data: [DONE]\n\n") if stream else answer.status_code == 200
             text = answer.text if stream or not complete else answer.json()["model"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.fork_server import family
+
 LISTENING = "0A"
 
 
@@ -32,7 +34,7 @@ def outside_loopback(pid: int) -> dict[tuple[str, int], str]:
 def _sockets(pid: int) -> dict[str, str]:
     """Command line of a process that has the socket open, by the socket's inode."""
     owners = {}
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+    for process in family(pid):
         with suppress(OSError, psutil.Error):  # it ended meanwhile
             title = " ".join(process.cmdline())
             for descriptor in os.scandir(f"/proc/{process.pid}/fd"):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.fork_server import SITE
 from tests.support.workspaces import PROJECT, wait_for
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -78,8 +79,8 @@ class Hosts:
 
     def environment(self) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DPO_"))}
-        ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "PYTHONPATH": str(PROJECT)}
-        return {**clean, **ours, "OMP_NUM_THREADS": "1"}
+        ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "PYTHONPATH": f"{PROJECT}{os.pathsep}{SITE}"}
+        return {**clean, **ours, "OMP_NUM_THREADS": "1", "FORK_STAGES": "1"}
 
     def open(self, command: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
         """A command on host a, the driver's."""

@@ -17,12 +17,11 @@ import psutil
 import yaml
 
 from tasks.cluster import kept_ray
-from tasks.config.params import Cluster, dotted, overlay, read_recipe, read_yaml
+from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
-from tests.support.forked import forked_stage
+from tests.support.fork_server import family
 
 PROJECT = Path(__file__).resolve().parents[2]
-ON_RAY = ("sft", "reference", "train")
 _until_exit = ExitStack()
 atexit.register(_until_exit.close)
 SMALL = {
@@ -81,7 +80,7 @@ def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str
     return subprocess.Popen(
         [sys.executable, "-m", f"tasks.{stage}"],
         cwd=workspace,
-        env={**_environment(), **variables},
+        env={**_environment(), "FORK_STAGES": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,9 +100,11 @@ def run(workspace: Path, *stages: str) -> str:
     """
     output, together = "", {"DPO_RUN": f"run-{uuid.uuid4().hex[:8]}"} if len(stages) > 1 else {}
     for stage in stages:
-        ray = kept_ray.variables(_ray() if stage in ON_RAY else None)
-        code, said = forked_stage(workspace, stage, {**_environment(), **together, **ray})
-        assert code == 0, f"{stage}: {said}"
+        needed = kept_ray.is_needed(load_cluster(workspace), [stage], [stage])
+        ray = kept_ray.variables(_ray() if needed else None)
+        process = start(workspace, stage, **together, **ray)
+        said, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, f"{stage}: {said}"
         output += said
     return output
 
@@ -119,8 +120,7 @@ def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrai
     found: list[psutil.Process] = []
     while len(found) < count:
         assert driver.poll() is None, driver.communicate()[0]
-        family = psutil.Process(driver.pid).children(recursive=True)
-        found = [child for child in family if title in _title(child)]
+        found = [process for process in family(driver.pid) if title in _title(process)]
         time.sleep(0.1)
     return found
 
@@ -165,9 +165,9 @@ def tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def wait_for(condition: Callable[[], Any], seconds: float) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float, pause: float = 0.1) -> None:
     """Wait so long on an idle machine, and four times as long on one that others use too."""
     until = time.monotonic() + 4 * seconds
     while not condition():
         assert time.monotonic() < until, "timed out"
-        time.sleep(0.1)
+        time.sleep(pause)

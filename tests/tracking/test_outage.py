@@ -4,6 +4,7 @@ A stage that only writes figures stands for training here (trainer/test_resume.p
 did, the stage ends in bounded time, and afterwards MLflow has one parent, one child and each step once.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def workspace_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workspace(workspace_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(workspace_once)
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
     for name, value in mlflow_client.LIMITS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")

@@ -112,8 +112,9 @@ def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_answer_and_then_to_prefer(tmp_path: Path, tiny_base: Path, capsys) -> None:
+def test_a_model_learns_to_answer_and_then_to_prefer(tmp_path: Path, tiny_base: Path, capsys, monkeypatch) -> None:
     """Through the functions for notebooks: full fine-tuning on data of its own, then DPO with the result as base."""
+    monkeypatch.setenv("FORK_STAGES", "1")
     workspace = tmp_path / "w"
     rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in demo.rows(1)[:80]]
     write_data(tmp_path / "pairs.jsonl", demo.rows(0)[:120])

@@ -1,0 +1,264 @@
+"""Forks processes that start with our libraries imported: python -m tests.support.fork_server, started by `serve`.
+
+tests/support/site/sitecustomize.py sends the commands. A forked process has its caller's command, environment, folder
+and open files. It is killed when its caller is killed, and `family` finds it by the caller's id.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# Not Ray, which reads its settings when it is imported.
+LIBRARIES = ["aiohttp", "datasets", "deepspeed", "google.protobuf", "grpc", "matplotlib.pyplot", "mlflow", "pandas"]
+LIBRARIES += ["peft", "psutil", "pyarrow.fs", "pyarrow.parquet", "pydantic.v1", "rich.live", "rich.progress"]
+LIBRARIES += ["safetensors.torch", "tensorboardX", "transformers", "transformers.models.llama.modeling_llama"]
+LIBRARIES += ["deepspeed.runtime.zero.muon.muon_optimizer", "mlflow.store.tracking.sqlalchemy_store"]  # imported late
+DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_cloud", "lock", "rwlock", "scm")]
+DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
+DVC += ["dulwich.repo", "dvc.stage.cache", "dvc.utils.strictyaml", "dvc_data.index.checkout", "dvc_render.vega"]
+# Of a flow with dummy stages. Prefect's settings must be those of the server's environment.
+FLOW = [*DVC, "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "rich.progress", "typer"]
+FLOW += [
+    "prefect",
+    "prefect.artifacts",
+    "prefect.deployments",
+    "prefect.flow_engine",
+    "prefect.main",
+    "prefect.task_engine",
+]
+SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
+ADDRESS = "FORK_SERVER"
+FREE = 500  # numbers of files from here on are free
+NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
+
+
+def serve() -> None:
+    """Start the fork server of this test session, which imports nothing before the first command."""
+    from tasks.system.environment import QUIET
+
+    # A server of the process that started this one is ours, too. CUDA, which an import may start, survives no fork.
+    if ADDRESS in os.environ or QUIET["DS_ACCELERATOR"] != "cpu":
+        return
+    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    address = start([*LIBRARIES, *DVC], {**QUIET, "OMP_NUM_THREADS": "1", **os.environ})
+    os.environ.update({ADDRESS: address, "PYTHONPATH": path})
+
+
+def start(libraries: list[str], env: dict[str, str]) -> str:
+    """Start a fork server with these libraries, which ends with this process; its address."""
+    folder = Path(tempfile.mkdtemp(prefix="dpo-fork-"))
+    env = {name: value for name, value in env.items() if name != ADDRESS} | {"PYTHONPATH": str(PROJECT)}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen(100)
+        command = [sys.executable, "-m", "tests.support.fork_server", str(folder), str(listener.fileno()), *libraries]
+        options: dict[str, Any] = {"cwd": folder, "env": env, "stdin": subprocess.PIPE}
+        server = subprocess.Popen(command, pass_fds=[listener.fileno()], **options)
+
+    def end() -> None:
+        assert server.stdin
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return str(folder / "socket")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and its descendants, with those that were forked for them."""
+    folder, found, unseen = Path(os.environ.get(ADDRESS, "none")).parent, [], [pid]
+    while unseen:
+        with suppress(psutil.Error):
+            process = psutil.Process(unseen.pop())
+            found.append(process)
+            unseen += [child.pid for child in process.children()]
+        with suppress(OSError, ValueError):  # not there, or not yet written
+            unseen.append(int((folder / str(found[-1].pid)).read_text()))
+    return found
+
+
+class Server:
+    def __init__(self, folder: Path, listener: socket.socket, libraries: list[str]) -> None:
+        self.folder, self.listener, self.libraries = folder, listener, libraries
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ, self.accept)
+        self.selector.register(0, selectors.EVENT_READ, self.end)  # the tests are over
+        self.children: dict[int, tuple[socket.socket, int, int]] = {}  # caller, its id and the process's file, by id
+
+    def next_request(self) -> tuple[dict[str, Any], list[int]]:
+        """Returns in each forked process, with its request and files."""
+        while True:
+            for key, _ in self.selector.select():
+                if (request := key.data()) is not None:
+                    return request
+
+    def accept(self) -> tuple[dict[str, Any], list[int]] | None:
+        for name in self.libraries:
+            importlib.import_module(name)
+        gc.freeze()  # the forked processes share what is there
+        caller, _ = self.listener.accept()
+        size, files, _, _ = socket.recv_fds(caller, 8, 253)
+        request = json.loads(caller.makefile("rb").read(struct.unpack("q", size)[0]) if size else "{}")
+        if not request or not _has_our_settings(request):
+            caller.close()
+            _close(files)
+            return None
+        caller_pid, *_ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if (pid := os.fork()) == 0:
+            self.close()
+            caller.close()
+            return {**request, "caller": caller_pid}, files
+        _close(files)
+        (self.folder / str(caller_pid)).write_text(str(pid))
+        self.children[pid] = caller, caller_pid, os.pidfd_open(pid)
+        self.selector.register(self.children[pid][2], selectors.EVENT_READ, lambda: self.report(pid))
+        self.selector.register(caller, selectors.EVENT_READ, lambda: self.kill(pid))
+        caller.sendall(struct.pack("q", pid))
+        return None
+
+    def kill(self, pid: int) -> None:
+        """Its caller is gone."""
+        if pid in self.children:
+            self.selector.unregister(self.children[pid][0])
+            os.kill(pid, signal.SIGKILL)
+
+    def report(self, pid: int) -> None:
+        """It has ended: its caller ends in the same way."""
+        caller, caller_pid, file = self.children.pop(pid)
+        _, status = os.waitpid(pid, 0)
+        self.selector.unregister(file)
+        os.close(file)
+        with suppress(KeyError):
+            self.selector.unregister(caller)
+        (self.folder / str(caller_pid)).unlink()
+        with caller, suppress(OSError):
+            caller.sendall(struct.pack("q", status))
+
+    def end(self) -> None:
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def close(self) -> None:
+        """In a forked process."""
+        self.selector.close()
+        self.listener.close()
+        for caller, _, file in self.children.values():
+            caller.close()
+            os.close(file)
+
+
+def _has_our_settings(request: dict[str, Any]) -> bool:
+    """Whether the libraries would be the same if the caller imported them."""
+    read = [request["at_import"], *(["^PREFECT_"] if "prefect" in sys.modules else [])]
+    names = [name for name in request["environ"] if any(re.search(pattern, name) for pattern in read)]
+    return all(request["environ"][name] == os.environ.get(name, "") for name in names)
+
+
+def with_torch(env: dict[str, str]) -> dict[str, str]:
+    """An environment whose processes are forked from the server of the test session, for real stages."""
+    return {**env, ADDRESS: os.environ[ADDRESS]} if ADDRESS in os.environ else fresh(env)
+
+
+def fresh(env: dict[str, str]) -> dict[str, str]:
+    """An environment in which every process starts a new interpreter, for tests that kill them."""
+    return {name: value for name, value in env.items() if name not in (ADDRESS, "FORK_STAGES")}
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def become(request: dict[str, Any], files: list[int]) -> None:
+    """Take over what a process inherits."""
+    os.setsid()
+    _enter_namespaces(request["caller"])
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FREE) for file in files]
+    _close(files)
+    for number, file in zip(request["files"], moved, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.umask(request["umask"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
+
+
+def _enter_namespaces(caller: int) -> None:
+    """Of a caller on another network or with other mounts."""
+    for name, kind in NAMESPACES.items():
+        if os.readlink(f"/proc/{caller}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
+            with open(f"/proc/{caller}/ns/{name}") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind):
+                    raise OSError(ctypes.get_errno(), "setns", name)
+
+
+def run(command: list[str], path: list[str], cwd: str) -> int:
+    """Run it as Python runs its command line; its exit code."""
+    try:
+        _run(command, path, cwd)
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+            return 1
+        return error.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def end(code: int) -> None:
+    """As Python ends, without the seconds that it takes to delete all modules."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(command: list[str], path: list[str], cwd: str) -> None:
+    kind, *rest = command
+    if kind == "-m":
+        sys.argv, sys.path[:] = rest, [cwd, *path]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *path]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(rest[0], main.__dict__)
+    else:
+        sys.argv, sys.path[:] = command, [str(Path(kind).parent), *path]
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    server = Server(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
+    request, files = server.next_request()
+    become(request, files)
+    end(run(request["command"], request["path"], request["cwd"]))
