@@ -30,9 +30,9 @@ LOG_LINES = 12  # of a log in an error message
 def worker_environment(config: Ray, interface: str | None = LOOPBACK) -> dict[str, str]:
     """The variables of the workers. `interface` is that of collectives: a host with several addresses may choose one
     that the others cannot reach."""
-    defaults = {name: os.environ.get(name, value) for name, value in QUIET.items()}
+    # As this process began: a stage that has changed a variable for itself still finds the flow's cluster.
     network = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-    return {**defaults, **config.env, **network}
+    return {**QUIET, **config.env, **network}
 
 
 def python_path() -> str:

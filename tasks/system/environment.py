@@ -41,4 +41,4 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same va
     QUIET["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 # At import, because OpenMP, Ray, DeepSpeed and torch read theirs when they are loaded.
 for name, value in QUIET.items():
-    os.environ.setdefault(name, value)
+    QUIET[name] = os.environ.setdefault(name, value)

@@ -65,6 +65,10 @@ def test_a_stage_connects_only_to_a_living_cluster_that_suits(tmp_path, monkeypa
     kept["servers"] = [processes.this_process()]
     write_json(tmp_path / kept_ray.ADDRESS, kept)
     assert kept_ray.find(2, environment) == (tmp_path, "127.0.0.1:1", "secret")
+    with monkeypatch.context() as changed:
+        changed.setenv("TOKENIZERS_PARALLELISM", "false")  # as `sample` and `prepare` do
+        own = embedded_ray.worker_environment(load_cluster(PROJECT).ray)
+        assert kept_ray.find(2, own) == (tmp_path, "127.0.0.1:1", "secret")
     assert kept_ray.find(3, environment) is None
     assert kept_ray.find(2, {**environment, "NCCL_DEBUG": "INFO"}) is None  # of ray.env in infra/cluster.yaml
     with monkeypatch.context() as other:
