@@ -74,4 +74,4 @@ def test_a_base_model_that_cannot_be_loaded_is_a_user_error(tmp_path, monkeypatc
     pa.ipc.new_stream(pairs_file("train"), PAIR_SCHEMA).close()
     params, cluster = load_params(PROJECT / "params.yaml"), load_cluster(PROJECT)
     with pytest.raises(UserError, match=r"source.model: its layers depend on other rows\. Choose another model"):
-        _compute([("train", {})], Progress(0, Bar("reference", 1, "pairs")), params, cluster, tmp_path)
+        _compute([("train", {})], Progress(0, Bar("reference", 1, "pairs")), params, cluster, tmp_path, 0)
