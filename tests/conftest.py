@@ -232,21 +232,22 @@ def trained(once: Once, referenced: Path) -> Path:
 
 LONGEST = (
     "test_services",
+    "test_end_to_end",
     "test_postgres_s3",
     "test_resume",
-    "test_end_to_end",
-    "test_flow",
     "test_two_hosts",
-    "test_split",
+    "test_flow",
     "test_engine",
-    "test_reference",
+    "test_forget",
+    "test_serve",
+    "test_faults",
+    "test_split",
+    "test_sequence_parallel_training",
     "test_rounds",
     "test_runs",
-    "test_retrain",
     "test_sft",
-    "test_sweep",
-    "test_serve",
-    "test_promote",
+    "test_reference",
+    "test_retrain",
 )
 
 
