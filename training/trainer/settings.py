@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.objectives.objective import Objective
 
-# Per trainable parameter, besides the float32 weight. Muon's momentum is kept twice; it may be of bfloat16.
+# Per trainable parameter, besides the float32 weight. Muon: at most; its matrices take 4 (measured).
 MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 8.0}
 SAVED_MOMENT_BYTES = {**MOMENT_BYTES, "adamw_8bit": 8.0}  # in a checkpoint
 
