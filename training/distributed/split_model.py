@@ -55,19 +55,22 @@ def make_probe(pairs: Sequence[Pair]) -> Pair:
 
 @torch.no_grad()
 def probe_logps(model: nn.Module, probe: Pair, device: torch.device) -> Tensor:
-    return plain_logps(model.eval(), probe.prompt_ids, probe.chosen_ids, device)
+    training = model.training
+    try:
+        return plain_logps(model.eval(), probe.prompt_ids, probe.chosen_ids, device)
+    finally:
+        model.train(training)
 
 
 def check_split(model: nn.Module, group: TensorGroup, probe: Pair, expected: Tensor, device: torch.device) -> None:
     """ValueError on all ranks if the parts give other values of the probe than the whole model. A collective."""
-    training, name = model.training, type(Scorer(model).causal).__name__
+    name = type(Scorer(model).causal).__name__
     try:
         values = probe_logps(model, probe, device)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # of shapes that do not fit
         raise ValueError(f"actor_train.tensor_parallel {group.size} fails in {name} ({error}). Set it to 1") from error
-    model.train(training)
     difference = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
     off = group.sum(difference if group.rank == 0 else torch.zeros_like(difference)).item()
     if off > logp_tolerance(model):

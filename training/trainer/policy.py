@@ -74,7 +74,6 @@ def start_policy(
     if compiles and not settings.router_aux_loss_coef and not settings.mlp_tile_tokens:
         compile_layers(scorer.causal)
     scorer.load_balance = LoadBalancingLoss(scorer.causal) if settings.router_aux_loss_coef else None
-    policy.train()  # every module on every rank: the checks leave some in evaluation mode, which recomputes nothing
     return policy
 
 
