@@ -1,7 +1,10 @@
 """Recurrent layers on packed rows equal separate passes, and compute the tokens of a prompt once."""
 
+import re
 from collections import Counter
 from copy import deepcopy
+from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SMALL, make_pair
 from training.models import adapters
@@ -148,21 +153,69 @@ def test_rows_equal_separate_passes_with_an_adapter_and_checkpointing(name):
     assert_equal(model, expected, expected_gradients)
 
 
-@pytest.mark.parametrize("state", ["get_recurrent_state", "get_conv_state"])
+def joined(rule: Any) -> Any:
+    """A rule with flash-linear-attention's arguments for sequences that are joined, by transformers' own function."""
+
+    def by_sequence(
+        *args: Tensor, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, initial_state: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        results = []
+        for number, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            parts = [part[:, begin:end] for part in args]
+            own = {name: options[name][:, begin:end] for name in ("g", "beta")}
+            state = None if initial_state is None else initial_state[number : number + 1]
+            results.append(rule(*parts, initial_state=state, **{**options, **own}))
+        outputs, states = zip(*results, strict=True)
+        return torch.cat(outputs, 1), torch.cat(states) if options["output_final_state"] else None
+
+    return wraps(rule)(by_sequence)
+
+
+RULES = [qwen3_next.torch_chunk_gated_delta_rule, kimi_linear.chunk_kimi_delta_attention]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_joined_sequences_equal_padded_ones(rule, monkeypatch):
+    """As on a GPU, where kernels take sequences of different lengths. tests/trainer/test_gpu.py has the kernels."""
+    row = build_row(PAIRS, range(len(PAIRS)))
+    torch.manual_seed(0)
+    shape = (1, len(row.input_ids), 2, 4)
+    parts = [torch.randn(shape).requires_grad_() for _ in range(3)]
+    decay = -torch.rand(shape if rule is RULES[1] else shape[:3])
+    options = {"g": decay, "beta": torch.rand(shape[:3]), "use_qk_l2norm_in_kernel": True}
+
+    def outputs(rule: Any) -> list[Tensor]:
+        output, _ = recurrent._scan(rule, recurrent.RowSegments(row), *parts, **options)
+        return [
+            output,
+            *torch.autograd.grad((output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum(), parts),
+        ]
+
+    padded = outputs(rule)
+    monkeypatch.setattr(recurrent, "_takes_boundaries", lambda row: True)
+    for found, expected in zip(outputs(joined(rule)), padded, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("lost", ["state", "window"])
 @pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1"])
-def test_a_layer_that_ignores_its_prompts_state_is_noticed(name, state, monkeypatch):
+def test_a_layer_that_ignores_the_end_of_its_prompt_is_noticed(name, lost, monkeypatch):
     """So these tests would see a lost state, and a run would take the slower path."""
-    if state == "get_conv_state":
-        update = recurrent.States.update_conv_state
-        monkeypatch.setattr(
-            recurrent.States, "update_conv_state", lambda self, *a, **o: self.conv.clear() or update(self, *a, **o)
-        )
+    if lost == "window":
+        windows = recurrent.RowSegments._make_windows
+
+        def all_empty(self: recurrent.RowSegments, before: int) -> tuple[np.ndarray, ...]:
+            copied, _, positions = windows(self, before)
+            return copied, np.setdiff1d(np.arange(len(copied)), positions), positions
+
+        monkeypatch.setattr(recurrent.RowSegments, "_make_windows", all_empty)
     else:
-        monkeypatch.setattr(recurrent.States, state, lambda *_, **__: None)
+        monkeypatch.setattr(recurrent, "_continued", lambda states, batch: states.index_select(0, batch.prompts) * 0)
     said: list[str] = []
     scorer = parity.make_scorer(make_model(name), PAIRS, CPU, said.append)
     assert scorer.path == "padded"
-    assert "differ by up to" in said[0]
+    assert re.search("differ by up to|depends on its position", said[0])
 
 
 @pytest.mark.parametrize(("name", "mixer"), [("Qwen3Next", "linear_attn.in_proj_qkvz"), ("Bamba", "mamba.in_proj")])

@@ -24,8 +24,8 @@ def start_compiler() -> bool:
 def compile_layers(causal: Any) -> None:
     """Compile the decoder layers; all layers and all row lengths share one graph.
 
-    Not of models with recurrent layers, which have convolutions: another number of batches in a row would need another
-    graph.
+    Not of models with recurrent layers, which have convolutions: their kernels and the tables of a row's segments would
+    split the graph.
     """
     from torch._inductor import config as inductor  # heavy
 

@@ -16,7 +16,7 @@ from training.objectives.pair import Ints, Pair
 from training.objectives.pair_columns import columns_of
 from training.scoring.attention import attention_inputs, supports_flash
 from training.scoring.head import LogitTransform, Values, head_logps, target_values
-from training.scoring.recurrent import row_segments
+from training.scoring.recurrent import RowSegments
 
 # Largest mean difference per token between two ways to compute the same log-probabilities.
 LOGP_TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 2e-7}
@@ -127,7 +127,7 @@ class Scorer(nn.Module):
         flash = supports_flash(row.input_ids.device, self.causal.dtype, getattr(config, "attn_logit_softcapping", None))
         ids, positions, attention = row.input_ids, row.position_ids, attention_inputs(row, flash)
         if self.has_recurrent_layers:
-            attention["row_segments"] = row_segments(row)
+            attention["row_segments"] = RowSegments(row)
         if self.sequence:
             attention |= {"row_group": self.sequence, "row_tokens": len(ids)}
             ids, positions = self.sequence.own(ids), self.sequence.own(positions)

@@ -1,17 +1,19 @@
 """Recurrent layers on packed rows: the state after a prompt is computed once, and both responses continue from it.
 
 Gated delta nets, Mamba-2 layers and short convolutions read tokens in order, so in a row they would carry the state of
-one response into the next. Here such a layer computes a row in two steps: a batch of the prompts, then a batch of the
-responses, whose initial states and convolution windows are those at the ends of their prompts. Each step is a call of
-the layer's own forward with a cache, as in generation, so it uses the kernels of flash-linear-attention, mamba-ssm and
-causal-conv1d where transformers does. docs/performance.md has the design and its limits.
+one response into the next. transformers' layers call a function of their module for the convolution and another one for
+the scan over the tokens (`chunk_gated_delta_rule`, `chunk_kda`, `mamba_chunk_scan`); all the rest treats each token by
+itself and computes the row as it is. Here those functions follow the row's segments: the convolution reads a copy of
+the row in which every segment begins with its window, and the scan computes the prompts first, then the responses,
+whose initial states are those at the ends of their prompts. docs/performance.md has the design and its limits.
 """
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, wraps
 from types import MethodType
 from typing import Any
 
@@ -21,82 +23,133 @@ from torch import Tensor, nn
 
 from training.objectives.packing import PackedRow
 
+CONVOLUTION = "causal_conv1d_fn"
+FUSED = "mamba2_split_conv1d_scan_combined"  # convolution and scan in one kernel, without initial states
+# By the function's name: its arguments for the initial states, and whether it returns the final ones.
+SCANS = {
+    "torch_chunk_gated_delta_rule": ("initial_state", "output_final_state"),
+    "chunk_kimi_delta_attention": ("initial_state", "output_final_state"),
+    "mamba2_chunk_scan": ("initial_states", "return_final_states"),
+}
 # Tokens that cost about as much as the kernel launches of one more batch; on a GPU an estimate, not a measurement.
-BATCH_COST = {"cpu": 64, "cuda": 512}
+BATCH_COST = {"cpu": 64, "cuda": 8192}
 SMALLEST_CHUNK = 64  # of Mamba-2, in tokens; kernels are compiled for each size
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of a row, padded to equal lengths."""
+    """Sequences of a row: padded to equal lengths, or joined into one with `boundaries`."""
 
-    index: Tensor  # (sequences, width) tokens of the row; for padding, one of the sequence
-    is_token: Tensor  # (sequences, width)
+    index: Tensor  # (sequences, width) tokens of the row
+    is_token: Tensor | None  # (sequences, width); None if nothing has to be 0
     prompts: Tensor  # (sequences,) number of the prompt that a sequence continues
+    boundaries: dict[str, Tensor]  # arguments of flash-linear-attention
 
 
 @dataclass(frozen=True)
+class Split:
+    """A row's prompts and its responses, in batches."""
+
+    prompts: list[Batch]
+    responses: list[Batch]
+    positions: Tensor  # (tokens,) of the row's tokens in the flattened batches, prompts first
+
+
 class RowSegments:
-    """A row's prompts, its responses, and where the batches have the row's tokens. A shared prefix is in the prompt."""
+    """Where a row's prompts and responses are. A prefix that both responses share belongs to the prompt."""
 
-    prompts: list[Batch]  # padding comes first, so that states and windows are those of the last token
-    responses: list[Batch]  # padding comes last, where no token sees it
-    positions: Tensor  # (tokens,) in the flattened batches, prompts first
+    def __init__(self, row: PackedRow) -> None:
+        self.device = row.input_ids.device
+        self.lengths = np.array(row.part_lengths)  # (pairs, 3)
+        self.starts = np.cumsum(self.lengths).reshape(self.lengths.shape) - self.lengths
+        self._windows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
+    def windows(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The copy of the row that a convolution of this size reads: its tokens, which of them are 0, where the row's
+        own tokens are."""
+        if size not in self._windows:
+            self._windows[size] = tuple(map(self._to_device, self._make_windows(size - 1)))  # type: ignore[assignment]
+        return self._windows[size]
 
-@dataclass
-class States:
-    """The part of transformers' Cache that a recurrent layer calls, for one layer and one batch; keeps gradients."""
+    def _make_windows(self, before: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        prompts, chosen, rejected = self.lengths.T
+        sizes = np.stack([before + prompts + chosen, before + rejected], 1).flatten()
+        first = np.stack([self.starts[:, 0] - before, self.starts[:, 2] - before], 1).flatten()
+        copied = np.repeat(first, sizes) + _offsets(sizes)
+        is_window = _offsets(sizes) < before
+        # The window of `rejected` is the end of the prompt, not of `chosen`.
+        in_rejected = np.repeat(np.tile([False, True], len(prompts)), sizes)
+        copied -= np.where(is_window & in_rejected, np.repeat(np.repeat(chosen, 2), sizes), 0)
+        is_empty = is_window & (copied < np.repeat(np.repeat(self.starts[:, 0], 2), sizes))
+        return copied.clip(0), is_empty.nonzero()[0], (~is_window).nonzero()[0]
 
-    is_token: Tensor  # (sequences, width)
-    conv: dict[int, Tensor] = field(default_factory=dict)  # (sequences, channels, window - 1) by the state's number
-    recurrent: dict[int, Tensor] = field(default_factory=dict)  # (sequences, ...)
+    @cached_property
+    def joined(self) -> Split:
+        """For kernels that take sequences of different lengths, one after the other."""
+        pairs, tokens = len(self.lengths), int(self.lengths.sum())
+        parts = [(slice(0, 1), np.arange(pairs)), (slice(1, 3), np.repeat(np.arange(pairs), 2))]
+        batches, positions, before = [], np.empty(tokens, np.int64), 0
+        for columns, prompts in parts:
+            lengths, starts = self.lengths[:, columns].flatten(), self.starts[:, columns].flatten()
+            index = np.repeat(starts, lengths) + _offsets(lengths)
+            positions[index] = before + np.arange(len(index))
+            before += len(index)
+            ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+            boundaries = {"cu_seqlens": ends.to(self.device, non_blocking=True), "cu_seqlens_cpu": ends}
+            batches.append(Batch(self._to_device(index[None]), None, self._to_device(prompts), boundaries))
+        return Split(batches[:1], batches[1:], self._to_device(positions))
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.conv.get(state_idx)
+    @cached_property
+    def padded(self) -> Split:
+        """For functions that take sequences of one length. Prompts are padded at their beginnings, with 0, so that
+        states are those after the last token; responses at their ends, where no token sees it."""
+        cost, positions = BATCH_COST[self.device.type], np.empty(int(self.lengths.sum()), np.int64)
+        members = padded_batches(self.lengths[:, 0], cost)
+        number = np.argsort(np.concatenate(members))  # of each pair's prompt in the joined batches
+        starts, lengths = self.starts[:, 1:].flatten(), self.lengths[:, 1:].flatten()
+        parts = [(self.starts[m, 0], self.lengths[m, 0], number[m], True) for m in members]
+        parts += [(starts[m], lengths[m], number[m // 2], False) for m in padded_batches(lengths, cost)]
+        batches, before = [], 0
+        for begin, length, prompts, pads_first in parts:
+            offset = np.arange(length.max()) - (length.max() - length[:, None] if pads_first else 0)
+            is_token = (offset >= 0) & (offset < length[:, None])
+            index = begin[:, None] + offset.clip(0, length[:, None] - 1)
+            positions[index[is_token]] = before + is_token.flatten().nonzero()[0]
+            before += is_token.size
+            mask = self._to_device(is_token) if pads_first and not is_token.all() else None
+            batches.append(Batch(self._to_device(index), mask, self._to_device(prompts), {}))
+        return Split(batches[: len(members)], batches[len(members) :], self._to_device(positions))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.recurrent.get(state_idx)
-
-    def update_conv_state(self, new: Tensor, layer_idx: int, conv_kernel_size: int, state_idx: int = 0) -> Tensor:
-        """The convolution's input, (sequences, channels, window - 1 + width)."""
-        new = new * self.is_token[:, None]  # a projection with a bias makes padding non-zero
-        before = self.conv.get(state_idx)
-        if before is None:
-            before = new.new_zeros(*new.shape[:2], conv_kernel_size - 1)
-        joined = torch.cat([before, new], -1)
-        self.conv[state_idx] = joined[..., new.shape[-1] :]
-        return joined
-
-    def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        self.recurrent[state_idx] = new
-        return new
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers that keep the window of their causal convolution in a cache.
+    """Layers with a causal convolution that we can let follow the segments of a row.
 
-    None under ZeRO-3: each batch gathers weights, a collective, and ranks have different numbers of batches.
+    None under ZeRO-3: they read the weights of their convolution without calling it, so no hook gathers them.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return []
-    return [module for module in model.modules() if _has_convolution(module) and _cache_argument(type(module).forward)]
+    return [module for module in model.modules() if _has_convolution(module) and _takes_cache(type(module).forward)]
 
 
 def follow_segments(layers: list[nn.Module]) -> None:
     """Let the layers compute rows by `row_segments` where the model's forward gets them; other passes do not change."""
     for layer in layers:
         layer.forward = MethodType(_forward, layer)
+        _replace_functions(type(layer).__module__)
 
 
 def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Conv1d) for child in module.children())
+    return hasattr(sys.modules[type(module).__module__], CONVOLUTION) and any(
+        isinstance(child, nn.Conv1d) for child in module.children()
+    )
 
 
 @cache
-def _cache_argument(forward: Callable[..., Any]) -> str | None:
-    names = inspect.signature(forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
+def _takes_cache(forward: Callable[..., Any]) -> bool:
+    return not {"cache_params", "past_key_values"}.isdisjoint(inspect.signature(forward).parameters)
 
 
 def _forward(
@@ -105,62 +158,96 @@ def _forward(
     """Takes the place of the forward of a recurrent layer's class."""
     if row_segments is None:
         return type(layer).forward(layer, hidden_states, *args, **options)
-    ends = [States(batch.is_token) for batch in row_segments.prompts]
-    outputs = [_compute(layer, hidden_states, *part) for part in zip(row_segments.prompts, ends, strict=True)]
-    conv, recurrent = _joined([end.conv for end in ends]), _joined([end.recurrent for end in ends])
-    for batch in row_segments.responses:
-        states = States(batch.is_token, _selected(conv, batch.prompts), _selected(recurrent, batch.prompts))
-        outputs.append(_compute(layer, hidden_states, batch, states))
-    return torch.cat(outputs).index_select(0, row_segments.positions)[None]
+    return type(layer).forward(layer, hidden_states, row_segments=row_segments)  # which it passes to the functions
 
 
-def _compute(layer: nn.Module, hidden_states: Tensor, batch: Batch, states: States) -> Tensor:
-    """(sequences * width, size); changes the states to those after the batch."""
-    inputs = hidden_states[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
-    forward = type(layer).forward
-    options: dict[str, Any] = {"attention_mask": batch.is_token, _cache_argument(forward) or "": states}
-    with _short_chunks(layer, inputs.shape[1]):
-        return forward(layer, inputs * batch.is_token[..., None], **options).flatten(0, 1)
+@cache
+def _replace_functions(module_name: str) -> None:
+    """In transformers' module: functions that get `row_segments` follow them, others are called as before."""
+    module = sys.modules[module_name]
+    for name, follow in {CONVOLUTION: _convolve, FUSED: _skip, **dict.fromkeys(SCANS, _scan)}.items():
+        if hasattr(module, name):
+            setattr(module, name, _following(getattr(module, name), follow))
 
 
-@contextmanager
-def _short_chunks(layer: Any, width: int) -> Iterator[None]:
+def _following(function: Callable[..., Any], follow: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def called(*args: Any, row_segments: RowSegments | None = None, **options: Any) -> Any:
+        if row_segments is None:
+            return function(*args, **options)
+        return follow(function, row_segments, *args, **options)
+
+    return called
+
+
+def _skip(function: Callable[..., Any], row_segments: RowSegments, *args: Any, **options: Any) -> None:
+    """None makes a layer call the convolution and the scan."""
+
+
+def _convolve(
+    convolution: Callable[..., Tensor], row_segments: RowSegments, inputs: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """(1, channels, tokens). Tokens are selected where they are rows of memory."""
+    weight = options["weight"] if "weight" in options else args[0]
+    copied, empty, positions = row_segments.windows(weight.shape[-1])
+    row = inputs.transpose(1, 2).index_select(1, copied).index_fill_(1, empty, 0)
+    return convolution(row.transpose(1, 2), *args, **options).transpose(1, 2).index_select(1, positions).transpose(1, 2)
+
+
+def _scan(
+    scan: Callable[..., Any], row_segments: RowSegments, *args: Tensor, **options: Any
+) -> tuple[Tensor, None] | Tensor:
+    initial, returns_final = SCANS[scan.__name__]
+    is_delta_rule = initial == "initial_state"
+    row: Any = args[0]  # (1, tokens, heads, size)
+    split = row_segments.joined if is_delta_rule and _takes_boundaries(row) else row_segments.padded
+
+    def compute(batch: Batch, **states: Any) -> Any:
+        def taken(value: Any) -> Any:
+            is_of_tokens = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == row.shape[:2]
+            return _take(value, batch) if is_of_tokens else value
+
+        given = {name: taken(value) for name, value in options.items()} | batch.boundaries | states
+        if "chunk_size" in given:
+            given["chunk_size"] = _chunk_size(given["chunk_size"], batch.index.shape[1])
+        return scan(*map(taken, args), **given)
+
+    ends = [compute(batch, **{initial: None, returns_final: True}) for batch in split.prompts]
+    states = torch.cat([state for _, state in ends])
+    outputs = [output for output, _ in ends]
+    for batch in split.responses:
+        result = compute(batch, **{initial: _continued(states, batch), returns_final: False})
+        outputs.append(result[0] if is_delta_rule else result)
+    output = torch.cat([part.flatten(0, 1) for part in outputs]).index_select(0, split.positions)[None]
+    return (output, None) if is_delta_rule else output
+
+
+def _continued(states: Tensor, batch: Batch) -> Tensor:
+    """The states at the ends of the prompts that a batch of responses continues."""
+    return states.index_select(0, batch.prompts)
+
+
+def _takes_boundaries(row: Tensor) -> bool:
+    """Whether transformers calls a kernel of flash-linear-attention, and not its own function."""
+    return row.is_cuda and importlib.util.find_spec("fla") is not None
+
+
+def _take(value: Tensor, batch: Batch) -> Tensor:
+    """(sequences, width, ...) of (1, tokens, ...)"""
+    taken = value[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
+    if batch.is_token is None:
+        return taken
+    return taken * batch.is_token.view(*batch.is_token.shape, *[1] * (taken.dim() - 2))
+
+
+def _chunk_size(own: int, width: int) -> int:
     """Mamba-2 computes whole chunks, often of 256 tokens, and most responses are shorter; results do not change."""
-    own = getattr(layer, "chunk_size", None)
-    if own is None:
-        yield
-        return
-    layer.chunk_size = min(own, max(SMALLEST_CHUNK, 1 << (width - 1).bit_length()))
-    try:
-        yield
-    finally:
-        layer.chunk_size = own
+    return min(own, max(SMALLEST_CHUNK, 1 << (width - 1).bit_length()))
 
 
-def _joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
-    return {number: torch.cat([part[number] for part in parts]) for number in parts[0]}
-
-
-def _selected(states: dict[int, Tensor], sequences: Tensor) -> dict[int, Tensor]:
-    return {number: state.index_select(0, sequences) for number, state in states.items()}
-
-
-def row_segments(row: PackedRow) -> RowSegments:
-    device = row.input_ids.device
-    lengths = np.array(row.part_lengths)  # (pairs, 3)
-    starts = np.cumsum(lengths).reshape(lengths.shape) - lengths
-    members = padded_batches(lengths[:, 0], BATCH_COST[device.type])
-    number = np.argsort(np.concatenate(members))  # of each pair's prompt in the joined batches
-    prompts = [_batch(starts[m, 0], lengths[m, 0], number[m], pads_first=True) for m in members]
-    starts, lengths = starts[:, 1:].flatten(), lengths[:, 1:].flatten()
-    members = padded_batches(lengths, BATCH_COST[device.type])
-    responses = [_batch(starts[m], lengths[m], number[m // 2], pads_first=False) for m in members]
-    positions = _positions(prompts + responses, len(row.input_ids))
-    return RowSegments(
-        [_to(batch, device) for batch in prompts],
-        [_to(batch, device) for batch in responses],
-        positions.to(device, non_blocking=True),
-    )
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... of each sequence"""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def padded_batches(lengths: np.ndarray, batch_cost: int) -> list[np.ndarray]:
@@ -177,23 +264,3 @@ def padded_batches(lengths: np.ndarray, batch_cost: int) -> list[np.ndarray]:
         batches.append(order[begin[end] : end])
         end = begin[end]
     return batches[::-1]
-
-
-def _batch(starts: np.ndarray, lengths: np.ndarray, prompts: np.ndarray, *, pads_first: bool) -> Batch:
-    width = max(2, lengths.max())  # layers take one token after a state for a step of generation, without gradients
-    offset = np.arange(width) - (width - lengths[:, None] if pads_first else 0)
-    is_token = (offset >= 0) & (offset < lengths[:, None])
-    index = starts[:, None] + offset.clip(0, lengths[:, None] - 1)
-    return Batch(torch.from_numpy(index), torch.from_numpy(is_token), torch.from_numpy(prompts))
-
-
-def _positions(batches: list[Batch], tokens: int) -> Tensor:
-    positions, before = torch.empty(tokens, dtype=torch.long), 0
-    for batch in batches:
-        positions[batch.index[batch.is_token]] = before + batch.is_token.flatten().nonzero()[:, 0]
-        before += batch.is_token.numel()
-    return positions
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(value.to(device, non_blocking=True) for value in vars(batch).values()))
