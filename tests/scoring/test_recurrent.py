@@ -80,10 +80,13 @@ FAMILIES: dict[str, dict[str, Any]] = {  # transformers' configuration class, an
 }
 
 
+def make_config(name: str) -> Any:
+    return getattr(transformers, f"{name.partition(' ')[0]}Config")(**deepcopy(FAMILIES[name]))
+
+
 def make_model(name: str) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name.partition(' ')[0]}Config")(**deepcopy(FAMILIES[name]))
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(make_config(name)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.fill_(-3.0)  # states last for the whole sequence

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from tasks import disk_space
 from tasks.config.params import Params
 from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
+from tests.scoring.test_recurrent import FAMILIES, make_config
 from tests.support.settings import make_settings
 from tests.support.workspaces import demo_params
 from training.distributed.tensor_parallel import TensorGroup, split_layers
@@ -25,6 +27,8 @@ CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+SHAPE: dict[str, Any] = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 GIB = 2**30
 
@@ -128,6 +132,43 @@ def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, 
     given = settings(tmp_path, dtype="bfloat16", zero_stage=1, row_tokens=row_tokens, adapter=adapter, **changes)
     estimate = memory.estimate(given, 1, make_pairs(lengths, batch * steps, SHAPES[shape][-1]))
     assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
+
+
+def kept_values(model: Any, tokens: int) -> float:
+    """Values per token that autograd keeps for the backward pass, without weights."""
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no other one has its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=torch.arange(tokens)[None] % 50, use_cache=False)
+    return sum(size for address, (size, _) in kept.items() if address not in weights) / 4 / tokens
+
+
+MIXTURES = [
+    Qwen3MoeConfig(**SHAPE, moe_intermediate_size=48, num_experts=16, num_experts_per_tok=8, head_dim=32),
+    MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+]
+
+
+@pytest.mark.parametrize("config", MIXTURES, ids=lambda config: config.model_type)
+def test_the_activations_of_experts_are_counted(config, tmp_path):
+    """The layers here are not compiled, so that they keep more."""
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").train()
+    estimated = SHAPE["num_hidden_layers"] * memory._layer_values(memory.model_sizes(tmp_path, None))
+    assert 0.7 < estimated / kept_values(model, 256) < 1.0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_with_recurrent_layers_have_an_estimate(name, tmp_path):
+    make_config(name).save_pretrained(tmp_path)
+    sizes = memory.model_sizes(tmp_path, None)
+    assert sizes.recurrent > sizes.hidden
+    assert memory.estimate(settings(tmp_path), 1).parts["rows"] > 0
 
 
 def test_ranks_that_share_a_row_hold_a_share_of_its_activations(folder):

@@ -23,6 +23,7 @@ from training.objectives.pair import Pair, pack
 from training.objectives.pair_columns import columns_of
 from training.scoring.attention import LONG
 from training.scoring.head import CHUNK_BYTES, KEEP_BYTES
+from training.scoring.recurrent import recurrent_layers
 from training.trainer.engine import BUCKET
 from training.trainer.settings import MOMENT_BYTES, Settings
 
@@ -30,6 +31,8 @@ GIB = 2**30
 OutOfMemory = torch.OutOfMemoryError
 # Activations that a layer keeps per token, as multiples of its hidden, attention and intermediate sizes.
 HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
+# Of the hidden states that a router copies to experts, and of a recurrent layer's projections: counted, not measured.
+ROUTED, RECURRENT = 2.5, 6.5
 # More values per token during the backward pass through one layer: gradients and recomputed activations.
 BACKWARD_HIDDEN, BACKWARD_INTERMEDIATE = 3.0, 3.5
 OVERHEAD = 1.0 * GIB  # CUDA context and allocator
@@ -64,6 +67,8 @@ class Sizes:
     queries: int  # of them, the query; the result is as large
     intermediate: int
     vocabulary: int
+    routed: int = 0  # hidden states of one token, once for each active expert
+    recurrent: float = 0.0  # projections of one token in recurrent layers, as a mean of all layers
     split: int = 0  # number of the parameters, and of the trainable ones, that tensor parallelism splits
     trainable_split: int = 0
 
@@ -160,12 +165,13 @@ def _forward_values(sizes: Sizes, settings: Settings) -> float:
 
 def _backward_values(sizes: Sizes, settings: Settings) -> float:
     """Values per token that the backward pass through a layer adds; with checkpointing, also its recomputed ones."""
-    working = BACKWARD_HIDDEN * sizes.hidden + BACKWARD_INTERMEDIATE * sizes.intermediate
+    working = BACKWARD_HIDDEN * (sizes.hidden + sizes.routed) + BACKWARD_INTERMEDIATE * sizes.intermediate
     return working + (_layer_values(sizes) if settings.activation_checkpointing else 0.0)
 
 
 def _layer_values(sizes: Sizes) -> float:
-    return HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
+    dense = HIDDEN * sizes.hidden + ATTENTION * sizes.attention + INTERMEDIATE * sizes.intermediate
+    return dense + ROUTED * sizes.routed + RECURRENT * sizes.recurrent
 
 
 def _logit_bytes(sizes: Sizes, targets: int, value_bytes: int) -> float:
@@ -184,8 +190,10 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
     whole = _size_of(model, adapter.get("modules_to_save", ())) if adapter else 0
     adapted, split = _adapted(linears, adapter) if adapter else [], split_features(model)
     split_parameters = sum(m.weight.numel() for m in split)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 0  # recurrent models may have none
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    active = getattr(text, "num_experts_per_tok", None) if (experts := _expert_size(model)) else None
     return Sizes(
         parameters=parameters + whole,
         trainable=_adapter_size(adapted, adapter) + whole if adapter else parameters,
@@ -193,13 +201,27 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         quantized_bytes=QUANTIZED_BYTES[quantization],
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        attention=size * (text.num_attention_heads + 2 * key_heads),
-        queries=size * text.num_attention_heads,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        attention=size * (heads + 2 * key_heads),
+        queries=size * heads,
+        intermediate=active * experts if active else getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
+        routed=(active or 0) * text.hidden_size,
+        recurrent=_recurrent_features(model, text.hidden_size) / text.num_hidden_layers,
         split=split_parameters,
         trainable_split=sum(adapter["rank"] * split.get(m, 0) for m in adapted) if adapter else split_parameters,
     )
+
+
+def _expert_size(model: nn.Module) -> int:
+    """The intermediate size of an expert; 0 without experts. transformers keeps all experts' weights in one tensor."""
+    weights = (getattr(module, "down_proj", None) for module in model.modules())
+    return next((w.shape[-1] for w in weights if isinstance(w, nn.Parameter) and w.dim() == 3), 0)
+
+
+def _recurrent_features(model: nn.Module, hidden: int) -> int:
+    """What recurrent layers project the hidden states to, of one token and all layers."""
+    projections = (m for layer in recurrent_layers(model) for m in layer.children() if isinstance(m, nn.Linear))
+    return sum(m.out_features for m in projections if m.in_features == hidden)
 
 
 def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> float:
