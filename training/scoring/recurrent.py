@@ -165,7 +165,8 @@ def _forward(
 def _replace_functions(module_name: str) -> None:
     """In transformers' module: functions that get `row_segments` follow them, others are called as before."""
     module = sys.modules[module_name]
-    for name, follow in {CONVOLUTION: _convolve, FUSED: _skip, **dict.fromkeys(SCANS, _scan)}.items():
+    replaced: dict[str, Callable[..., Any]] = {CONVOLUTION: _convolve, FUSED: _skip, **dict.fromkeys(SCANS, _scan)}
+    for name, follow in replaced.items():
         if hasattr(module, name):
             setattr(module, name, _following(getattr(module, name), follow))
 
