@@ -260,13 +260,6 @@ def test_a_scored_model_generates_as_before():
     torch.testing.assert_close(plain(deepcopy(model)), plain(model), atol=0, rtol=0)
 
 
-def test_ranks_that_share_weights_take_the_path_with_equally_many_passes():
-    model = make_model("Lfm2")
-    for parameter in model.parameters():
-        parameter.ds_id = 0  # as ZeRO-3 marks them
-    assert parity.make_scorer(model, PAIRS, CPU).path == "padded"
-
-
 def test_layers_beside_recurrent_ones_are_not_compiled():
     model = make_model("Qwen3Next")
     compile_layers(model)

@@ -11,6 +11,7 @@ from torch import nn
 from training.models import adapters
 from training.models.loading import load_model
 from training.scoring.logps import Scorer
+from training.scoring.recurrent import recurrent_layers
 
 MAX_LIVE_PARAMETERS = 10**9  # gathered parameters that a rank holds at a time, at most
 
@@ -32,6 +33,7 @@ def load_sharded(folder: Path, dtype: str, adapter: Path | None = None) -> tuple
         model: Any = load_model(folder, dtype)
         scorer = Scorer(adapters.load_adapter(model, adapter) if adapter else model)
     scorer.head_is_sharded = True
+    gather_convolutions(scorer)
     engine = start_inference(scorer, config)
     # DeepSpeed learns the order of layers, to gather weights ahead, only from passes of the engine's own module.
     # This module makes passes of its own where it generates or returns logits.
@@ -72,6 +74,16 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del reference
+
+
+def gather_convolutions(model: nn.Module) -> None:
+    """Recurrent layers read the weights of their convolutions without calling them, so no hook would gather them."""
+    from deepspeed.runtime.zero import register_external_parameter
+
+    for layer in recurrent_layers(model):
+        for convolution in (child for child in layer.children() if isinstance(child, nn.Conv1d)):
+            for parameter in convolution.parameters():
+                register_external_parameter(layer, parameter)
 
 
 def start_inference(model: nn.Module, config: dict[str, Any]) -> Any:

@@ -125,12 +125,7 @@ class RowSegments:
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers with a causal convolution that we can let follow the segments of a row.
-
-    None under ZeRO-3: they read the weights of their convolution without calling it, so no hook gathers them.
-    """
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return []
+    """Layers with a causal convolution that we can let follow the segments of a row."""
     return [module for module in model.modules() if _has_convolution(module) and _takes_cache(type(module).forward)]
 
 

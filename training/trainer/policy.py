@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from training.distributed.sequence_parallel import sequence_group
-from training.distributed.sharded_model import sharded_loading
+from training.distributed.sharded_model import gather_convolutions, sharded_loading
 from training.distributed.split_model import check_split, load_split, make_probe
 from training.distributed.tensor_parallel import TensorGroup, tensor_group
 from training.models import adapters, weights
@@ -48,11 +48,8 @@ def start_policy(
             model = build_policy(settings, device)
     scorer = Scorer(model)
     scorer.head_is_sharded = settings.zero_stage == 3
-    if settings.zero_stage == 3 and any(isinstance(module, nn.Conv1d) for module in scorer.modules()):
-        raise ValueError(
-            f"the recurrent layers of {type(scorer.causal).__name__} read weights that ZeRO-3 keeps on other ranks: "
-            f"{USE_ZERO_2}"
-        )
+    if settings.zero_stage == 3:
+        gather_convolutions(scorer)
     ratio = settings.adapter.get("lora_plus_ratio", 1.0) if settings.adapter else 1.0
     policy = engine.initialize(scorer, config, settings.learning_rate, settings.weight_decay, settings.optimizer, ratio)
     if tensor:
