@@ -44,11 +44,21 @@ def run_command(work: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        message = disk.explain(error)
+        message = disk.explain(error) or _missing_input(error)
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
         sys.exit(2)  # no retry: it would find the same full disk
+
+
+def _missing_input(error: Exception) -> str | None:
+    """Of a stage that was called before those that make its inputs."""
+    if not isinstance(error, FileNotFoundError) or not str(error.filename).startswith("data/"):
+        return None
+    return (
+        f"{error.filename} is missing: an earlier stage makes it. Run the stages in order, as `dpo run` and `dvc repro` "
+        "do: source, sample, prepare, sft, reference, train, evaluate, export."
+    )
 
 
 def _run(stage: Callable[[Any], None]) -> None:

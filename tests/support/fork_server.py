@@ -89,11 +89,14 @@ def start(libraries: list[str], env: dict[str, str]) -> str:
 def family(pid: int) -> list[psutil.Process]:
     """A process and its descendants, with those that were forked for them."""
     folder, found, unseen = Path(os.environ.get(ADDRESS, "none")).parent, [], [pid]
+    children: dict[int, list[int]] = {}  # of all processes: psutil would read them once for each of the family
+    for process in psutil.process_iter(["ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process.pid)  # type: ignore[attr-defined]
     while unseen:
         with suppress(psutil.Error):
             process = psutil.Process(unseen.pop())
             found.append(process)
-            unseen += [child.pid for child in process.children()]
+            unseen += children.get(process.pid, [])
         with suppress(OSError, ValueError):  # not there, or not yet written
             unseen.append(int((folder / str(found[-1].pid)).read_text()))
     return found

@@ -121,7 +121,7 @@ def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrai
     while len(found) < count:
         assert driver.poll() is None, driver.communicate()[0]
         found = [process for process in family(driver.pid) if title in _title(process)]
-        time.sleep(0.1)
+        time.sleep(0.2)
     return found
 
 
@@ -136,7 +136,7 @@ def wait_for_step(process: subprocess.Popen[str], workspace: Path) -> Path:
     """Wait until a step is logged; the path of rank 0's journal."""
     while not (found := [p for p in workspace.glob(".scratch/train/*/metrics.jsonl") if '"loss"' in p.read_text()]):
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+        time.sleep(0.05)
     return found[0]
 
 

@@ -31,17 +31,19 @@ def files(workspace: Path, pattern: str) -> set[Path]:
     return set(workspace.glob(f".scratch/train/*/{pattern}"))
 
 
-def wait_for_new(driver: subprocess.Popen[str], workspace: Path, pattern: str, before: set[Path]) -> None:
+def wait_for_new(
+    driver: subprocess.Popen[str], workspace: Path, pattern: str, before: set[Path], pause: float = 0.1
+) -> None:
     """Until the training's folder has another file or folder with such a name."""
     while not files(workspace, pattern) - before:
         assert driver.poll() is None, driver.communicate()[0]
-        time.sleep(0.002)
+        time.sleep(pause)
 
 
 def wait_for_step_after(driver: subprocess.Popen[str], journal: Path, line: int) -> None:
     while not steps(read_lines(journal)[0][line:]):
         assert driver.poll() is None, driver.communicate()[0]
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def steps(lines: list[dict[str, Any]]) -> list[int]:
@@ -111,7 +113,8 @@ def kill_the_driver(workspace: Path) -> None:
 def stop_during_a_save(workspace: Path, damaged: Path) -> None:
     before = files(workspace, ".step-*")
     driver = start(workspace, "train")
-    wait_for_new(driver, workspace, ".step-*", before)  # a checkpoint that is being written
+    workers(driver)
+    wait_for_new(driver, workspace, ".step-*", before, pause=0.002)  # a checkpoint that is being written
     driver.send_signal(signal.SIGTERM)
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode != 0
