@@ -45,6 +45,14 @@ def test_a_missing_base_model_is_named(workspace: Path) -> None:
     assert not (workspace / "data").exists()
 
 
+@pytest.mark.parametrize("stage", ["prepare", "reference", "train", "evaluate", "export"])
+def test_a_stage_before_its_inputs_names_what_is_missing(stage: str, workspace: Path) -> None:
+    sentence = refusal(workspace, stage)
+    assert sentence.startswith("error: data/")
+    assert " is missing: " in sentence
+    assert "`dpo run`" in sentence
+
+
 def test_a_second_stage_in_a_workspace_fails_with_the_process_that_holds_the_lock(workspace: Path) -> None:
     with workspace_lock(workspace):
         sentence = refusal(workspace, "source")
