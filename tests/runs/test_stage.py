@@ -45,7 +45,7 @@ def test_a_missing_base_model_is_named(workspace: Path) -> None:
     assert not (workspace / "data").exists()
 
 
-@pytest.mark.parametrize("stage", ["prepare", "reference", "train", "evaluate", "export"])
+@pytest.mark.parametrize("stage", ["train", "evaluate", "export"])
 def test_a_stage_before_its_inputs_names_what_is_missing(stage: str, workspace: Path) -> None:
     sentence = refusal(workspace, stage)
     assert sentence.startswith("error: data/")
