@@ -29,6 +29,11 @@ def pytest_configure() -> None:
     fork_server.serve()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for names, count in fork_server.refusals().most_common():
+        terminalreporter.write_line(f"{count} processes imported all libraries again, because a test had set {names}")
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Makes a folder of that name unless another test process has: once(name, lambda folder: ...)."""

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import types
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ FLOW += [
 ]
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
 ADDRESS = "FORK_SERVER"
+REFUSED = "refused"  # a file beside the socket
 FREE = 500  # numbers of files from here on are free
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
 
@@ -124,7 +126,10 @@ class Server:
         caller, _ = self.listener.accept()
         size, files, _, _ = socket.recv_fds(caller, 8, 253)
         request = json.loads(caller.makefile("rb").read(struct.unpack("q", size)[0]) if size else "{}")
-        if not request or not _has_our_settings(request):
+        if not request or (other := _other_settings(request)):
+            if request:
+                with (self.folder / REFUSED).open("a") as file:
+                    file.write(" ".join(other) + "\n")
             caller.close()
             _close(files)
             return None
@@ -173,11 +178,17 @@ class Server:
             os.close(file)
 
 
-def _has_our_settings(request: dict[str, Any]) -> bool:
-    """Whether the libraries would be the same if the caller imported them."""
+def _other_settings(request: dict[str, Any]) -> list[str]:
+    """The variables with which the libraries would be others if the caller imported them."""
     read = [request["at_import"], *(["^PREFECT_"] if "prefect" in sys.modules else [])]
     names = [name for name in request["environ"] if any(re.search(pattern, name) for pattern in read)]
-    return all(request["environ"][name] == os.environ.get(name, "") for name in names)
+    return [name for name in names if request["environ"][name] != os.environ.get(name, "")]
+
+
+def refusals() -> Counter[str]:
+    """How many processes of this test session had to import for themselves, by the variables that they had set."""
+    path = Path(os.environ.get(ADDRESS, "none")).parent / REFUSED
+    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
 
 
 def with_torch(env: dict[str, str]) -> dict[str, str]:

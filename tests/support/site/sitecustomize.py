@@ -22,7 +22,10 @@ FORKED = re.compile(
 )
 STAGE = re.compile(r"^(cli|tasks\.\w+)$")
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
-AT_IMPORT = re.compile(r"^(CUDA|DS|DEEPSPEED|HF|HUGGINGFACE|OMP|MKL|PYTORCH|TORCH|TRANSFORMERS|DATASETS)_")
+AT_IMPORT = re.compile(
+    r"^(?!PYTORCH_NVML_BASED_CUDA_CHECK$|HF_XET_HIGH_PERFORMANCE$)"  # which libraries set in the process of the tests
+    r"(CUDA|DS|DEEPSPEED|HF|HUGGINGFACE|OMP|MKL|PYTORCH|TORCH|TRANSFORMERS|DATASETS)_"
+)
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
