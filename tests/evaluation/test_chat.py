@@ -67,7 +67,7 @@ def test_the_base_model_of_a_registered_model_has_a_name(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(chat, "registered_version", found)
     assert chat.model_folder("polite/base") == tmp_path / "m"
-    with pytest.raises(UserError, match="Name that of a registered model: MODEL/base"):
+    with pytest.raises(UserError, match="also takes that of a registered one: MODEL/base"):
         chat.model_folder("base")
 
 
