@@ -32,7 +32,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 def command() -> list[str] | None:
     """[-m, MODULE, ARGUMENTS...], [-c, CODE, ...] or [SCRIPT, ...] of this interpreter, if it is one to fork."""
     given = sys.orig_argv[1:]
-    while given and given[0] in ("-u", "-B"):
+    while given and given[0].startswith(("-u", "-B", "-W")):  # multiprocessing passes on the options of its parent
         del given[0]
     target = given[1] if given[:1] in (["-m"], ["-c"]) and len(given) > 1 else given[0] if given else ""
     more = STAGES in os.environ and (given[:1] == ["-c"] or (given[:1] == ["-m"] and STAGE.search(target)))
