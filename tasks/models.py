@@ -29,8 +29,8 @@ def source_folder(address: str) -> Path:
     """The folder of the model at `source.model`, checked like the base model."""
     if not (BASE / "manifest.json").exists():
         raise UserError(
-            f"{BASE} is missing: no run of this checkout has fetched a base model. `dpo run` fetches it; a command that "
-            "takes a model also takes that of a registered one: MODEL/base."
+            f"{BASE} is missing: no run of this checkout has fetched a base model. `dpo run` fetches it; a command "
+            "that takes a model also takes that of a registered one: MODEL/base."
         )
     manifest = read_json(BASE / "manifest.json")
     return _checked(_source_path(address, manifest), manifest)

@@ -56,8 +56,8 @@ def _missing_input(error: Exception) -> str | None:
     if not isinstance(error, FileNotFoundError) or not str(error.filename).startswith("data/"):
         return None
     return (
-        f"{error.filename} is missing: an earlier stage makes it. Run the stages in order, as `dpo run` and `dvc repro` "
-        "do: source, sample, prepare, sft, reference, train, evaluate, export."
+        f"{error.filename} is missing: an earlier stage makes it. Run the stages in order, as `dpo run` and `dvc "
+        "repro` do: source, sample, prepare, sft, reference, train, evaluate, export."
     )
 
 

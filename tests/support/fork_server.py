@@ -93,7 +93,7 @@ def family(pid: int) -> list[psutil.Process]:
     folder, found, unseen = Path(os.environ.get(ADDRESS, "none")).parent, [], [pid]
     children: dict[int, list[int]] = {}  # of all processes: psutil would read them once for each of the family
     for process in psutil.process_iter(["ppid"]):
-        children.setdefault(process.info["ppid"], []).append(process.pid)  # type: ignore[attr-defined]
+        children.setdefault(process.info["ppid"], []).append(process.pid)
     while unseen:
         with suppress(psutil.Error):
             process = psutil.Process(unseen.pop())
