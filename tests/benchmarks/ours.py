@@ -71,7 +71,8 @@ def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
     """The pairs with their reference log-probabilities, and the speed of that pass after a warm-up."""
     device = best_device()
     model = load_model(Path(job.model), job.dtype, device, job.quantization).eval()
-    scorer = make_scorer(model, pairs, device)
+    notes: list[str] = []
+    scorer = make_scorer(model, pairs, device, notes.append)
     if torch.cuda.is_available():
         compile_layers(model)
     score_pairs(scorer, pairs[: 2 * job.batch], job.row_tokens, device)
@@ -79,7 +80,8 @@ def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
     watch.start()
     scores = score_pairs(scorer, pairs, job.row_tokens, device)
     watch.stop()
-    result = {**watch.speed(len(pairs), "reference_"), "parameters": model.num_parameters()}
+    path = {"path": scorer.path, **({"note": notes[0]} if notes else {}), "noise": scorer.noise}
+    result = {**watch.speed(len(pairs), "reference_"), "parameters": model.num_parameters(), **path}
     del model, scorer
     gc.collect()
     if torch.cuda.is_available():

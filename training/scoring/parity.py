@@ -13,7 +13,7 @@ from training.objectives.packing import CHOSEN, REJECTED, build_row
 from training.objectives.pair import Pair
 from training.objectives.pair_columns import longest, shortest
 from training.scoring.attention import PACKED_ATTENTION
-from training.scoring.logps import Scorer, logp_tolerance, plain_logps, row_logps
+from training.scoring.logps import Scorer, logp_tolerance, pairs_plain_logps, rounding_noise, row_logps
 from training.scoring.recurrent import follow_segments, recurrent_layers
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
@@ -65,7 +65,9 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     sample = list({len(pair): pair for pair in (shortest(pairs), longest(pairs))}.values())
     own, training = causal.config._attn_implementation, model.training
     model.eval()
-    expected = _plain_logps(model, sample, device)
+    expected = pairs_plain_logps(model, sample, device)
+    if causal.dtype in (torch.bfloat16, torch.float16):
+        scorer.noise = rounding_noise(model, list(map(shorten, sample)), device)
     layers = recurrent_layers(causal)
     follow_segments(layers)
     scorer.has_recurrent_layers = bool(layers)
@@ -112,7 +114,7 @@ def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], de
         scorer.sequence = group
         difference = (row_logps(scorer, row).logps - whole).abs().mean().item()
     scorer.model.train(training)
-    if not difference <= logp_tolerance(scorer):  # NaN must fail
+    if not difference <= logp_tolerance(scorer, scorer.noise):  # NaN must fail
         raise ValueError(
             f"actor_train.sequence_parallel {group.size} changes the log-probabilities of {name} by {difference:.2g} a "
             "token, because a layer other than attention reads several tokens: set it to 1"
@@ -123,7 +125,8 @@ def _failure(
     scorer: Scorer, sample: Sequence[Pair], expected: Tensor, middle: Pair, device: torch.device
 ) -> str | None:
     """Why the scorer's path differs from plain passes; None if it does not."""
-    probes, rounding = [shorten(pair) for pair in (sample[0], middle, sample[-1])], logp_tolerance(scorer)
+    probes = [shorten(pair) for pair in (sample[0], middle, sample[-1])]
+    rounding = logp_tolerance(scorer, scorer.noise)
     try:
         if scorer.is_packed and depends_on_neighbours(scorer, probes, device):
             return "a response depends on its neighbours in the row"
@@ -193,9 +196,3 @@ def position_difference(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
         for row, values, numbers in zip(rows, (before, after), ((2, 3), (0, 1)), strict=True)
     )
     return (torch.cat([chosen, rejected]) - torch.cat([chosen_moved, rejected_moved])).abs().mean().item()
-
-
-@torch.no_grad()
-def _plain_logps(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Tensor:
-    responses = [(pair.prompt_ids, response) for pair in pairs for response in (pair.chosen_ids, pair.rejected_ids)]
-    return torch.cat([plain_logps(model, prompt, response, device) for prompt, response in responses])

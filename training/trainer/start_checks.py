@@ -77,7 +77,7 @@ def check_start(
     beta = float(objective.options.get("beta", 1.0))
     token = (tokens.logps - row.ref_logps).abs().max().item()
     reward = beta * torch.cat([logps.chosen_ratio, logps.rejected_ratio]).abs().mean().item()
-    dtype, rounding = next(policy.parameters()).dtype, logp_tolerance(policy)
+    dtype, rounding = next(policy.parameters()).dtype, logp_tolerance(policy, float(policy.noise))
     # Rounding goes up as often as down, so that its sum over a response grows with the square root of the tokens.
     random_walk = rounding * math.sqrt(len(row.response_index) / (2 * len(sample)))
     tolerance = max(TOLERANCE[dtype], beta * random_walk)
