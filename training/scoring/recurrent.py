@@ -40,7 +40,7 @@ SMALLEST_CHUNK = 64  # of Mamba-2, in tokens; kernels are compiled for each size
 class Batch:
     """Sequences of a row: padded to equal lengths, or joined into one with `boundaries`."""
 
-    index: Tensor  # (sequences, width) tokens of the row
+    shape: tuple[int, int]  # sequences and width
     is_token: Tensor | None  # (sequences, width); None if nothing has to be 0
     prompts: Tensor  # (sequences,) number of the prompt that a sequence continues
     boundaries: dict[str, Tensor]  # arguments of flash-linear-attention
@@ -52,7 +52,22 @@ class Split:
 
     prompts: list[Batch]
     responses: list[Batch]
-    positions: Tensor  # (tokens,) of the row's tokens in the flattened batches, prompts first
+    index: Tensor  # of the flattened batches, prompts first: tokens of the row
+    positions: Tensor  # (tokens,) of the row's tokens in the flattened batches
+
+    @property
+    def sizes(self) -> list[int]:
+        return [batch.shape[0] * batch.shape[1] for batch in [*self.prompts, *self.responses]]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The copy of a row that a convolution reads: every segment begins with the tokens before it."""
+
+    index: Tensor  # of the copy: tokens of the row
+    empty: Tensor  # positions in the copy before the first token of a pair
+    repeated: Tensor  # positions in the copy of tokens that it has twice
+    positions: Tensor  # (tokens,) of the row's tokens in the copy
 
 
 class RowSegments:
@@ -62,16 +77,15 @@ class RowSegments:
         self.device = row.input_ids.device
         self.lengths = np.array(row.part_lengths)  # (pairs, 3)
         self.starts = np.cumsum(self.lengths).reshape(self.lengths.shape) - self.lengths
-        self._windows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._windows: dict[int, Windows] = {}
 
-    def windows(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The copy of the row that a convolution of this size reads: its tokens, which of them are 0, where the row's
-        own tokens are."""
+    def windows(self, size: int) -> Windows:
+        """For a convolution of this size."""
         if size not in self._windows:
-            self._windows[size] = tuple(map(self._to_device, self._make_windows(size - 1)))  # type: ignore[assignment]
+            self._windows[size] = Windows(*map(self._to_device, self._make_windows(size - 1)))
         return self._windows[size]
 
-    def _make_windows(self, before: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _make_windows(self, before: int) -> tuple[np.ndarray, ...]:
         prompts, chosen, rejected = self.lengths.T
         sizes = np.stack([before + prompts + chosen, before + rejected], 1).flatten()
         first = np.stack([self.starts[:, 0] - before, self.starts[:, 2] - before], 1).flatten()
@@ -81,23 +95,23 @@ class RowSegments:
         in_rejected = np.repeat(np.tile([False, True], len(prompts)), sizes)
         copied -= np.where(is_window & in_rejected, np.repeat(np.repeat(chosen, 2), sizes), 0)
         is_empty = is_window & (copied < np.repeat(np.repeat(self.starts[:, 0], 2), sizes))
-        return copied.clip(0), is_empty.nonzero()[0], (~is_window).nonzero()[0]
+        kinds = (is_empty, is_window & ~is_empty, ~is_window)
+        return copied.clip(0), *(kind.nonzero()[0] for kind in kinds)
 
     @cached_property
     def joined(self) -> Split:
         """For kernels that take sequences of different lengths, one after the other."""
-        pairs, tokens = len(self.lengths), int(self.lengths.sum())
+        pairs = len(self.lengths)
         parts = [(slice(0, 1), np.arange(pairs)), (slice(1, 3), np.repeat(np.arange(pairs), 2))]
-        batches, positions, before = [], np.empty(tokens, np.int64), 0
+        batches, indexes = [], []
         for columns, prompts in parts:
             lengths, starts = self.lengths[:, columns].flatten(), self.starts[:, columns].flatten()
-            index = np.repeat(starts, lengths) + _offsets(lengths)
-            positions[index] = before + np.arange(len(index))
-            before += len(index)
+            indexes.append(np.repeat(starts, lengths) + _offsets(lengths))
             ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
             boundaries = {"cu_seqlens": ends.to(self.device, non_blocking=True), "cu_seqlens_cpu": ends}
-            batches.append(Batch(self._to_device(index[None]), None, self._to_device(prompts), boundaries))
-        return Split(batches[:1], batches[1:], self._to_device(positions))
+            batches.append(Batch((1, int(lengths.sum())), None, self._to_device(prompts), boundaries))
+        index = np.concatenate(indexes)
+        return Split(batches[:1], batches[1:], self._to_device(index), self._to_device(np.argsort(index)))
 
     @cached_property
     def padded(self) -> Split:
@@ -109,19 +123,69 @@ class RowSegments:
         starts, lengths = self.starts[:, 1:].flatten(), self.lengths[:, 1:].flatten()
         parts = [(self.starts[m, 0], self.lengths[m, 0], number[m], True) for m in members]
         parts += [(starts[m], lengths[m], number[m // 2], False) for m in padded_batches(lengths, cost)]
-        batches, before = [], 0
+        batches, indexes, before = [], [], 0
         for begin, length, prompts, pads_first in parts:
             offset = np.arange(length.max()) - (length.max() - length[:, None] if pads_first else 0)
             is_token = (offset >= 0) & (offset < length[:, None])
             index = begin[:, None] + offset.clip(0, length[:, None] - 1)
             positions[index[is_token]] = before + is_token.flatten().nonzero()[0]
             before += is_token.size
+            indexes.append(index.flatten())
             mask = self._to_device(is_token) if pads_first and not is_token.all() else None
-            batches.append(Batch(self._to_device(index), mask, self._to_device(prompts), {}))
-        return Split(batches[: len(members)], batches[len(members) :], self._to_device(positions))
+            batches.append(Batch(is_token.shape, mask, self._to_device(prompts), {}))
+        given = map(self._to_device, (np.concatenate(indexes), positions))
+        return Split(batches[: len(members)], batches[len(members) :], *given)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+# Gathers whose gradients are gathers too: those of `index_select` add atomically, slowly and in no fixed order.
+
+
+class Gather(torch.autograd.Function):
+    """Tokens of a row in batches. Padding repeats tokens; its gradients are 0."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, index: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        return row.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (positions,) = ctx.saved_tensors
+        return gradient.index_select(0, positions), None, None
+
+
+class Restore(torch.autograd.Function):
+    """The row of tokens that are at these positions."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.shape = tokens.shape
+        return tokens.index_select(0, positions)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (positions,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_copy_(0, positions, gradient), None
+
+
+class WithWindows(torch.autograd.Function):
+    """The copy of a row with windows."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, windows: Windows) -> Tensor:
+        ctx.windows = windows
+        return row.index_select(0, windows.index).index_fill_(0, windows.empty, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        windows = ctx.windows
+        tokens = windows.index.index_select(0, windows.repeated)  # each of them once
+        repeated = gradient.index_select(0, windows.repeated)
+        return gradient.index_select(0, windows.positions).index_add_(0, tokens, repeated), None
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
@@ -185,9 +249,10 @@ def _convolve(
 ) -> Tensor:
     """(1, channels, tokens). Tokens are selected where they are rows of memory."""
     weight = options["weight"] if "weight" in options else args[0]
-    copied, empty, positions = row_segments.windows(weight.shape[-1])
-    row = inputs.transpose(1, 2).index_select(1, copied).index_fill_(1, empty, 0)
-    return convolution(row.transpose(1, 2), *args, **options).transpose(1, 2).index_select(1, positions).transpose(1, 2)
+    windows = row_segments.windows(weight.shape[-1])
+    row = WithWindows.apply(inputs.transpose(1, 2)[0], windows)
+    output = convolution(row[None].transpose(1, 2), *args, **options).transpose(1, 2)[0]
+    return Restore.apply(output, windows.positions)[None].transpose(1, 2)
 
 
 def _scan(
@@ -198,23 +263,28 @@ def _scan(
     row: Any = args[0]  # (1, tokens, heads, size)
     split = row_segments.joined if is_delta_rule and _takes_boundaries(row) else row_segments.padded
 
-    def compute(batch: Batch, **states: Any) -> Any:
-        def taken(value: Any) -> Any:
-            is_of_tokens = isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == row.shape[:2]
-            return _take(value, batch) if is_of_tokens else value
+    def batches(value: Any) -> list[Any]:
+        """An argument of each batch: tokens in place of the row."""
+        if not (isinstance(value, Tensor) and value.dim() > 2 and value.shape[:2] == row.shape[:2]):
+            return [value] * len(split.sizes)
+        parts = Gather.apply(value[0], split.index, split.positions).split(split.sizes)
+        return [_in_shape(part, batch) for part, batch in zip(parts, [*split.prompts, *split.responses], strict=True)]
 
-        given = {name: taken(value) for name, value in options.items()} | batch.boundaries | states
+    of_args, of_options = list(map(batches, args)), {name: batches(value) for name, value in options.items()}
+
+    def compute(number: int, batch: Batch, **states: Any) -> Any:
+        given = {name: values[number] for name, values in of_options.items()} | batch.boundaries | states
         if "chunk_size" in given:
-            given["chunk_size"] = _chunk_size(given["chunk_size"], batch.index.shape[1])
-        return scan(*map(taken, args), **given)
+            given["chunk_size"] = _chunk_size(given["chunk_size"], batch.shape[1])
+        return scan(*(values[number] for values in of_args), **given)
 
-    ends = [compute(batch, **{initial: None, returns_final: True}) for batch in split.prompts]
+    ends = [compute(number, batch, **{initial: None, returns_final: True}) for number, batch in enumerate(split.prompts)]
     states = torch.cat([state for _, state in ends])
     outputs = [output for output, _ in ends]
-    for batch in split.responses:
-        result = compute(batch, **{initial: _continued(states, batch), returns_final: False})
+    for number, batch in enumerate(split.responses, len(ends)):
+        result = compute(number, batch, **{initial: _continued(states, batch), returns_final: False})
         outputs.append(result[0] if is_delta_rule else result)
-    output = torch.cat([part.flatten(0, 1) for part in outputs]).index_select(0, split.positions)[None]
+    output = Restore.apply(torch.cat([part.flatten(0, 1) for part in outputs]), split.positions)[None]
     return (output, None) if is_delta_rule else output
 
 
@@ -228,12 +298,12 @@ def _takes_boundaries(row: Tensor) -> bool:
     return row.is_cuda and importlib.util.find_spec("fla") is not None
 
 
-def _take(value: Tensor, batch: Batch) -> Tensor:
-    """(sequences, width, ...) of (1, tokens, ...)"""
-    taken = value[0].index_select(0, batch.index.flatten()).unflatten(0, batch.index.shape)
+def _in_shape(tokens: Tensor, batch: Batch) -> Tensor:
+    """(sequences, width, ...) with 0 in place of padding that would change a state"""
+    values = tokens.unflatten(0, batch.shape)
     if batch.is_token is None:
-        return taken
-    return taken * batch.is_token.view(*batch.is_token.shape, *[1] * (taken.dim() - 2))
+        return values
+    return values * batch.is_token.view(*batch.shape, *[1] * (values.dim() - 2))
 
 
 def _chunk_size(own: int, width: int) -> int:
