@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.objectives.test_losses import START
@@ -98,3 +99,46 @@ def test_an_unconfigured_margin_is_rejected_before_the_first_update(scored, monk
         ValueError, match=r"the first loss `sigmoid` is 4\.5.* on pairs 0, 1, 2, 3, but theory gives 0\.693"
     ):
         check_start(scorer, Objective({"sigmoid": 1.0}, {"beta": 0.1}), pairs, 2048, CPU)
+
+
+@pytest.fixture
+def sensitive():
+    """A model of the `scored` pairs' vocabulary in which one rounding of the embeddings changes much."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4)
+    return AutoModelForCausalLM.from_config(config).bfloat16().eval()
+
+
+def test_a_difference_within_the_rounding_noise_of_a_model_passes(scored, sensitive):
+    by = np.where(np.random.default_rng(0).random(LENGTH) < 0.5, -0.1, 0.1)
+    with pytest.raises(ReferenceMismatch):
+        proof(scored, by)
+    pairs = scored[1]
+    scorer = make_scorer(sensitive, pairs, CPU)
+    values = score_pairs(scorer, pairs, 2048, CPU)
+    own = [replace(p, ref_chosen_logps=c, ref_rejected_logps=r) for p, (c, r) in zip(pairs, values, strict=True)]
+    proof((scorer, own), by)
+    with pytest.raises(ReferenceMismatch):
+        proof((scorer, own), 4 * by)
+
+
+@pytest.mark.parametrize(("roundings", "path"), [(1, "fused"), (16, "padded")])
+def test_packed_rows_that_round_otherwise_are_used_unless_they_differ_by_more(scored, sensitive, roundings, path):
+    """A quarter of the embeddings of packed rows, which alone have position_ids, are moved by so many roundings."""
+    is_packed = False
+
+    def remember(_: nn.Module, __: object, options: dict[str, object]) -> None:
+        nonlocal is_packed
+        is_packed = options.get("position_ids") is not None
+
+    def move(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
+        is_moved = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(1)) < 0.25
+        return (embedded.float() * (1 + is_packed * is_moved * roundings * 2**-8)).bfloat16()
+
+    sensitive.base_model.register_forward_pre_hook(remember, with_kwargs=True)
+    sensitive.get_input_embeddings().register_forward_hook(move)
+    said: list[str] = []
+    scorer = make_scorer(sensitive, scored[1], CPU, said.append)
+    assert 0.1 < scorer.noise < 0.5
+    assert scorer.path == path, said

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3
 
 from tasks import disk_space
 from tasks.config.params import Params
-from tests.benchmarks.workload import SHAPES, make_pairs, qwen_config
+from tests.benchmarks.workload import HYBRID_SHAPES, config_of, make_pairs
 from tests.scoring.test_recurrent import FAMILIES, make_config
 from tests.support.settings import make_settings
 from tests.support.workspaces import demo_params
@@ -120,17 +120,20 @@ def test_the_update_counts_if_it_takes_more_than_the_rows(folder):
         ("7b", "ultrafeedback", 8192, 4, "full-checkpointed-bf16moments", 127.7),
         ("1.5b", "ultrafeedback", 16384, 4, "lora-checkpointed", 8.62),
         ("7b", "long", 36000, 3, "lora-checkpointed", 39.7),
+        ("qwen3-next-3b", "hh", 8192, 7, "full", 77.5),
+        ("qwen3-next-3b", "hh", 16384, 6, "full", 98.0),
     ],
 )
 def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, row_tokens, steps, variant, measured):
     """GiB at the peak in `tests.benchmarks.gpu` (docs/performance.md); without the 1 GiB allowance for overhead."""
-    qwen_config(shape).save_pretrained(tmp_path)
+    config = config_of(shape)
+    config.save_pretrained(tmp_path)
     adapter = None if variant.startswith("full") else {**LORA, "rank": 16, "alpha": 32.0}
-    batch = 2 if lengths == "long" else 64
+    batch = 2 if lengths == "long" else 32 if shape in HYBRID_SHAPES else 64
     changes = {"global_batch_size": batch, "activation_checkpointing": "checkpointed" in variant}
     changes["optimizer"] = "adamw_bf16" if "bf16moments" in variant else "adamw"
     given = settings(tmp_path, dtype="bfloat16", zero_stage=1, row_tokens=row_tokens, adapter=adapter, **changes)
-    estimate = memory.estimate(given, 1, make_pairs(lengths, batch * steps, SHAPES[shape][-1]))
+    estimate = memory.estimate(given, 1, make_pairs(lengths, batch * steps, config.vocab_size))
     assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
 
 

@@ -152,7 +152,7 @@ class Gather(torch.autograd.Function):
         return row.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return gradient.index_select(0, positions), None, None
 
@@ -167,7 +167,7 @@ class Restore(torch.autograd.Function):
         return tokens.index_select(0, positions)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (positions,) = ctx.saved_tensors
         return gradient.new_zeros(ctx.shape).index_copy_(0, positions, gradient), None
 
@@ -181,7 +181,7 @@ class WithWindows(torch.autograd.Function):
         return row.index_select(0, windows.index).index_fill_(0, windows.empty, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         windows = ctx.windows
         tokens = windows.index.index_select(0, windows.repeated)  # each of them once
         repeated = gradient.index_select(0, windows.repeated)
@@ -278,7 +278,8 @@ def _scan(
             given["chunk_size"] = _chunk_size(given["chunk_size"], batch.shape[1])
         return scan(*(values[number] for values in of_args), **given)
 
-    ends = [compute(number, batch, **{initial: None, returns_final: True}) for number, batch in enumerate(split.prompts)]
+    whole = {initial: None, returns_final: True}
+    ends = [compute(number, batch, **whole) for number, batch in enumerate(split.prompts)]
     states = torch.cat([state for _, state in ends])
     outputs = [output for output, _ in ends]
     for number, batch in enumerate(split.responses, len(ends)):

@@ -31,7 +31,7 @@ GIB = 2**30
 OutOfMemory = torch.OutOfMemoryError
 # Activations that a layer keeps per token, as multiples of its hidden, attention and intermediate sizes.
 HIDDEN, ATTENTION, INTERMEDIATE = 5.0, 2.0, 3.0
-# Of the hidden states that a router copies to experts, and of a recurrent layer's projections: counted, not measured.
+# Of the hidden states that a router copies to experts, and of a recurrent layer's projections.
 ROUTED, RECURRENT = 2.5, 6.5
 # More values per token during the backward pass through one layer: gradients and recomputed activations.
 BACKWARD_HIDDEN, BACKWARD_INTERMEDIATE = 3.0, 3.5

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def _seeded_logps(scorer: Scorer, row: PackedRow, seed: int, device: torch.devic
 
 @torch.no_grad()
 def check_start(
-    policy: nn.Module,
+    policy: Any,  # a Scorer, or the DeepSpeed engine around one
     objective: Objective,
     pairs: Sequence[Pair],
     row_tokens: int,
@@ -77,7 +78,7 @@ def check_start(
     beta = float(objective.options.get("beta", 1.0))
     token = (tokens.logps - row.ref_logps).abs().max().item()
     reward = beta * torch.cat([logps.chosen_ratio, logps.rejected_ratio]).abs().mean().item()
-    dtype, rounding = next(policy.parameters()).dtype, logp_tolerance(policy, float(policy.noise))
+    dtype, rounding = next(policy.parameters()).dtype, logp_tolerance(policy, policy.noise)
     # Rounding goes up as often as down, so that its sum over a response grows with the square root of the tokens.
     random_walk = rounding * math.sqrt(len(row.response_index) / (2 * len(sample)))
     tolerance = max(TOLERANCE[dtype], beta * random_walk)
