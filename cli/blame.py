@@ -40,7 +40,7 @@ def forget(
 
     The champion stays until another takes its place. The command says what to do first; run it again afterwards.
     """
-    from tasks.runs import forget
+    from tasks.lifecycle import forget
 
     forget.forget(user, yes)
 

@@ -78,7 +78,7 @@ def compare(
 
 def reproduce(name: Run) -> None:
     """Run again from a run's commit, without caches, and check that all hashes and metrics are identical."""
-    from tasks.runs import reproduce
+    from tasks.lifecycle import reproduce
 
     reproduce.show_reproduction(name)
 

@@ -62,10 +62,12 @@ def logs(
 
 
 def sync() -> None:
-    """Send metrics and artifacts to MLflow that earlier runs could not send."""
+    """Send metrics, artifacts and feedback to MLflow that could not be sent earlier."""
+    from tasks.feedback import traces
     from tasks.tracking import uploader
 
-    uploader.sync()
+    sent = [uploader.sync(), traces.sync()]
+    raise typer.Exit(not all(sent))
 
 
 def doctor(

@@ -11,14 +11,14 @@ from tasks.config.paths import ROOT
 from tasks.config.strict import Value, parse_overrides, read_yaml
 
 if TYPE_CHECKING:
-    from tasks.runs.plan import StagePlan
+    from tasks.lifecycle.plan import StagePlan
     from tasks.runs.run_config import ConfigFiles
 
 
 def plan(recipe: Recipe = None, set_: Set = None) -> None:
     """Show which stages would run and why, with estimated time and memory. Changes nothing."""
+    from tasks.lifecycle.plan import plan_stages
     from tasks.runs import run_config
-    from tasks.runs.plan import plan_stages
 
     overrides = parse_overrides(set_)
     files = run_config.changed_files(recipe, overrides)
@@ -28,9 +28,9 @@ def plan(recipe: Recipe = None, set_: Set = None) -> None:
 
 def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
     from tasks.config.params import Params, load_cluster, validate
+    from tasks.lifecycle.plan import MAY_RUN, RUNS
     from tasks.reports import cost
     from tasks.runs import records
-    from tasks.runs.plan import MAY_RUN, RUNS
     from tasks.trainer import estimates
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
@@ -77,8 +77,8 @@ def _duration(seconds: float) -> str:
 
 
 def _show_values(values: Mapping[str, Value]) -> None:
+    from tasks.redact import redact
     from tasks.runs.records import text_table
-    from tasks.system.redact import redact
 
     if not values:
         print("\nEvery value is the default.")

@@ -68,8 +68,7 @@ def raters(
     from tasks.config.cluster import load_cluster
     from tasks.config.params import load_params
     from tasks.errors import UserError
-    from tasks.feedback import raters
-    from tasks.tracking import traces
+    from tasks.feedback import raters, traces
 
     experiment = traces.experiment_name(model or load_params().promote.model_name)
     if not (found := raters.raters(traces.read(load_cluster(), experiment))):

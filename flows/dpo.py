@@ -24,16 +24,10 @@ from flows.retrain import RetrainCheck
 from flows.stage import stage
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
+from tasks.lifecycle.run_workspace import change_configuration, close_workspace, new_record, open_workspace
 from tasks.runs import commits, records, run_config
 from tasks.runs.records import RunRecord
-from tasks.runs.workspace import (
-    Workspace,
-    change_configuration,
-    close_workspace,
-    new_record,
-    open_workspace,
-    ray_kept,
-)
+from tasks.runs.workspace import Workspace, ray_kept
 from tasks.system import processes
 
 

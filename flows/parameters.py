@@ -20,7 +20,7 @@ from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
 from tasks.config.strict import section
 from tasks.errors import UserError
-from tasks.system.redact import redact
+from tasks.redact import redact
 
 # A form offers a choice or a text field only for values that cannot be null. These stand for null.
 NO_RECIPE, NO_NAME = "none", ""

@@ -19,11 +19,12 @@ from flows import cancellation
 from flows.terminal import PROGRESS
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.runs import dvc, reuse
+from tasks.lifecycle import reuse
+from tasks.redact import redact
+from tasks.runs import dvc
 from tasks.runs.workspace import Workspace
 from tasks.system import disk, processes
 from tasks.system.lock import exclusive
-from tasks.system.redact import redact
 
 USER_ERROR = 2  # a stage's exit code for a mistake of its user
 STATE_NAMES = {"restored": "Restored", "cached": "Cached"}  # on Prefect's pages

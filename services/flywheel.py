@@ -22,12 +22,12 @@ from services.background import free_port
 from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version
 from tasks.reports import flywheel_report
 from tasks.source import make_demo_model
 from tasks.system import processes
 from tasks.system.files import publish, read_json, recall, write_json
 from tasks.system.progress import Bar
+from tasks.tracking.model_names import registered_version
 from tasks.tracking.registry import NotRegistered
 
 MODEL, RECIPE = "dpo-flywheel", "flywheel"

@@ -27,10 +27,10 @@ from services import background, prefect_api, stage_activity
 from tasks.config.params import Cluster, load_cluster, load_params
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.redact import redact
 from tasks.release import outbox
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
-from tasks.system.redact import redact
 
 USER, PASSWORD = "reader", "DPO_METRICS_PASSWORD"
 TIMEOUT = 4.0  # seconds for a response of Prefect or MLflow; Prometheus itself gives up after ten

@@ -9,11 +9,11 @@ from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
 from tasks.errors import UserError
 from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path
-from tasks.release.model_names import registered_version, weights_of
 from tasks.release.verify import require_intact_version
-from tasks.runs.open_run import open_run
+from tasks.runs.open_run import open_run, weights_of
 from tasks.system.files import read_json
 from tasks.system.progress import Bar
+from tasks.tracking.model_names import registered_version
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
@@ -72,9 +72,13 @@ def chat(names: list[str], system: str | None, max_new_tokens: int, temperature:
 def _load(names: list[str]) -> "dict[str, ChatModel]":
     folders = {name or "model": model_folder(name) for name in (names or [None])}  # type: ignore[list-item]
     print("Loading", ", ".join(f"{name} ({folder})" for name, folder in folders.items()), flush=True)
-    from training.evaluation.chat import ChatModel  # torch: after the names were checked
+    return {name: load_chat_model(folder) for name, folder in folders.items()}
 
-    return {name: ChatModel(folder) for name, folder in folders.items()}
+
+def load_chat_model(folder: Path) -> "ChatModel":
+    from training.evaluation.chat import ChatModel  # torch: only once an answer is needed
+
+    return ChatModel(folder)
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

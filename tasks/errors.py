@@ -1,6 +1,6 @@
 """The exception for errors that a user can correct: its message says what is wrong, where, and what to do next."""
 
-from tasks.system.redact import redact
+from tasks.redact import redact
 
 
 class UserError(Exception):

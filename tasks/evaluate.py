@@ -33,7 +33,7 @@ from tasks.tracking.journal import Run
 from tasks.tracking.results import curves, evaluation
 from training.evaluation.samples import Answer, PairValues
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 
 def evaluate(run: Run) -> None:

@@ -30,8 +30,8 @@ from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_intact, require_intact_version
-from tasks.reports.markup import plain
 from tasks.system.files import read_json, sha256, write_json
+from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
 

@@ -35,7 +35,7 @@ from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 NUMERICS = 4  # increase when our computation gives other values
 NO_IDS = SCHEMA.empty_table()["key"]
@@ -204,7 +204,7 @@ class ReferenceScorer(Worker):
 
         self.device = best_device()
         if self.zero3:
-            from training.distributed.sharded_model import load_sharded  # DeepSpeed
+            from training.scoring.sharded_model import load_sharded  # DeepSpeed
 
             scorer, engine = load_sharded(Path(model.folder), model.dtype)
         else:

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 def sft(run: Run) -> None:
     # Here and below: the driver loads torch, which a run without this stage does not need.
     from tasks.trainer.driver import Training, check_options, trained
-    from training.objectives import batches
+    from training.rows import batches
 
     params, cluster = load_params(), load_cluster()
     assert params.sft

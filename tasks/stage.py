@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import tasks.system.environment  # noqa: F401 - first: it sets variables that the imports below read
-from tasks import disk_space
+from tasks import disk_space, redact
 from tasks.config import access
 from tasks.config.params import load_cluster, load_params
 from tasks.errors import UserError
-from tasks.system import disk, redact
+from tasks.system import disk
 from tasks.system.lock import workspace_lock
 from tasks.system.processes import die_with_parent
 from tasks.tracking.pipeline_run import tracked

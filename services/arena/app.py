@@ -16,8 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from services.arena.answers import AnswerSource
 from services.arena.comparisons import Arena
-from tasks.feedback.answers import AnswerSource
 from tasks.feedback.journal import FeedbackJournal
 
 PATIENCE = 5.0  # seconds for answers that are being computed when the server stops

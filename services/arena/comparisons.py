@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 
+from services.arena.answers import AnswerSource, Prompt, stable_id
 from services.arena.results import results
-from tasks.feedback.answers import AnswerSource, Prompt, stable_id
 from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
-from tasks.system.redact import redact
+from tasks.redact import redact
 
 BATCH = 8  # prompts answered together
 IDLE = 0.2  # seconds between two looks for new prompts

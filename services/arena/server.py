@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from services import background, passwords
+from services.arena.answers import ARENA, ModelAnswers, Prompt, sides
 from services.arena.app import PATIENCE, create_app, create_router
 from tasks.chat import as_messages, read_prompts
 from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
-from tasks.feedback.answers import ARENA, ModelAnswers, Prompt, sides
+from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import FeedbackJournal, feedback_folder, read_events
-from tasks.tracking import traces
 
 SHORTEST_TOKEN = 16
 

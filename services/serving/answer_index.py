@@ -40,7 +40,7 @@ class AnswerIndex:
 
     def knows(self, answer: str) -> bool:
         """True also while MLflow is down: feedback is kept, and the sender drops it if its answer never comes."""
-        from tasks.tracking.traces import has_answer
+        from tasks.feedback.traces import has_answer
 
         with self.lock:
             if answer not in self.answers:

@@ -20,9 +20,9 @@ from services.background import free_port, is_healthy
 from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version
 from tasks.release.verify import require_intact
 from tasks.system import processes
+from tasks.tracking.model_names import registered_version
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -9,7 +9,7 @@ import threading
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
 from tasks.feedback.journal import feedback_folder
-from tasks.tracking.traces import follow
+from tasks.feedback.traces import follow
 
 if __name__ == "__main__":
     follow(feedback_folder(), load_cluster(home()), threading.Event())

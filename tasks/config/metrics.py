@@ -4,8 +4,8 @@ tests/config/test_params.py compares these names with those of real evaluations.
 """
 
 import difflib
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from training.objectives.options import UNPAIRED
 
@@ -103,3 +103,8 @@ def _why_not(params: "Params", name: str, measured: Collection[str]) -> str:
     near = difflib.get_close_matches(name, measured, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else "docs/evaluation.md lists the metrics"
     return f"which this configuration does not measure. {hint}"
+
+
+def accuracy_label(metrics: Mapping[str, Any]) -> str:
+    """What rewards/accuracies counts: pairs, or unpaired rows."""
+    return "rates the answer as its label" if "rewards/auc" in metrics else "prefers the chosen answer"

@@ -17,7 +17,7 @@ import pyarrow.parquet as parquet
 
 from tasks.dataset.pairs import REFERENCE_SCHEMA
 from tasks.system.files import fingerprint, sha256, sync, temporary
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 WRITE_BATCH = 10_000  # rows
 SCHEMA = pa.schema(

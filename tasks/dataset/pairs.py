@@ -18,8 +18,8 @@ import pyarrow.parquet as parquet
 from tasks.config.paths import PAIRS, REFERENCE
 from tasks.errors import UserError
 from tasks.system.files import read_json, sha256
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import PairColumns
+from training.rows.pair import Pair
+from training.rows.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")
 SFT_FILES = {split: f"sft-{split}" for split in SPLITS}  # demonstrations of source.sft, beside the pairs

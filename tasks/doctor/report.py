@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tasks.system.redact import redact
+from tasks.redact import redact
 
 
 class Report:

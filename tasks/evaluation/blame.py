@@ -24,13 +24,13 @@ from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights
 from tasks.models import base_folder
-from tasks.reports.markup import printable
 from tasks.runs.open_run import open_run
 from tasks.runs.records import text_table
 from tasks.system.files import write_text
+from tasks.system.markup import printable
 from tasks.system.progress import Bar
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair, pack
+from training.rows.pair import Pair, pack
 
 PAIRS_PER_TASK, PAIRS_AT_ONCE = 128, 4096  # the second bounds memory
 TARGETS = 256  # held-out pairs in the gradient at most

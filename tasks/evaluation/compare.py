@@ -24,9 +24,9 @@ from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.judges import outcomes
 from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.evaluation.sharding import evaluator_pool
-from tasks.release.model_names import registered_version, weights_of
-from tasks.runs.open_run import open_run
+from tasks.runs.open_run import open_run, weights_of
 from tasks.system.files import read_json
+from tasks.tracking.model_names import registered_version
 from tasks.tracking.registry import Registry, Version
 
 Comparison = dict[str, dict[str, float]]

@@ -22,8 +22,8 @@ from tasks.config.cluster import Access
 from tasks.config.params import Endpoint
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.redact import protect
 from tasks.system.files import fingerprint, read_json, write_json
-from tasks.system.redact import protect
 
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds, doubled with each attempt

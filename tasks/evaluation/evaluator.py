@@ -16,7 +16,7 @@ from tasks.cluster.worker_pool import Worker
 from tasks.errors import UserError
 from tasks.system.files import recall
 from training.evaluation.samples import Answer, PairValues
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 if TYPE_CHECKING:  # it loads torch
     from training.objectives.objective import Objective
@@ -172,9 +172,9 @@ class Evaluator(Worker):
             self._load(weights)
 
     def _load(self, weights: Weights) -> None:
-        from training.distributed import sharded_model
         from training.evaluation import reward_model
         from training.models.loading import best_device, load_model
+        from training.scoring import sharded_model
 
         if self.zero3 and weights.quantization:
             raise UserError(
@@ -195,7 +195,7 @@ class Evaluator(Worker):
         self.weights = weights
 
     def _drop(self) -> None:
-        from training.distributed import sharded_model
+        from training.scoring import sharded_model
 
         self._stop_scoring()
         if self.shared:

@@ -19,7 +19,7 @@ from tasks.evaluation.sharding import pair_values, sample_answers, split_logps, 
 from tasks.models import base_folder
 from tasks.system.progress import Bar
 from training.objectives.options import OPTIONS
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 if TYPE_CHECKING:
     from training.objectives.objective import Objective

@@ -12,7 +12,7 @@ from tasks.config.params import Cluster, Evaluate
 from tasks.errors import UserError
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
 from training.evaluation.samples import Answer, PairValues
-from training.objectives.pair import Pair, pack
+from training.rows.pair import Pair, pack
 
 if TYPE_CHECKING:  # it loads torch
     from training.objectives.objective import Objective

@@ -1,4 +1,4 @@
-"""The journal of feedback: JSON lines on disk, which tasks/tracking/traces.py sends to MLflow.
+"""The journal of feedback: JSON lines on disk, which tasks/feedback/traces.py sends to MLflow.
 
 Each writer process has its own file and holds a lock on it, so the sender knows when nobody writes to it any more.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tasks.config.paths import home
 from tasks.feedback.events import Answer, Event, check, from_json, to_json
-from tasks.system.redact import redact, redacted
+from tasks.redact import redact, redacted
 
 LARGEST_FILE = 64 * 2**20  # bytes after which a writer begins a new file: a sent file can be deleted
 

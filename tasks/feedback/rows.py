@@ -16,10 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.errors import UserError
+from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import feedback_folder
 from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
-from tasks.tracking import traces
 
 FEEDBACK = "feedback:"
 KINDS = {"pairs": ("preference", "edit"), "thumbs": ("thumb",)}  # of feedback, by kind of rows

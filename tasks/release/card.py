@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tasks.config.metrics import accuracy_label
 from tasks.config.params import Params
-from tasks.reports.headline import accuracy_label
-from tasks.reports.markup import templates
+from tasks.system.markup import templates
 from tasks.tracking.journal import flatten_metrics
 
 TEMPLATE = "model_card.md.jinja"

@@ -8,10 +8,11 @@ from tasks.config.params import Promote, load_cluster
 from tasks.config.paths import METRICS, home
 from tasks.errors import UserError
 from tasks.release import outbox
-from tasks.release.model_names import promote_params, registered_version, weights_of
 from tasks.release.verify import require_intact_version
+from tasks.runs.open_run import weights_of
 from tasks.system.files import read_json, recall, write_json
 from tasks.system.processes import is_alive, this_process
+from tasks.tracking.model_names import promote_params, registered_version
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
 
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tasks.config.paths import MODEL, home
-from tasks.release.model_names import weights_of
 from tasks.release.push import push
 from tasks.release.verify import problems, require_intact_version
+from tasks.runs.open_run import weights_of
 from tasks.system.files import read_json, sha256, write_json
 from tasks.tracking.lease import is_gone, this_process
 from tasks.tracking.registry import Registry

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from tasks.config.paths import MODEL
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version, weights_of
 from tasks.release.verify import CHECKSUM, MANIFEST, SIGNATURE, require_intact
+from tasks.runs.open_run import weights_of
 from tasks.system.files import read_json, sha256
+from tasks.tracking.model_names import registered_version
 
 
 def push(folder: Path, address: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tasks.config.paths import MODEL
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version
 from tasks.release.verify import (
     MANIFEST,
     SIGNATURE,
@@ -23,6 +22,7 @@ from tasks.release.verify import (
 )
 from tasks.system import signing
 from tasks.system.files import read_json, sha256
+from tasks.tracking.model_names import registered_version
 from training.trainer import checkpoint_files
 
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.models import REGISTRY, registered_name
-from tasks.release.model_names import registered_version, weights_of
 from tasks.release.verify import CHECKSUM, MANIFEST, SIGNATURE, require_intact_version
+from tasks.runs.open_run import weights_of
+from tasks.tracking.model_names import registered_version
 from tasks.tracking.registry import NotRegistered, Registry, Version
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tasks.reports import plots
-from tasks.reports.markup import templates
+from tasks.system.markup import templates
 
 Night = Mapping[str, Any]
 HEAD = (

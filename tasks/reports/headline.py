@@ -1,9 +1,9 @@
 """A run in one sentence, from what it left in data/metrics."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.config.metrics import accuracy_label
 from tasks.config.paths import METRICS, MODEL
 from tasks.system.files import read_json, sha256
 from tasks.tracking.journal import flatten_metrics
@@ -19,11 +19,6 @@ HEADLINE_METRICS = (
     ("health/repetition", "repetition", False),
     ("health/length_ratio", "length vs. base model", False),
 )
-
-
-def accuracy_label(metrics: Mapping[str, Any]) -> str:
-    """What rewards/accuracies counts: pairs, or unpaired rows."""
-    return "rates the answer as its label" if "rewards/auc" in metrics else "prefers the chosen answer"
 
 
 def decision_of(root: Path) -> dict[str, Any]:

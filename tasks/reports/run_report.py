@@ -14,15 +14,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from tasks.config.metrics import accuracy_label
 from tasks.config.params import load_cluster
 from tasks.config.paths import CARD, METRICS, MODEL
 from tasks.errors import UserError
+from tasks.redact import redact
 from tasks.reports import plots
 from tasks.reports.cost import costs, gpu_costs
-from tasks.reports.headline import HEADLINE_METRICS, accuracy_label, decision_of, verdict
-from tasks.reports.markup import printable
+from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
 from tasks.system.files import read_json
-from tasks.system.redact import redact
+from tasks.system.markup import printable
 from tasks.tracking.journal import flatten_metrics, read_lines
 from tasks.tracking.results import curves
 

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tasks.config.metrics import accuracy_label
 from tasks.config.params import load_cluster
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words
-from tasks.reports.headline import accuracy_label, decision_of, describe_decision
+from tasks.reports.headline import decision_of, describe_decision
 from tasks.runs import commits
 from tasks.system.files import read_json
 

@@ -1,1 +1,1 @@
-"""Pipeline runs: records, git worktrees and commits, DVC's lock file and cache, garbage collection, recovery."""
+"""Records of runs, their worktrees and commits, DVC's lock file and cache, garbage collection, recovery."""

@@ -1,7 +1,7 @@
 """The formats of DVC's files: dvc.yaml, dvc.lock and the rwlock of a workspace.
 
 DVC alone decides whether a stage runs. We read its files for what DVC has no command for: to reuse entries of earlier
-runs (tasks/runs/reuse.py), to explain why a stage would run (tasks/runs/plan.py) and to recover from a kill.
+runs (tasks/lifecycle/reuse.py), to explain why a stage would run (tasks/lifecycle/plan.py) and to recover from a kill.
 """
 
 import hashlib

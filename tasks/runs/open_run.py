@@ -3,13 +3,15 @@
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.config.paths import ROOT
+from tasks.config.paths import MODEL, ROOT
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version
 from tasks.runs import dvc, records
 from tasks.runs.commits import find_commit, get_commit, git
 from tasks.runs.dvc_lock import outs, read_lock
 from tasks.runs.workspace import Workspace, check_out_results
+from tasks.system.files import sha256
+from tasks.tracking.model_names import registered_version
+from tasks.tracking.registry import Registry, Version
 
 OPENED = ROOT / ".scratch" / "open"
 
@@ -61,3 +63,19 @@ def _fetch_missing(workspace: Workspace, name: str) -> None:
 def _missing(root: Path) -> list[str]:
     paths = [path for entry in read_lock(root).values() for path in outs(entry)]
     return [path for path in paths if not (root / path).exists()]
+
+
+def weights_of(models: Registry, version: Version) -> Path:
+    """The folder with a version's weights. Where the registry does not store them, the files of its run are opened."""
+    folder = models.fetch(version, "model")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    run = version.tags.get("run", "")
+    if run and find_commit(run):
+        opened = open_run(run) / MODEL
+        if any(opened.glob("*.safetensors")) and sha256(opened / "manifest.json") == models.digest(version):
+            return opened
+    raise UserError(
+        f"the weights of version {version.number} of {models.name} are neither in the registry nor in DVC's cache. "
+        f"`dpo open {run}`, then `dvc repro export` in that folder, computes them again."
+    )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tasks.config.paths import RAW, SAMPLE
 from tasks.errors import UserError
-from tasks.release.model_names import registered_version
 from tasks.runs import commits, dvc, dvc_lock
 from tasks.system.files import read_json
+from tasks.tracking.model_names import registered_version
 
 PAIRS = "pairs.jsonl"  # in data/sample
 

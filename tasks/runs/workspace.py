@@ -1,30 +1,18 @@
-"""The workspace of a run: a git worktree of its own, or the checkout itself for `dpo run` on params.yaml as it is.
-
-A worktree is made from a snapshot commit (uncommitted changes included, the branch untouched) and shares the
-checkout's DVC cache. A finished run is the commit `runs/<name>`, its artifacts are in the cache, and its worktree is
-removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo resume NAME` continues there.
-"""
+"""The workspace of a run, in which its stages execute: a git worktree, or the checkout itself."""
 
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import run
-from typing import Any
-
-import yaml
 
 from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
-from tasks.runs import commits, crash_recovery, dvc, dvc_lock, records, reuse, run_config
+from tasks.runs import dvc, dvc_lock, records
 from tasks.runs.commits import git
-from tasks.runs.records import RunRecord
-from tasks.runs.run_config import ConfigFiles
-from tasks.system.files import write_text
-from tasks.system.lock import TOKEN, exclusive, hold_workspace
+from tasks.system.lock import TOKEN, exclusive
 
 
 @dataclass(frozen=True)
@@ -76,116 +64,6 @@ def ray_kept(workspace: Workspace, stale: Collection[str]) -> Iterator[Workspace
     stages = workspace.stages()
     with kept_ray.keep_if_needed(workspace.root, workspace.environment(), stale, stages) as session:
         yield replace(workspace, ray_session=session)
-
-
-def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) -> RunRecord:
-    """The record of a new run, or of this flow run if Prefect retries it. Creates nothing else yet."""
-    with worktrees_lock():
-        existing = records.read_record(name)
-        if existing and flow_run in existing.flow_runs:
-            return existing
-        _check_name(name)
-        if not worktree:
-            return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
-        record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
-        return records.mark_running(record, flow_run)
-
-
-def change_configuration(record: RunRecord, overrides: dict[str, Any]) -> RunRecord:
-    """Give a run that is about to be resumed other values; its worktree and its commit record them."""
-    root = Path(record.root)
-    if not record.has_worktree:
-        raise UserError(f"The run {record.name} worked in the checkout. Edit params.yaml, then `dpo run`.")
-    if not (record.made and _is_worktree(root)):
-        record = _create_worktree(record)
-    with hold_workspace(root):
-        files = run_config.changed_on_resume(root, overrides)
-        _write_files(root, files)
-    return record.write(files=record.files | files)
-
-
-def _write_files(root: Path, files: ConfigFiles) -> None:
-    for path, content in files.items():
-        write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-
-
-def _check_name(name: str) -> None:
-    invalid = run(["git", "check-ref-format", "--branch", f"runs/{name}"], capture_output=True).returncode
-    if invalid or "/" in name or name.startswith((".", "-")):
-        raise UserError(f"A run cannot be named '{name}'. Use letters, digits, dots and dashes.")
-    if (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or commits.find_commit(name):
-        record = records.read_record(name)
-        resume = f"continue it with `dpo resume {name}`, " if record and record.state != records.FINISHED else ""
-        raise UserError(
-            f"There is a run named '{name}' already. Choose another name, {resume}or look at it with `dpo runs`."
-        )
-
-
-@contextmanager
-def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
-    """Lock the workspace of a run, and create its worktree if needed; at the end, record the run's state."""
-    root = Path(record.root)
-    if record.has_worktree and not (record.made and _is_worktree(root)):
-        record = _create_worktree(record)
-    with hold_workspace(root) as token:
-        workspace, record = Workspace(root, record.name, token), records.mark_running(record, flow_run)
-        for sentence in crash_recovery.repair(root):
-            print(f"{record.name}: {sentence}", flush=True)
-        if not record.has_worktree:
-            _reuse_worktree_results(workspace)
-        state = records.STOPPED  # by Ctrl-C, by Prefect, or by a signal
-        try:
-            yield workspace
-            if record.has_worktree:
-                commits.commit_run(root, record.name)
-            else:
-                with suppress(UserError):  # a checkout without any commit works too
-                    commits.commit_checkout_run(record.name)
-            records.keep_results(record)
-            state = records.FINISHED
-        except Exception:
-            state = records.FAILED
-            raise
-        finally:
-            crash_recovery.repair(root)  # Ctrl-C kills DVC, which leaves its lock
-            record.write(state=state, until=records.timestamp())
-
-
-def close_workspace(workspace: Workspace) -> Path:
-    """Remove a finished run's worktree; the folder that has its small results from now on."""
-    if not workspace.is_worktree:
-        return ROOT
-    with hold_workspace(workspace.root), worktrees_lock():  # a process that works there keeps it
-        remove_worktree(workspace.root)
-    return records.find_run(workspace.run_name).results()
-
-
-def _create_worktree(record: RunRecord) -> RunRecord:
-    root = Path(record.root)
-    with worktrees_lock():
-        if root.exists():
-            remove_worktree(root)
-        git(ROOT, "worktree", "prune")
-        git(ROOT, "worktree", "add", "--force", "--force", "--detach", str(root), record.commit)
-    _write_files(root, record.files)
-    crash_recovery.repair(root)  # the checkout's dvc.lock came along, damaged or not
-    reuse.fill_lock(root)
-    check_out_results(Workspace(root, record.name), "reflink,hardlink,copy")
-    return record.write(made=True)
-
-
-def _reuse_worktree_results(checkout: Workspace) -> None:
-    """Check out results of runs in worktrees, so that the checkout does not compute them again."""
-    with suppress(UserError):  # without a commit, or with files that DVC would not overwrite, DVC runs the stages
-        if stages := reuse.fill_lock(checkout.root):
-            checkout.dvc("checkout", "--allow-missing", "--quiet", *stages)
-
-
-def _is_worktree(root: Path) -> bool:
-    """Whether git still knows the folder: a kill may have left git's notes of it missing or incomplete."""
-    command = ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"]
-    process = run(command, cwd=root, capture_output=True, text=True) if root.exists() else None
-    return process is not None and process.returncode == 0 and Path(process.stdout.splitlines()[0]) == root.resolve()
 
 
 def remove_worktree(root: Path) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.redact import redacted
 from tasks.system.files import recall
-from tasks.system.redact import redacted
 
 FLOW = "flow"  # the journal of the pipeline run itself
 

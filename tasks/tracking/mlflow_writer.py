@@ -16,9 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tasks.redact import redact
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.lock import file_lock
-from tasks.system.redact import redact
 from tasks.tracking.experiment import experiment
 from tasks.tracking.journal import FLOW, flatten, read_lines
 from tasks.tracking.mlflow_client import CONFIGURATION, without_retries

@@ -19,12 +19,12 @@ import yaml
 
 from tasks.config.cluster import resolve
 from tasks.config.paths import METRICS, PAIRS, RAW, home
+from tasks.redact import redact, redacted
 from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import this_process
 from tasks.system.progress import notify
-from tasks.system.redact import redact, redacted
 from tasks.tracking.journal import FLOW, Run, flatten, last_steps, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
 from tasks.tracking.results import commit, curves, datasets, evaluation, lineage

@@ -20,10 +20,10 @@ from typing import Any
 from tasks.config.params import Cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json
 from tasks.system.lock import file_lock
-from tasks.system.redact import redact
 from tasks.tracking import artifact_store
 from tasks.tracking.lease import Turn, turn
 from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in, without_retries

@@ -14,14 +14,12 @@ from typing import Any
 
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
-from tasks.errors import UserError
-from tasks.feedback.journal import feedback_folder
+from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
-from tasks.system.redact import redact
-from tasks.tracking import traces, wandb_mirror
+from tasks.tracking import wandb_mirror
 from tasks.tracking.journal import read_lines, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
 from tasks.tracking.mlflow_writer import record, store
@@ -180,8 +178,8 @@ def _held(folder: Path) -> bool:
         return not acquired
 
 
-def sync() -> None:
-    """`dpo sync`"""
+def sync() -> bool:
+    """Send what any run still has to send, for `dpo sync`; returns whether everything was sent."""
     limit_waiting()
     runs = home() / load_cluster().logging_dir
     done, failed = send_all(runs)
@@ -190,24 +188,11 @@ def sync() -> None:
         print(f"note: another process is sending {folder.name}")
     for name, reason in failed.items():
         print(f"error: MLflow still refuses {name}: {reason} Start it (`dpo up`), then `dpo sync`.")
-    feedback_sent = _sync_feedback()
     not_mirrored = wandb_mirror.send_left(runs)
     if not_mirrored:
         names = ", ".join(not_mirrored)
         print(f"error: {names} did not reach Weights & Biases, for the reason above; `dpo sync` tries again.")
-    if failed or not_mirrored or not feedback_sent:
-        sys.exit(1)
-
-
-def _sync_feedback() -> bool:
-    """Send what servers could not send of people's feedback; returns whether MLflow took it."""
-    try:
-        if sent_events := traces.send(feedback_folder(), load_cluster()):
-            print(f"sent {sent_events} answers and feedback")
-    except UserError as error:
-        print(f"error: {error}")
-        return False
-    return True
+    return not failed and not not_mirrored
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
 from tasks.trainer import continuation
 from tasks.trainer.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
-from training.objectives import batches
+from training.rows import batches
 from training.trainer import checkpoint_files
 from training.trainer.settings import Settings
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from services.arena.answers import ModelAnswers, Prompt, Side, sides
 from tasks.errors import UserError
 from tasks.feedback.agreement import agreement
-from tasks.feedback.answers import ModelAnswers, Prompt, Side, erase, sides
+from tasks.feedback.answer_cache import erase
 from tasks.feedback.events import Answer
 from tests.support.arena import FixedAnswers, Rater, arena, questions, stored, votes
 

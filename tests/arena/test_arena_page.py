@@ -13,7 +13,7 @@ import pytest
 
 from services.background import free_port, is_healthy
 from tasks.config.cluster import load_cluster
-from tasks.tracking import traces
+from tasks.feedback import traces
 from tests.support.arena import TOKEN, FixedAnswers, arena, questions, votes
 from tests.support.browser import Page, browser, chromium
 from tests.support.workspaces import PROJECT, make_workspace, wait_for

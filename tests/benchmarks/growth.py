@@ -24,8 +24,8 @@ from tests.benchmarks.job import Job, run
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import make_pairs, write_pairs
 from training.models import tiny
-from training.objectives import batches
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.pair import Pair
 
 Curve = Mapping[int, float]
 ROWS = (1_000, 10_000, 100_000)

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, hybrid_config, make_pairs
-from training.objectives.batches import rank_rows_of_all
-from training.objectives.packing import PackedRow, build_row
-from training.objectives.pair_columns import columns_of
+from training.rows.batches import rank_rows_of_all
+from training.rows.packing import PackedRow, build_row
+from training.rows.pair_columns import columns_of
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, row_logps
 from training.scoring.parity import make_scorer

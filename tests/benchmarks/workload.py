@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, Qwen2Config, Qwen3NextConfig
 
 from training.models.dtypes import DTYPES
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 # Qwen2.5's own values; `tiny` is for trying the scripts out on a CPU.
 SHAPES = {

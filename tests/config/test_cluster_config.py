@@ -106,10 +106,11 @@ def test_overrides_reach_worker_groups_and_nothing_that_the_operator_decides(roo
 
 WORKTREE = """
 import subprocess, sys
-from tasks.runs import run_config, workspace
+from tasks.runs import run_config
+from tasks.lifecycle import run_workspace
 files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9})
-record = workspace.new_record("zero3", files, worktree=True, flow_run="1")
-with workspace.open_workspace(record, "1") as run:
+record = run_workspace.new_record("zero3", files, worktree=True, flow_run="1")
+with run_workspace.open_workspace(record, "1") as run:
     command = [sys.executable, "-m", "tasks.dummy", "cluster"]
     sys.exit(subprocess.run(command, cwd=run.root, env=run.environment()).returncode)
 """

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tasks import redact
 from tasks.config.params import Params, load_cluster, load_params, read_yaml
 from tasks.doctor.report import Report
-from tasks.system import redact
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
 from tests.support.workspaces import PROJECT, make_workspace

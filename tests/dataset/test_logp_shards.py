@@ -13,7 +13,7 @@ from tasks.dataset.pairs import PAIR_SCHEMA, pairs_file, read_rows
 from tasks.errors import UserError
 from tasks.reference import Progress, ReferenceScorer, _compute, _missing_shards
 from tasks.system.progress import Bar
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAIR = Pair("a", [1, 2], [3], [4, 5], [1], [1, 1])

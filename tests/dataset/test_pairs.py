@@ -12,9 +12,9 @@ import pytest
 from tasks.dataset import shards
 from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, PairTable, open_table
 from tasks.errors import UserError
-from training.objectives.batches import pair_costs
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import columns_of, longest, shortest
+from training.rows.batches import pair_costs
+from training.rows.pair import Pair
+from training.rows.pair_columns import columns_of, longest, shortest
 
 SOURCES = ("web", "people")
 

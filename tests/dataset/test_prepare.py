@@ -23,7 +23,7 @@ from tests.support.workspaces import make_workspace, write_cluster, write_data
 from training.models.loading import load_model
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
+from training.rows.packing import build_row
 from training.scoring.logps import row_logps
 from training.scoring.parity import make_scorer
 

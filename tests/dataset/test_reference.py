@@ -20,10 +20,10 @@ from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.runs import dvc
 from tests.support.workspaces import refusal, run, start, wait_for, workers, write_cluster
-from training.distributed import sharded_model
 from training.distributed.process_group import join_process_group
 from training.models.loading import load_model
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
+from training.scoring import sharded_model
 from training.scoring.logps import score_pairs, score_rank_share
 from training.scoring.parity import make_scorer, select_scoring_path
 from training.trainer.engine import local_shard

@@ -13,7 +13,7 @@ from transformers import MixtralConfig
 
 from tests.support.workspaces import make_workspace, run, write_cluster
 from tests.trainer.test_engine import AOT, HEADS, LORA, SHAPE, make_model, make_pairs, run_ranks, save, settings
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 pytestmark = pytest.mark.slow
 KTO = ({"kto": 1.0}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75})

@@ -18,11 +18,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
 from tasks.tracking.journal import read_lines
 from tests.support.workspaces import run, start, workers, write_cluster
-from training.distributed import sharded_model
 from training.exporting import merging
 from training.models import adapters
 from training.models.loading import load_model
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
+from training.scoring import sharded_model
 from training.trainer.engine import local_shard
 
 HOW = Sampling(max_new_tokens=3, temperature=1.0, top_p=1.0, seed=0)

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from tests.distributed.test_sequence_parallel import GROUPED, difference, make_pairs, results
-from training.distributed.split_model import check_split, make_probe, probe_logps
 from training.distributed.tensor_parallel import (
     TensorGroup,
     split_dim,
@@ -36,9 +35,10 @@ from training.distributed.tensor_parallel import (
     whole,
 )
 from training.models import adapters
-from training.objectives.packing import build_row
+from training.rows.packing import build_row
 from training.scoring import parity
 from training.scoring.logps import Scorer
+from training.scoring.split_model import check_split, make_probe, probe_logps
 
 CPU = torch.device("cpu")
 CONFIGS = {

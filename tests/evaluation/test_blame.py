@@ -16,10 +16,10 @@ from tasks.evaluation import blame
 from tests.support.workspaces import make_workspace, refusal, run, write_data
 from training.models import adapters
 from training.models.loading import load_model
-from training.objectives import batches
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
+from training.rows import batches
+from training.rows.packing import build_row
 from training.scoring.logps import row_logps
 from training.scoring.parity import make_scorer
 

@@ -16,7 +16,7 @@ from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool
 from training.evaluation.pair_scores import pair_values, score_rows, stored_pair_values
 from training.evaluation.samples import PairValues
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.scoring.logps import plain_logps
 from training.scoring.parity import scoring
 

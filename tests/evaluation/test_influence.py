@@ -10,7 +10,7 @@ from training.models.adapters import load_adapter
 from training.models.loading import load_model
 from training.models.tokenizer import load_tokenizer
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.scoring.parity import make_scorer
 
 CPU = torch.device("cpu")

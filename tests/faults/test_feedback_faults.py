@@ -15,10 +15,10 @@ import pytest
 
 from services.background import free_port, is_healthy
 from tasks.config.cluster import load_cluster
+from tasks.feedback import traces
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
-from tasks.tracking import traces
 from tests.support.feedback import answer, feedback, vote
 from tests.support.workspaces import PROJECT, wait_for
 

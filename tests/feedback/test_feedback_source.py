@@ -13,9 +13,9 @@ from tasks.config.params import load_params
 from tasks.dataset.pairs import pairs_file, read_rows
 from tasks.dataset.reading.fetch import fetch
 from tasks.errors import UserError
+from tasks.feedback import traces
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal, feedback_folder
-from tasks.tracking import traces, uploader
 from tasks.watch import content_ids
 from tests.support.feedback import answer, feedback, vote
 from tests.support.workspaces import make_workspace, refusal, run
@@ -49,7 +49,7 @@ def test_feedback_becomes_pairs_and_only_new_rows_count_as_new(workspace: Path, 
     journal = FeedbackJournal()
     for event in collected():
         journal.append(event)
-    uploader.sync()
+    assert traces.sync()
     assert "sent 152 answers and feedback" in capsys.readouterr().out
 
     run(workspace, "source", "prepare")

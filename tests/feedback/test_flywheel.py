@@ -6,10 +6,10 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from services import flywheel
+from services.arena.answers import Prompt
 from services.arena.app import create_app, create_router
 from services.flywheel import User
 from tasks.dataset import demo
-from tasks.feedback.answers import Prompt
 from tasks.feedback.events import Answer
 from tasks.feedback.journal import FeedbackJournal, read_events
 from tasks.reports import flywheel_report

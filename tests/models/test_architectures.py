@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.models.adapters import write_config
 from training.models.loading import disable_dropout, dropout_attributes, load_model
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring import parity
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, length_batches, plain_logps, row_logps

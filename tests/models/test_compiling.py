@@ -13,7 +13,7 @@ from tests.benchmarks.workload import make_pairs
 from tests.support.settings import make_settings
 from training.models.compiling import compile_layers
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
+from training.rows.packing import build_row
 from training.scoring.logps import row_logps, score_pairs
 from training.scoring.parity import make_scorer
 from training.trainer.policy import build_policy

@@ -9,8 +9,8 @@ from tests.support.settings import make_settings
 from training.models.dtypes import DTYPES
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring.parity import make_scorer
 from training.trainer.policy import build_policy
 

@@ -11,10 +11,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from tests.trainer.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
-from training.objectives import batches
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, build_row
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.packing import PackedRow, build_row
+from training.rows.pair import Pair
 from training.scoring.logps import Scorer, row_logps
 from training.scoring.parity import make_scorer
 

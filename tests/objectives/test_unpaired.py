@@ -12,9 +12,9 @@ from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective, start_value
 from training.objectives.options import check
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import OneAnswer, columns_of
+from training.rows.packing import build_row
+from training.rows.pair import Pair
+from training.rows.pair_columns import OneAnswer, columns_of
 from training.scoring.logps import TokenLogps
 
 KTO = Objective({"kto": 1.0}, {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5})

@@ -15,6 +15,7 @@ from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
 from tasks.evaluation.compare import compare, find_model, print_comparison, read_results
 from tasks.promote import promote
+from tasks.redact import redact
 from tasks.release import outbox, verify
 from tasks.release.champion import approve, rollback
 from tasks.release.gate import gate, regressions
@@ -23,7 +24,6 @@ from tasks.reports.headline import decision_of, describe_decision
 from tasks.system import signing
 from tasks.system.files import hash_files, read_json, sha256, write_json
 from tasks.system.processes import boot_id
-from tasks.system.redact import redact
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
 from tasks.tracking.registry import Registry, registry, run_id

@@ -24,12 +24,13 @@ pytestmark = pytest.mark.slow
 # A run without Prefect; the first call fails after its stages, the next one continues it.
 RUN = """
 import sys
-from tasks.runs import records, workspace
+from tasks.runs import records
+from tasks.lifecycle import run_workspace
 from tasks.errors import UserError
 name, fails = sys.argv[1], sys.argv[2] == "fails"
-record = records.read_record(name) or workspace.new_record(name, {}, worktree=True, flow_run=name)
+record = records.read_record(name) or run_workspace.new_record(name, {}, worktree=True, flow_run=name)
 try:
-    with workspace.open_workspace(record, name) as run:
+    with run_workspace.open_workspace(record, name) as run:
         run.dvc("repro", "prepare")
         if fails:
             raise UserError("stopped")
@@ -37,7 +38,7 @@ except UserError:
     if not fails:
         raise
 else:
-    workspace.close_workspace(run)
+    run_workspace.close_workspace(run)
 """
 
 

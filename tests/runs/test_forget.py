@@ -39,16 +39,17 @@ import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
 from tasks.config.params import load_cluster
-from tasks.runs import run_config, workspace
+from tasks.runs import run_config
+from tasks.lifecycle import run_workspace
 from tasks.system.files import write_json
 from tasks.tracking.registry import Moves, registry
 from tasks.tracking.mlflow_client import absolute_uri
 name, before = sys.argv[1], sys.argv[2:]
 files = run_config.changed_files(None, {"train.beta": 0.2 + len(name) / 100})
-record = workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
-with workspace.open_workspace(record, f"flow-{name}") as run:
+record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
+with run_workspace.open_workspace(record, f"flow-{name}") as run:
     run.dvc("repro", "export")
-workspace.close_workspace(run)
+run_workspace.close_workspace(run)
 client = MlflowClient(absolute_uri(load_cluster().tracking_uri))
 if not client.search_registered_models():
     client.create_registered_model("dpo-demo")

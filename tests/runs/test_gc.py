@@ -18,21 +18,22 @@ Env = dict[str, str]
 MAKE = """
 import sys, time
 from pathlib import Path
-from tasks.runs import run_config, workspace
+from tasks.runs import run_config
+from tasks.lifecycle import run_workspace
 from tasks.errors import UserError
 for number, name in enumerate(sys.argv[1:]):
     changes = {"train.beta": 0.2 + number / 10, "export.max_shard_size": f"{number + 1}GB"}
     files = run_config.changed_files(None, changes)
-    record = workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
+    record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
     try:
-        with workspace.open_workspace(record, f"flow-{name}") as run:
+        with run_workspace.open_workspace(record, f"flow-{name}") as run:
             run.dvc("repro", "export")
             (run.run_folder / "addresses").write_text(f"train/{name}\\nreference/{name}\\n")
             if name == "broken":
                 raise UserError("broken")
     except UserError:
         continue
-    workspace.close_workspace(run)
+    run_workspace.close_workspace(run)
     time.sleep(1.1)  # since is in seconds
 """
 # What promote does, without a model: a version for each of these runs; `champ` is champion, the gate refused `new`.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from training.objectives.packing import PackedRow, build_row
-from training.objectives.pair import Pair
+from training.rows.packing import PackedRow, build_row
+from training.rows.pair import Pair
 from training.scoring import attention
 from training.scoring.attention import attend, attention_inputs, blocks, kernel_calls, row_mask
 

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from training.models import adapters
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring import head
 from training.scoring.logps import plain_logps, row_logps, score_pairs
 from training.scoring.parity import make_scorer

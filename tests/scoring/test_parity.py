@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.objectives.test_losses import START
 from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.scoring.logps import score_pairs
 from training.scoring.parity import make_scorer
 from training.trainer.settings import ReferenceMismatch

@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SMALL, make_pair
 from training.models import adapters
 from training.models.compiling import compile_layers
-from training.objectives.packing import build_row
+from training.rows.packing import build_row
 from training.scoring import parity, recurrent
 from training.scoring.logps import Scorer, plain_logps, row_logps
 

@@ -18,9 +18,9 @@ from services.serving.requests import ChatRequest
 from services.serving.tokens import RateLimit, Tokens
 from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
+from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
-from tasks.tracking import traces
 from tests.support.workspaces import write_cluster
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import uvicorn
 
+from services.arena.answers import AnswerSource, Prompt, stable_id
 from services.arena.app import create_app, create_router
 from services.background import free_port
-from tasks.feedback.answers import AnswerSource, Prompt, stable_id
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import FeedbackJournal, read_events
 from tests.support.workspaces import wait_for

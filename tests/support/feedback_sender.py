@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from tasks.config.cluster import load_cluster
-from tasks.tracking import traces
+from tasks.feedback import traces
 
 cluster = load_cluster().model_copy(update={"tracking_uri": sys.argv[2]})
 traces.follow(Path(sys.argv[1]), cluster, threading.Event())

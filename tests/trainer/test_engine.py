@@ -27,11 +27,11 @@ from transformers import (
 from tests.models.test_architectures import LINEAR
 from tests.support.settings import make_settings
 from training.models.loading import load_model
-from training.objectives import batches
 from training.objectives.global_batch import GlobalBatch, calibrate
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.pair import Pair
 from training.scoring.logps import plain_logps
 from training.trainer import loop
 from training.trainer.engine import count_nonzero, deepspeed_config

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.test_engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 pytestmark = pytest.mark.slow
 # 2**21 overflows in this model. Saved in the middle: a lost state of the scaler would skip steps again.

@@ -34,8 +34,8 @@ from training.models.loading import load_model
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring import attention, head
 from training.scoring.logps import LOGP_TOLERANCE
 from training.scoring.parity import make_scorer, scoring

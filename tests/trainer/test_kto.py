@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.test_engine import BATCH, CPU, RATE, make_model, make_pairs, run_ranks, settings
 from training.evaluation.held_out import evaluate_pairs
 from training.models.loading import load_model
-from training.objectives import batches
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring.logps import plain_logps
 from training.scoring.parity import make_scorer
 

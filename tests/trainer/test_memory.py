@@ -14,7 +14,7 @@ from tests.support.settings import make_settings
 from tests.support.workspaces import demo_params
 from training.distributed.tensor_parallel import TensorGroup, split_layers
 from training.models import adapters
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.scoring.logps import Scorer
 from training.trainer import memory
 from training.trainer.settings import Settings

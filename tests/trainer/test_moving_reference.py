@@ -11,9 +11,9 @@ import torch
 from tests.trainer.test_engine import BATCH, CPU, LORA, RATE, batch_pairs, make_model, make_pairs, run_ranks, settings
 from training.models import adapters
 from training.models.loading import load_model
-from training.objectives import batches
 from training.objectives.objective import Objective
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.pair import Pair
 from training.scoring.logps import plain_logps
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from tasks.errors import UserError
 from tasks.sft import with_sft_as_train
 from tasks.trainer.driver import name_keys
 from tests.support.workspaces import GROUPS, NO_JUDGE, PROJECT, SMALL, make_workspace, refusal, run, write_data
-from training.objectives.pair_columns import columns_of
+from training.rows.pair_columns import columns_of
 
 SETTINGS = {"learning_rate": 3.0e-3, "epochs": 2, "global_batch_size": 8, "logging_steps": 2}
 QUESTION = {"role": "user", "content": "Where is it?"}

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from training.models.adapters import add_adapter
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair
+from training.rows.packing import build_row
+from training.rows.pair import Pair
 from training.scoring.logps import row_logps
 from training.scoring.parity import make_scorer
 from training.trainer import speed

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.data_parallel import data_rank
-from training.objectives import batches, global_batch
+from training.objectives import global_batch
 from training.objectives.metrics import MetricWindow, combine_kinds, kind_of, row_loss
 from training.objectives.objective import Objective
-from training.objectives.packing import PackedRow, build_row
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import PairColumns, columns_of
+from training.rows import batches
+from training.rows.packing import PackedRow, build_row
+from training.rows.pair import Pair
+from training.rows.pair_columns import PairColumns, columns_of
 
 HeldOut = Mapping[str, Sequence[Pair]]  # held-out pairs by their source
 

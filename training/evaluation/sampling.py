@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
-from training.distributed.sharded_model import is_sharded
 from training.evaluation.samples import Answer, end_token_ids, make_answer, prompt_digest
+from training.scoring.sharded_model import is_sharded
 
 # A model's generation config may set other values without notice: Qwen's has a repetition penalty.
 GENERATION_DEFAULTS = {

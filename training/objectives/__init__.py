@@ -1,1 +1,1 @@
-"""Preference losses and their options, packed rows, and metrics: pure functions of tensors."""
+"""Preference losses and their options, the objective over the global batch, and metrics: pure functions of tensors."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.objectives.packing import CHOSEN, REJECTED, build_row
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import longest, shortest
+from training.rows.packing import CHOSEN, REJECTED, build_row
+from training.rows.pair import Pair
+from training.rows.pair_columns import longest, shortest
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, logp_tolerance, pairs_plain_logps, rounding_noise, row_logps
 from training.scoring.recurrent import follow_segments, recurrent_layers

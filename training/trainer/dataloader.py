@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from training.objectives import batches
-from training.objectives.packing import PackedRow, build_row
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import OneAnswer, columns_of
+from training.rows import batches
+from training.rows.packing import PackedRow, build_row
+from training.rows.pair import Pair
+from training.rows.pair_columns import OneAnswer, columns_of
 
 
 @dataclass(frozen=True)

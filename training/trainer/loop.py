@@ -20,8 +20,8 @@ from training.distributed.sequence_parallel import start_sequence_groups
 from training.distributed.tensor_parallel import start_tensor_groups
 from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
-from training.objectives import batches
-from training.objectives.pair import Pair
+from training.rows import batches
+from training.rows.pair import Pair
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
 from training.trainer.dataloader import StepBatch, StepLoader

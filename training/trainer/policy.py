@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from training.distributed.sequence_parallel import sequence_group
-from training.distributed.sharded_model import gather_convolutions, sharded_loading
-from training.distributed.split_model import check_split, load_split, make_probe
 from training.distributed.tensor_parallel import TensorGroup, tensor_group
 from training.models import adapters, weights
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.scoring.attention import LONG_ATTENTION
 from training.scoring.logps import Scorer
 from training.scoring.parity import select_scoring_path, share_tokens
 from training.scoring.recompute import recompute_layers, tile_mlps
+from training.scoring.sharded_model import gather_convolutions, sharded_loading
+from training.scoring.split_model import check_split, load_split, make_probe
 from training.trainer import engine
 from training.trainer.settings import Settings
 from training.trainer.start_checks import check_determinism

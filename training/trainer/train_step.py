@@ -8,7 +8,7 @@ from torch import Tensor
 
 from training.objectives import global_batch
 from training.objectives.metrics import MetricWindow, row_loss
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 from training.trainer import engine
 from training.trainer.dataloader import StepBatch
 from training.trainer.guards import Alarms, BestPolicy, SkippedSteps, nonfinite_pairs

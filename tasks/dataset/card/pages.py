@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tasks.dataset.card.histograms import lengths_figure, sources_figure
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS
-from tasks.reports.markup import templates
+from tasks.system.markup import templates
 
 
 class Table(NamedTuple):

@@ -18,7 +18,7 @@ from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
 from tasks.dataset.rows.votes import count_values, evident_votes, vote_columns, winner_column
 from tasks.errors import UserError
-from tasks.reports.markup import printable
+from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 SAMPLE = 200  # rows to try a shape on

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import TensorGroup, split_layers
-from training.objectives.pair import Pair
-from training.objectives.pair_columns import shortest
+from training.rows.pair import Pair
+from training.rows.pair_columns import shortest
 from training.scoring.logps import Scorer, logp_tolerance, plain_logps, rounding_noise
 from training.scoring.parity import shorten
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from training.objectives.pair import Pair, pack
-from training.objectives.pair_columns import columns_of
+from training.rows.pair import Pair, pack
+from training.rows.pair_columns import columns_of
 
 if TYPE_CHECKING:
     from torch import Tensor

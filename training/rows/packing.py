@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 PROMPT, CHOSEN, REJECTED = 0, 1, 2  # PROMPT includes the shared prefix
 

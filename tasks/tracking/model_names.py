@@ -6,13 +6,11 @@ params.yaml; MODEL alone is its champion.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tasks.config.params import RECIPES, Promote, load_cluster, load_params, read_recipe
-from tasks.config.paths import MODEL, home
-from tasks.errors import UserError
-from tasks.system.files import recall, sha256
+from tasks.config.paths import home
+from tasks.system.files import recall
 from tasks.tracking.registry import NotRegistered, Registry, Version, is_registered, registry
 
 
@@ -68,22 +66,3 @@ def _resolve(name: str) -> tuple[Promote, str]:
 
 def _find(models: Registry, name: str) -> Version | None:
     return models.version(name) if name.isdecimal() else models.at(name) or models.of_run(name)
-
-
-def weights_of(models: Registry, version: Version) -> Path:
-    """The folder with a version's weights. Where the registry does not store them, the files of its run are opened."""
-    folder = models.fetch(version, "model")
-    if any(folder.glob("*.safetensors")):
-        return folder
-    from tasks.runs import commits  # git and DVC: only where they are needed
-    from tasks.runs.open_run import open_run
-
-    run = version.tags.get("run", "")
-    if run and commits.find_commit(run):
-        opened = open_run(run) / MODEL
-        if any(opened.glob("*.safetensors")) and sha256(opened / "manifest.json") == models.digest(version):
-            return opened
-    raise UserError(
-        f"the weights of version {version.number} of {models.name} are neither in the registry nor in DVC's cache. "
-        f"`dpo open {run}`, then `dvc repro export` in that folder, computes them again."
-    )

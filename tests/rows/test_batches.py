@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from training.objectives.batches import learning_rate, pair_costs, rank_rows, step_pairs, total_steps
-from training.objectives.pair import Pair
+from training.rows.batches import learning_rate, pair_costs, rank_rows, step_pairs, total_steps
+from training.rows.pair import Pair
 
 
 def test_an_epoch_sees_every_pair_once_and_the_next_in_another_order():

@@ -13,20 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback, check, from_json, to_json
 from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events
+from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import recall, write_json
 from tasks.system.lock import file_lock
-from tasks.system.redact import redact
 from tasks.tracking.experiment import make_experiment
 from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in
-
-if TYPE_CHECKING:
-    from tasks.config.cluster import Cluster
 
 PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
@@ -45,7 +43,7 @@ def experiment_name(model: str) -> str:
     return PREFIX + model
 
 
-def follow(folder: Path, cluster: "Cluster", stop: threading.Event) -> None:
+def follow(folder: Path, cluster: Cluster, stop: threading.Event) -> None:
     """For a thread of a server: send what comes until `stop` is set; never raises."""
     pause, last = FIRST_PAUSE, ""
     while not stop.is_set():
@@ -60,7 +58,7 @@ def follow(folder: Path, cluster: "Cluster", stop: threading.Event) -> None:
         stop.wait(pause)
 
 
-def send(folder: Path, cluster: "Cluster") -> int:
+def send(folder: Path, cluster: Cluster) -> int:
     """Send the journal's new events to MLflow; returns how many. Only one process sends at a time."""
     total = 0
     if not folder.exists():
@@ -80,6 +78,17 @@ def send(folder: Path, cluster: "Cluster") -> int:
         if acquired:
             _remove_sent(folder)
     return total
+
+
+def sync() -> bool:
+    """Send what servers could not send, for `dpo sync`; returns whether MLflow took it."""
+    try:
+        if sent_events := send(feedback_folder(), load_cluster()):
+            print(f"sent {sent_events} answers and feedback")
+    except UserError as error:
+        print(f"error: {error}")
+        return False
+    return True
 
 
 def _waiting(folder: Path) -> list[Event]:
@@ -146,7 +155,7 @@ class _Store:
 
 
 @contextmanager
-def _store(cluster: "Cluster", user: str) -> Iterator[_Store]:
+def _store(cluster: Cluster, user: str) -> Iterator[_Store]:
     """A store that cannot be used is one sentence."""
     limit_waiting(MLFLOW_SEARCH_TRACES_MAX_BATCH_SIZE="100", MLFLOW_SEARCH_TRACES_MAX_THREADS=str(CONNECTIONS))
     from mlflow.exceptions import MlflowException
@@ -255,7 +264,7 @@ def _assessment(feedback: Feedback) -> Any:
     return made
 
 
-def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Iterator[Event]:
+def read(cluster: Cluster, experiment: str, missing_ok: bool = False) -> Iterator[Event]:
     """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
     with _store(cluster, "writer") if _store_exists(cluster) else nullcontext() as store:
         found = store.client.get_experiment_by_name(experiment) if store else None
@@ -273,13 +282,13 @@ def read(cluster: "Cluster", experiment: str, missing_ok: bool = False) -> Itera
     yield from feedback
 
 
-def _store_exists(cluster: "Cluster") -> bool:
+def _store_exists(cluster: Cluster) -> bool:
     """MLflow would make a missing SQLite file; whoever only reads leaves no store behind."""
     path = absolute_uri(cluster.tracking_uri).partition("sqlite:///")[2]
     return not path or Path(path).exists()
 
 
-def has_answer(cluster: "Cluster", answer: str) -> bool:
+def has_answer(cluster: Cluster, answer: str) -> bool:
     """Whether MLflow has the trace of an answer."""
     with _store(cluster, "writer") as store:
         return answer in _known(store, {answer})
@@ -326,7 +335,7 @@ def _experiments(store: _Store) -> list[Any]:
     return list(store.client.search_experiments(filter_string=f"name LIKE '{PREFIX}%'"))
 
 
-def erase(cluster: "Cluster", user: str, folder: Path | None = None) -> int:
+def erase(cluster: Cluster, user: str, folder: Path | None = None) -> int:
     """Delete a person's answers with all feedback on them, and the person's own feedback; returns how many events.
 
     The journals on disk come first, so that nothing is sent again.

@@ -1,7 +1,7 @@
 """Removes secrets from text: params, logs, tracking, tracebacks and pages pass through here.
 
 A secret is the password in an address, a token with a known format, the value after `password=` and similar names, and
-the value of any environment variable with such a name. `python -m tasks.system.redact` filters standard input.
+the value of any environment variable with such a name. `python -m tasks.redact` filters standard input.
 """
 
 import os

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from training.objectives.packing import build_row
-from training.objectives.pair import Pair, pack
+from training.rows.packing import build_row
+from training.rows.pair import Pair, pack
 from training.scoring.attention import row_mask
 
 

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from training.objectives.pair import Pair
+from training.rows.pair import Pair
 
 
 @dataclass(frozen=True)

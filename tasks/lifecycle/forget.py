@@ -23,12 +23,12 @@ from tasks.dataset.reading.fetch import data_sources, local_files
 from tasks.dataset.reading.origins import belongs_to, raw_rows
 from tasks.dataset.reading.readers import read_chunks, rows_in
 from tasks.errors import UserError
-from tasks.feedback import answers
+from tasks.feedback import answer_cache, traces
 from tasks.runs import commits, dvc, dvc_lock, gc, records
 from tasks.runs.commits import git
 from tasks.runs.retention import RegisteredVersion, Run, all_runs, registered_versions
 from tasks.system.files import recall, write_json
-from tasks.tracking import artifact_store, traces
+from tasks.tracking import artifact_store
 from tasks.tracking.mlflow_client import absolute_uri
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client
 
@@ -63,7 +63,7 @@ def forget(user: str, yes: bool) -> None:
     if not yes:
         print("Nothing is deleted yet: add --yes to erase the feedback, and these runs, data sets and versions.")
         return
-    events = traces.erase(cluster, user) + answers.erase(user)
+    events = traces.erase(cluster, user) + answer_cache.erase(user)
     print(f"deleted  {events} answers and votes")
     _delete(cluster, before)
     after = find(cluster, user)

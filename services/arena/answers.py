@@ -10,19 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
-from tasks.chat import model_folder
+from tasks.chat import load_chat_model, model_folder
 from tasks.config.params import load_params
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.feedback.answer_cache import cache_folder
 from tasks.feedback.events import Answer, Messages
-from tasks.release.model_names import registered_version
 from tasks.system.files import known_sha256, recall, write_json
-
-if TYPE_CHECKING:
-    from training.evaluation.chat import ChatModel
+from tasks.tracking.model_names import registered_version
 
 ARENA = "arena"  # the parameter that marks answers of an arena
 WEIGHTS = (".safetensors", ".json", ".jinja")  # files that determine an answer
@@ -50,18 +48,6 @@ class Side:
     model: str
     version: str = ""
     run: str = ""
-
-
-def cache_folder() -> Path:
-    return home() / ".scratch" / "arena"
-
-
-def erase(user: str) -> int:
-    """Delete the cached answers to a person's prompts; returns how many."""
-    theirs = [path for path in cache_folder().glob("*/*.json") if recall(path).get("user") == user]
-    for path in theirs:
-        path.unlink()
-    return len(theirs)
 
 
 def stable_id(*content: Any) -> str:
@@ -108,7 +94,7 @@ class ModelAnswers:
         self.sides = first, second
         self.cache = cache or cache_folder()
         self.hashes = {side.folder: _model_hash(side.folder) for side in self.sides}
-        self.models: dict[Path, ChatModel] = {}
+        self.models: dict[Path, Any] = {}
         self.computed = 0
 
     def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
@@ -130,11 +116,9 @@ class ModelAnswers:
         key = stable_id(self.hashes[side.folder], prompt.messages, side.sampling, prompt.user)
         return self.cache / key[:2] / f"{key}.json"
 
-    def _model(self, folder: Path) -> "ChatModel":
-        from training.evaluation.chat import ChatModel  # torch: only if an answer is missing
-
+    def _model(self, folder: Path) -> Any:
         if folder not in self.models:
-            self.models[folder] = ChatModel(folder)
+            self.models[folder] = load_chat_model(folder)
         return self.models[folder]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
-from tasks.runs import dvc, dvc_lock, reuse
+from tasks.lifecycle import reuse
+from tasks.runs import dvc, dvc_lock
 from tasks.runs.dvc_lock import Entry, StageInputs
 from tasks.runs.run_config import ConfigFiles
 
