@@ -1,1 +1,1 @@
-"""Files, locks, processes, progress, redaction and signatures on one machine."""
+"""Files, locks, processes, progress, templates and signatures on one machine."""

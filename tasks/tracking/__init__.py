@@ -1,1 +1,1 @@
-"""MLflow: journals that stages write, the process that sends them, and the registry."""
+"""MLflow: journals that stages write, the process that sends them, the registry and its names."""

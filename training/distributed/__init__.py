@@ -1,1 +1,1 @@
-"""Process groups, and models that the ranks of a group share."""
+"""Process groups, and rows or layers that the ranks of a group share."""
