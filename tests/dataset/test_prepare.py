@@ -89,7 +89,7 @@ def test_the_same_rows_give_the_same_bytes_for_any_number_of_processes(workspace
     monkeypatch.setattr("tasks.prepare.ROWS_PER_PROCESS", 1)
     write_data(Path("pairs.jsonl"), [*rows(200), {**ROW, "chosen": ""}, *rows(20)])
     made = []
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         write_cluster(workspace, {"prepare.num_workers": processes})
         go(source, prepare)
         made.append(hash_files(Path("data/pairs")) | hash_files(Path("data/card")))
@@ -105,7 +105,7 @@ def test_the_same_rows_give_the_same_bytes_for_any_number_of_processes(workspace
             "quarantine.jsonl",
         )
     }
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
     assert report()["left_out"] == {"empty_answer": 1, "duplicate": 20}
     assert [int(row["prompt"].split()[-1][:-1]) for row in read_rows(Path("data/pairs/train.arrow"))] == sorted(
         n for n in range(200) if f"Where is cup {n}?" in prompts("train")

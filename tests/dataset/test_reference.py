@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from tasks.dataset.pairs import check_inputs, read_rows
 from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.runs import dvc
-from tests.support.workspaces import refusal, run, start, wait_for, workers, write_cluster
+from tests.support.workspaces import refusal, run, shared_workers, start_shared, wait_for, write_cluster
 from training.distributed.process_group import join_process_group
 from training.models.loading import load_model
 from training.rows.pair import Pair
@@ -77,58 +76,41 @@ def test_a_damaged_object_of_the_dvc_cache_is_detected(tmp_path):
     assert dvc.damaged_objects(tmp_path) == [whole]
 
 
-def test_a_killed_run_computes_only_the_missing_shards(referenced, tmp_path):
-    prepared = Path(shutil.copytree(referenced, tmp_path / "killed"))
-    shutil.rmtree(prepared / "data/reference")
-    shutil.rmtree(prepared / ".scratch/reference")
-    process = start(prepared, "reference")
-    while len(shards(prepared)) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    time.sleep(3)  # the dead driver's actor has finished its writes
-    before = shards(prepared)
-    assert not (prepared / "data/reference").exists()
-    output = run(prepared, "reference")
-    after = shards(prepared)
-    assert {path: when for path, when in after.items() if path in before} == before
-    sides = [len(read_rows(prepared / f"data/pairs/{split}.arrow")) for split in ("train", "eval")]
-    assert len(after) == sum(math.ceil(pairs / 16) for pairs in sides) > len(before)
-    assert f"reference: {sum(len(read_rows(path)) for path in before)} of 120 pairs are cached" in output
-
-
-def test_values_do_not_depend_on_workers_or_row_length(referenced, tmp_path):
+def test_a_killed_stage_continues_as_a_group_that_loses_a_worker_and_gives_the_values_of_one_worker(
+    referenced, tmp_path
+):
+    """First two workers with a copy of the model each, with other rows and shards, then two that share a model."""
     other = Path(shutil.copytree(referenced, tmp_path / "other"))
+    shutil.rmtree(other / "data/reference")
     shutil.rmtree(other / ".scratch/reference")
-    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 7}
-    write_cluster(other, cluster)
-    run(other, "reference")
-    ours, theirs = values(referenced), values(other)
-    assert ours.keys() == theirs.keys()
-    for name, logps in ours.items():
-        assert logps == pytest.approx(theirs[name], abs=1e-4)
+    group = {"reference.num_workers": 2, "reference.row_tokens": 64}
+    write_cluster(other, {**group, "reference.shard_pairs": 2})
+    driver = start_shared(other, "reference")
+    wait_for(lambda: len(shards(other)) > 5 or driver.poll() is not None, 300, pause=0.01)
+    driver.kill()
+    assert driver.wait() == -signal.SIGKILL
+    wait_for(lambda: not shared_workers("ReferenceScorer"), 60)  # they have finished their writes
+    before = shards(other)
+    assert not (other / "data/reference").exists()
 
-
-def test_a_zero3_group_gives_the_same_values(referenced, tmp_path):
-    """Also if a worker is killed: the group restarts and repeats only its current shard."""
-    other = Path(shutil.copytree(referenced, tmp_path / "split"))
-    shutil.rmtree(other / ".scratch/reference")
-    cluster = {"reference.num_workers": 2, "reference.row_tokens": 64, "reference.shard_pairs": 16}
-    write_cluster(other, {**cluster, "reference.zero_stage": 3})
-    driver = start(other, "reference")
-    group = workers(driver, 2, "ReferenceScorer")
-    wait_for(lambda: shards(other) or driver.poll() is not None, 300)
-    group[0].kill()
+    write_cluster(other, {**group, "reference.shard_pairs": 16, "reference.zero_stage": 3})
+    driver = start_shared(other, "reference")
+    wait_for(lambda: len(shards(other)) > len(before) or driver.poll() is not None, 300, pause=0.01)
+    shared_workers("ReferenceScorer")[0].kill()
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
+    cached = sum(len(read_rows(path)) for path in before)
+    assert f"reference: {cached} of 120 pairs are cached" in output
+    assert 0 < cached < 120
     assert output.count("a worker was lost; restarting the worker group") == 1
+    assert before.items() <= shards(other).items()
     ours, theirs = values(referenced), values(other)
     assert ours.keys() == theirs.keys()
     for name, logps in ours.items():
         assert logps == pytest.approx(theirs[name], abs=1e-4)
 
 
+@pytest.mark.exhaustive  # tests/distributed/test_split.py: of an evaluator, which loads and scores in the same way
 def test_a_worker_of_two_holds_at_most_60_percent_of_the_model(tmp_path):
     """Its own half and the gathered layers; the values are those of the whole model."""
     config = LlamaConfig(
@@ -178,6 +160,8 @@ def score_a_half(rank: int, folder: str) -> None:
 
 def test_another_beta_computes_nothing(referenced, tmp_path):
     other = Path(shutil.copytree(referenced, tmp_path / "beta"))
+    sides = [len(read_rows(other / f"data/pairs/{split}.arrow")) for split in ("train", "eval")]
+    assert len(shards(other)) == sum(math.ceil(pairs / 16) for pairs in sides)
     text = (other / "params.yaml").read_text()
     (other / "params.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
     assert "reference: 120 of 120 pairs are cached" in run(other, "reference")

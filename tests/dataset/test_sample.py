@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
     assert not dvc_lock.is_off("sample", {"sample": {}})
 
 
-def workspace(root: Path, model: Path, **sample: Any) -> Path:
+def workspace(root: Path, model: Path) -> Path:
     """Judged by a reward model with a random head: a barely trained model has no answer that the demo's judge likes."""
     judge = {"judge": "reward", "reward_model": {"model": str(classifier(root / "judge", model, 1)), "label": None}}
-    return make_workspace(root, model, **{"sample": {**SETTINGS, **judge, **sample}, "source.data": "demo"})
+    return make_workspace(root, model, **{"sample": {**SETTINGS, **judge, "keep_source": False}, "source.data": "demo"})
 
 
 def stored(root: Path) -> dict[Path, int]:
@@ -89,7 +90,9 @@ def pairs(root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_sampled_pairs_replace_the_training_pairs_and_not_the_held_out_ones(tiny_base: Path, tmp_path: Path) -> None:
+def test_sampled_pairs_replace_the_training_pairs_and_a_kill_or_two_workers_change_none(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     root = workspace(tmp_path / "work", tiny_base)
     said = run(root, "source", "sample", "prepare")
     assert "sample: 180/180 answers" in said
@@ -103,21 +106,12 @@ def test_sampled_pairs_replace_the_training_pairs_and_not_the_held_out_ones(tiny
     assert sorted(row["margin"] for row in train) == pytest.approx(sorted(margins), abs=1e-6)
     expected = {row["prompt"] for row in demo.rows(0) if is_held_out(prompt_hash(row["prompt"]), 0.2)}
     assert {row["prompt"] for row in held_out} == expected  # as without sampling
-    files = stored(root)
-    assert "(0 answers computed" in run(root, "sample")  # the second round
-    assert stored(root) == files
-    # Another judge, margin or rule reads the same answers; more answers draw only the new ones.
-    (root / "params.yaml").write_text((root / "params.yaml").read_text().replace("answers: 3", "answers: 4"))
-    assert "(60 answers computed" in run(root, "sample")
-
-
-@pytest.mark.slow
-def test_a_killed_stage_continues_and_two_workers_give_the_same_pairs(tiny_base: Path, tmp_path: Path) -> None:
-    alone, killed = (workspace(tmp_path / name, tiny_base, keep_source=True) for name in ("alone", "killed"))
-    run(alone, "source", "sample")
-    run(killed, "source")
+    # A killed stage continues with what it has drawn, here with two workers.
+    killed = Path(shutil.copytree(root, tmp_path / "killed"))
+    shutil.rmtree(killed / ".scratch/sample")
+    shutil.rmtree(killed / "data/sample")
     process = start(killed, "sample")
-    wait_for(lambda: stored(killed) or process.poll() is not None, 120)
+    wait_for(lambda: stored(killed) or process.poll() is not None, 120, pause=0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = stored(killed)
@@ -126,9 +120,21 @@ def test_a_killed_stage_continues_and_two_workers_give_the_same_pairs(tiny_base:
     write_cluster(killed, {"evaluate.num_workers": 2})
     assert f"({180 - kept} answers computed" in run(killed, "sample")
     assert before.items() <= stored(killed).items()  # nothing was drawn twice
-    assert pairs(killed) == pairs(alone)
-    run(killed, "prepare")
-    assert {row["source"] for row in read_rows(killed / "data/pairs/train.arrow")} == {"demo", "sample"}
+    assert pairs(killed) == made
+    # Another judge, margin or rule reads the same answers; more answers draw only the new ones.
+    change(root, "answers: 3", "answers: 4")
+    change(root, "keep_source: false", "keep_source: true")
+    before = stored(root)
+    assert "(60 answers computed" in run(root, "sample", "prepare")
+    assert before.items() <= stored(root).items()
+    assert {row["source"] for row in read_rows(root / "data/pairs/train.arrow")} == {"demo", "sample"}
+
+
+def change(root: Path, old: str, new: str) -> None:
+    """A value in params.yaml."""
+    text = (root / "params.yaml").read_text()
+    assert old in text
+    (root / "params.yaml").write_text(text.replace(old, new))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`dpo chat` and `dpo generate` with the demo's tiny model."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ def test_two_models_answer_side_by_side_and_keep_their_conversation(tiny_base: P
     command = [sys.executable, "-m", "cli", "chat", str(tiny_base), f"{tiny_base}/", "--max-new-tokens", "8"]
     talk = "Where is the cup?\n\nAnd now?\n/reset\nWhere is the cup?\n"
     options = ["--temperature", "0", "--system", "Be kind."]
-    done = subprocess.run([*command, *options], cwd=PROJECT, input=talk, capture_output=True, text=True, timeout=900)
+    how = {"env": {**os.environ, "FORK_STAGES": "1"}, "input": talk, "capture_output": True, "text": True}
+    done = subprocess.run([*command, *options], cwd=PROJECT, timeout=900, **how)
     assert done.returncode == 0, done.stderr
     answers = [
         line for line in done.stdout.splitlines() if f"{tiny_base}" in line and ": " in line and "Loading" not in line

@@ -74,7 +74,8 @@ def test_the_same_evaluation_twice_gives_the_same_numbers(sabotaged: tuple[Path,
 
 
 def dpo(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-m", "cli", *arguments], {**os.environ, "PYTHONPATH": str(PROJECT)}
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, env = [sys.executable, "-m", "cli", *arguments], {**os.environ, "PYTHONPATH": path, "FORK_STAGES": "1"}
     return subprocess.run(command, cwd=workspace, env=env, capture_output=True, text=True)
 
 

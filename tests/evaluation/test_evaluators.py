@@ -1,12 +1,10 @@
 """The worker group `evaluate` on a real Ray cluster: one worker and two, one of them killed, write the same files."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,8 +14,7 @@ from tasks.cluster.worker_pool import Worker, WorkerPool
 from tasks.config.params import load_cluster
 from tasks.errors import UserError
 from tasks.evaluation.sharding import evaluator_pool
-from tests.support.fork_server import SITE, family
-from tests.support.workspaces import PROJECT, write_cluster
+from tests.support.workspaces import PROJECT, environment, shared_ray, shared_workers, write_cluster
 from training.evaluation.hardware import gpus
 
 # Small batches, so that prompts and pairs make several tasks.
@@ -39,13 +36,12 @@ def workspace(tmp_path: Path, referenced: Path, adapter: Path) -> Path:
     return root
 
 
-def start(workspace: Path, workers: int) -> subprocess.Popen[str]:
+def start(workspace: Path, workers: int, **variables: str) -> subprocess.Popen[str]:
     write_cluster(workspace, {"evaluate.num_workers": workers, "evaluate.row_tokens": 128})
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=workspace,
-        env={**clean, "PYTHONPATH": f"{PROJECT}{os.pathsep}{SITE}"},
+        env={**environment(), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -60,16 +56,14 @@ def at_work(driver: subprocess.Popen[str]) -> psutil.Process:
     """A worker that is running a task."""
     while True:
         assert driver.poll() is None, driver.communicate()[0]
-        for child in family(driver.pid):
-            with suppress(psutil.Error):  # it ended in the meantime
-                if "Evaluator.s" in " ".join(child.cmdline()):  # sample or score
-                    return child
+        if found := shared_workers("Evaluator.s"):  # sample or score
+            return found[0]
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 def test_two_workers_one_killed_write_the_same_files_as_one_worker_and_the_driver_loads_no_model(workspace: Path):
-    driver = start(workspace, 1)
+    driver = start(workspace, 1, FORK_STAGES="1")
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     assert re.search(r"evaluate: (\d+)/\1 answers\n(.*\n)*evaluate: (\d+)/\3 pairs\n", output)
@@ -78,7 +72,7 @@ def test_two_workers_one_killed_write_the_same_files_as_one_worker_and_the_drive
     shutil.rmtree(workspace / "data/metrics")
 
     (workspace / "data/metrics").mkdir()
-    driver = start(workspace, 2)
+    driver = start(workspace, 2, **shared_ray())  # not forked: it tells what it has imported
     at_work(driver).kill()
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output

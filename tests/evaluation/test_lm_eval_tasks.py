@@ -1,6 +1,9 @@
 """lm-evaluation-harness is optional: a missing package is a user error; an installed one scores a task of our own."""
 
 import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,13 +42,31 @@ def measured(harness: dict, model: Path) -> dict[str, dict[str, float]]:
         return _harness(params(harness), workers, weights, weights)
 
 
-def test_presets_stand_for_tasks_that_the_harness_has():
-    known = lm_eval_tasks.task_index(None).all_tasks
+def listed() -> set[str]:
+    """The tasks, groups and tags that the harness's files define, without the index that takes it fifteen seconds."""
+    package = find_spec("lm_eval")
+    assert package
+    assert package.origin
+    files = Path(package.origin).parent.glob("tasks/**/*.yaml")
+    text = "\n".join(path.read_text(errors="replace") for path in files)
+    tags = "".join(re.findall(r"^tag: *\n((?: *- .*\n)+)", text, re.MULTILINE))
+    names = re.findall(r"^(?:task|group|tag): *(\S+) *$", text, re.MULTILINE)
+    return {*names, *re.findall(r"- (\S+)", tags)}
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param(listed, id="files"),
+        pytest.param(lambda: set(lm_eval_tasks.task_index(None).all_tasks), id="index", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_presets_stand_for_tasks_that_the_harness_has(known: Callable[[], set[str]]):
     expanded = params({"tasks": [*HARNESS_PRESETS, "piqa"], "limit": 1, "folder": None})
     every = {"piqa", *(task for preset in HARNESS_PRESETS.values() for task in preset)}
     assert set(expanded.harness.task_names()) == every
-    assert not set(expanded.harness.task_names()) - set(known)
-    assert not HARNESS_PRESETS.keys() & set(known)  # a preset hides no task
+    assert not every - (found := known())
+    assert not HARNESS_PRESETS.keys() & found  # a preset hides no task
 
 
 def test_a_missing_lm_eval_is_a_user_error(monkeypatch: pytest.MonkeyPatch):
@@ -55,11 +76,13 @@ def test_a_missing_lm_eval_is_a_user_error(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_a_harness_task_is_scored_for_both_models(tmp_path: Path, tiny_base: Path):
+def test_a_harness_task_is_scored_for_both_models(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch):
     rows = [{"question": "The cup is under the", "choices": [" bed", " zzqx"], "answer": 0}] * 4
     (tmp_path / "cups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "cups.yaml").write_text(TASK.replace("FILE", str(tmp_path / "cups.jsonl")))
     found = measured({"tasks": ["cups"], "limit": 3, "folder": str(tmp_path)}, tiny_base)
     assert found == {"base": {"cups/acc": 1.0}, "policy": {"cups/acc": 1.0}}
+    index = lm_eval_tasks.task_index
+    monkeypatch.setattr(lm_eval_tasks, "task_index", lambda folder, has_defaults=False: index(folder, False))
     with pytest.raises(UserError, match="has no task nothing"):
-        measured({"tasks": ["nothing"], "limit": 3, "folder": None}, tiny_base)
+        measured({"tasks": ["nothing"], "limit": 3, "folder": str(tmp_path)}, tiny_base)

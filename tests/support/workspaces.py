@@ -19,6 +19,7 @@ import yaml
 from tasks.cluster import kept_ray
 from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
+from tasks.system.files import recall
 from tests.support.fork_server import family
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -80,7 +81,7 @@ def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str
     return subprocess.Popen(
         [sys.executable, "-m", f"tasks.{stage}"],
         cwd=workspace,
-        env={**_environment(), "FORK_STAGES": "1", **variables},
+        env={**environment(), "FORK_STAGES": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,7 +89,7 @@ def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str
     )
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
     return {**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])}
 
@@ -101,18 +102,33 @@ def run(workspace: Path, *stages: str) -> str:
     output, together = "", {"DPO_RUN": f"run-{uuid.uuid4().hex[:8]}"} if len(stages) > 1 else {}
     for stage in stages:
         needed = kept_ray.is_needed(load_cluster(workspace), [stage], [stage])
-        ray = kept_ray.variables(_ray() if needed else None)
-        process = start(workspace, stage, **together, **ray)
+        process = start_shared(workspace, stage, **together) if needed else start(workspace, stage, **together)
         said, _ = process.communicate(timeout=900)
         assert process.returncode == 0, f"{stage}: {said}"
         output += said
     return output
 
 
+def start_shared(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str]:
+    """A stage on this test process's Ray cluster, which lives on if a test kills the stage or its `shared_workers`."""
+    return start(workspace, stage, **variables, **shared_ray())
+
+
+def shared_ray() -> dict[str, str]:
+    """The environment variable that leads a stage to this test process's Ray cluster."""
+    return kept_ray.variables(_ray())
+
+
+def shared_workers(title: str) -> list[psutil.Process]:
+    """The worker processes of that cluster with this title."""
+    holder = recall(_ray() / kept_ray.HOLDER)
+    return [process for process in family(holder["pid"]) if title in _title(process)]
+
+
 @cache
 def _ray() -> Path:
     """One embedded cluster for all stages that nobody disturbs: starting one takes seven seconds of a core."""
-    return _until_exit.enter_context(kept_ray.keep(PROJECT, _environment()))
+    return _until_exit.enter_context(kept_ray.keep(PROJECT, environment()))
 
 
 def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrainWorker") -> list[psutil.Process]:
