@@ -41,7 +41,8 @@ def repo(tmp_path: Path) -> Path:
 def dvc(repo: Path, *arguments: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
-    env |= {"PATH": path, "PYTHONPATH": str(PROJECT)}
+    path_of_modules = os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"PATH": path, "PYTHONPATH": path_of_modules, "FORK_STAGES": "1"}
     done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=repo, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

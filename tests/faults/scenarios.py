@@ -24,6 +24,7 @@ from tasks.system.files import hash_files
 from tasks.tracking.journal import unsent
 from tests.conftest import make_dummy_repo
 from tests.faults.harness import PROJECT, Harness, copy, locks
+from tests.support import fork_server
 from tests.support.workspaces import make_workspace, wait_for
 
 FILE = "sqlite:///.mlflow/mlflow.db"
@@ -97,6 +98,9 @@ def old_runs(bench: Path, root: Path, uri: str) -> None:
 def _python(root: Path, code: str, *arguments: str, path: Path = PROJECT) -> None:
     command = [sys.executable, "-c", code, *arguments]
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(path), "HOME": str(Path.home())}
+    if fork_server.ADDRESS in os.environ:  # in the tests; the sweep has none
+        env |= {"PYTHONPATH": f"{path}:{fork_server.SITE}", "FORK_STAGES": "1"}
+        env[fork_server.ADDRESS] = os.environ[fork_server.ADDRESS]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -188,7 +192,7 @@ class Bench:
         if not file.exists():
             done = self.run(self.ready(name))
             assert done.code == 0, done.said
-            left = self.harness.leftovers()
+            left = self.harness.leftovers(self.root)
             assert not left, left
             copy(self.root, self.folder / "done" / name)
             file.parent.mkdir(exist_ok=True)

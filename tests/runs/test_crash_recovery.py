@@ -42,8 +42,13 @@ else:
 """
 
 
+def environment() -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
+    return {**clean, "FORK_STAGES": "1"}
+
+
 def run(repo: Path, name: str, how: str = "finishes") -> None:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
+    env = environment()
     done = subprocess.run([sys.executable, "-c", RUN, name, how], cwd=repo, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -89,12 +94,11 @@ def test_a_run_repairs_what_killed_tools_left_and_a_damaged_record_blocks_no_com
 
     (dummy_repo / ".scratch/runs/one/record.json").write_text("")
     (dummy_repo / ".scratch/hashes.json").write_text('{"/a": [1,')
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
-    shown = command(dummy_repo, env, "runs")
+    shown = command(dummy_repo, environment(), "runs")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "one/record.json is empty or damaged" in shown.stdout
     assert "two  " in shown.stdout
-    unused = command(dummy_repo, env, "gc", "--keep", "0")
+    unused = command(dummy_repo, environment(), "gc", "--keep", "0")
     assert unused.returncode == 0, unused.stderr
     assert "one stays: its record is damaged" in unused.stdout
 

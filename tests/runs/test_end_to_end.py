@@ -40,16 +40,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def env(prefect_api: Env) -> Env:
-    """Flow, DVC's stages and commands start as a newcomer's."""
-    return {name: value for name, value in with_torch(prefect_api).items() if name != "FORK_STAGES"}
-
-
-@pytest.fixture(scope="module")
-def ran(checkout: Path, env: Env) -> Iterator[Path]:
-    with worker(checkout, env):
+def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
+    with worker(checkout, with_torch(prefect_api)):
         command = [sys.executable, "-m", "cli", "follow", "dpo/full", "--recipe", "demo"]
-        done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=1800)
+        done = subprocess.run(command, cwd=checkout, env=prefect_api, capture_output=True, text=True, timeout=1800)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
         first, *lines, last = done.stdout.splitlines()
         assert "/runs/flow-run/" in first
@@ -63,17 +57,22 @@ def ran(checkout: Path, env: Env) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def opened(ran: Path, env: Env) -> Path:
+def opened(ran: Path, prefect_api: Env) -> Path:
     """The run's files, checked out again: its worktree is removed."""
     (name,) = [path.name for path in (ran / ".scratch" / "runs").iterdir() if (path / "record.json").exists()]
     command = [sys.executable, "-m", "cli", "open", name]
-    subprocess.run(command, cwd=ran, env=env, check=True)
+    subprocess.run(command, cwd=ran, env=prefect_api, check=True)
     return ran / ".scratch" / "open" / name
 
 
+def dvc_by_hand(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "FORK_STAGES": "1"}
+    return subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
+
+
 def dvc(root: Path, *arguments: str) -> str:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, env=env, capture_output=True, text=True)
+    done = dvc_by_hand(root, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -84,11 +83,11 @@ def client(root: Path) -> Any:
     return MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
 
 
-def test_the_deployment_ran_every_stage(ran: Path, env: Env) -> None:
-    assert newest_table(env) == dict.fromkeys(ALL, "ran")
-    keys = {artifact["key"] for artifact in ask(env, "artifacts/filter", {})}
+def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
+    assert newest_table(prefect_api) == dict.fromkeys(ALL, "ran")
+    keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
     assert keys >= {"dpo-result", "dpo-report", "dpo-stages", *(f"{stage}-progress" for stage in ALL)}
-    assert {run["name"] for run in ask(env, "task_runs/filter", {})} >= set(ALL)
+    assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(ALL)
 
 
 def test_the_model_learnt_the_preference_and_stays_correct(opened: Path) -> None:
@@ -167,11 +166,11 @@ def test_another_beta_reruns_train_evaluate_export_and_not_reference(opened: Pat
     assert planned == ["watch", "train", "evaluate", "export"]
 
 
-def test_a_second_run_is_fully_cached_and_prints_the_result(ran: Path, env: Env) -> None:
+def test_a_second_run_is_fully_cached_and_prints_the_result(ran: Path, prefect_api: Env) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli", "run", "--recipe", "demo"],
         cwd=ran,
-        env=env,
+        env=prefect_api,
         capture_output=True,
         text=True,
         timeout=900,
@@ -180,7 +179,7 @@ def test_a_second_run_is_fully_cached_and_prints_the_result(ran: Path, env: Env)
     assert done.stdout.count("unchanged, not run") == len(STAGES)
     for part in ("answers kindly", "win rate", "dpo open", "dpo up", "dpo-demo version 1 is champion"):
         assert part in done.stdout
-    assert newest_table(env) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
+    assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
 
 
 def test_an_export_that_fails_its_checks_keeps_the_previous_one(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +189,9 @@ def test_an_export_that_fails_its_checks_keeps_the_previous_one(opened: Path, mo
     weights = opened / "data/policy/adapter_model.safetensors"
     before, tensors = weights.read_bytes(), load_file(weights)
     next(iter(tensors.values()))[0, 0] = float("nan")
-    ours = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", "export"]
     try:
         save_file(tensors, weights, metadata={"format": "pt"})
-        failed = subprocess.run(command, cwd=opened, env=ours, capture_output=True, text=True)
+        failed = dvc_by_hand(opened, "repro", "--single-item", "export")
     finally:
         weights.write_bytes(before)
     assert failed.returncode != 0

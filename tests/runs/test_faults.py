@@ -16,7 +16,9 @@ from tests.support.workspaces import make_workspace, refusal, run, write_cluster
 
 pytestmark = pytest.mark.slow
 # So many operations of each command, the first of each kind and file, evenly spread; a fault for each in turn.
-SAMPLE = {"source": 6, "prepare": 3, "promote": 3, "rollback": 2, "rollback, MLflow's server": 2}
+SAMPLE = {"source": 3, "promote": 2, "rollback": 1}
+MORE = {"source": 6, "prepare": 3, "promote": 3, "rollback": 2, "rollback, MLflow's server": 2}
+SAMPLES = [*SAMPLE.items(), *(pytest.param(*sample, marks=pytest.mark.exhaustive) for sample in MORE.items())]
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +33,14 @@ def bench(made: Harness, tiny_base: Path, mlflow_store: Path) -> Iterator[Bench]
         yield opened
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_same_command_completes_what_a_fault_stopped(bench: Bench, name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), SAMPLES)
+def test_the_same_command_completes_what_a_fault_stopped(bench: Bench, name: str, count: int) -> None:
     order = points(bench.expected(name)["trace"])
-    for number in range(SAMPLE[name]):
+    for number in range(count):
         faults = [fault for fault in FAULTS if order[fault]]
         fault = faults[number % len(faults)]
         first = sorted(order[fault][: max(4, len(order[fault]) // 4)])
-        start = (2 * number + 1) * len(first) // (2 * SAMPLE[name])
+        start = (2 * number + 1) * len(first) // (2 * count)
         wrong = None
         for only, at in first[start : start + 3]:
             wrong = bench.try_fault(name, fault, at, only)
@@ -60,7 +62,9 @@ def test_a_disk_that_fails_in_the_middle_of_a_stage_is_a_sentence(bench: Bench, 
     assert "run the same command again" in sentence
 
 
-@pytest.mark.parametrize("request_path", ["/runs/create", "/model-versions/create"])
+@pytest.mark.parametrize(
+    "request_path", [pytest.param("/runs/create", marks=pytest.mark.exhaustive), "/model-versions/create"]
+)
 def test_what_is_made_on_a_server_is_made_once_though_the_answer_is_lost(bench: Bench, request_path: str) -> None:
     """MLflow's client sends such a request again by itself."""
     wrong = bench.try_fault("promote, MLflow's server", "drop", 1, only=f"receive /server/api/2.0/mlflow{request_path}")

@@ -13,7 +13,7 @@ import yaml
 from tasks.dataset import demo
 from tasks.system.files import hash_files, read_json
 from tests.runs.test_runs import command
-from tests.support.workspaces import run, write_data
+from tests.support.workspaces import run, write_cluster, write_data
 
 pytestmark = pytest.mark.slow
 SECRET = "my street is Elm Road"
@@ -146,11 +146,13 @@ def test_a_run_after_the_rows_are_gone_equals_a_run_that_never_had_them(trained:
     theirs = [json.dumps(of_person(number)) + "\n" for number in range(8)]
     (workspace / "pairs.jsonl").write_text("".join([*lines[:30], *theirs, *lines[30:]]))
     stages = ("source", "prepare", "reference", "train")
+    write_cluster(workspace, {"actor_train.num_workers": 1})
     run(workspace, *stages)  # leaves checkpoints and reference shards behind
     folders = ("data/pairs", "data/reference", "data/policy")
     assert all(hash_files(workspace / name) != hash_files(trained / name) for name in folders)
 
     (workspace / "pairs.jsonl").write_text("".join(lines))
+    write_cluster(workspace, {"actor_train.num_workers": 2})
     run(workspace, *stages)
     for name in folders:
         assert hash_files(workspace / name) == hash_files(trained / name)

@@ -1,6 +1,7 @@
 """Stages as commands: user errors, exit codes, the workspace lock, and the end with the parent process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Path:
-    return make_workspace(tmp_path / "workspace", tmp_path / "no-model")
+def workspace(tmp_path: Path, mlflow_store: Path) -> Path:
+    root = make_workspace(tmp_path / "workspace", tmp_path / "no-model")
+    shutil.copytree(mlflow_store, root / ".mlflow")
+    return root
 
 
 def change(workspace: Path, old: str, new: str) -> None:
