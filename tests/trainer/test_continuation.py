@@ -18,13 +18,19 @@ from tests.support.workspaces import make_workspace
 from tests.trainer import test_engine
 from tests.trainer.test_checkpoint import make_checkpoint
 from tests.trainer.test_engine import LORA, run_ranks, settings
+from training.rows.pair import Pair
 from training.trainer import checkpoint_files
 
-model, pairs = test_engine.model, test_engine.pairs  # fixtures
+model = test_engine.model  # a fixture
 PROJECT = Path(__file__).resolve().parents[2]
 CONSTANT = {"schedule": "constant", "warmup_fraction": 0.0}
 FULL = {"adapter": None, "zero_stage": 1}
 RUINOUS = {**FULL, "learning_rate": 0.3, "eval_steps": 1, "select": "eval/loss"}  # the first evaluations are the best
+
+
+@pytest.fixture(scope="module")
+def pairs(model) -> list[Pair]:
+    return test_engine.make_pairs(model)
 
 
 @pytest.fixture(scope="module")
