@@ -140,7 +140,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) 
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "artifacts")]
-    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1", "FORK_STAGES": "1"}
     with (home / "server.log").open("w") as log, processes.spawn([*command, *stores], home, env, log):
         wait_for(lambda: is_healthy(f"{address}/health"), 300)
         yield address

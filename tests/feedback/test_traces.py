@@ -140,6 +140,7 @@ def test_a_server_that_is_down_loses_nothing_and_raises_nothing(
     from tests.support.proxy import proxied
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(traces, "LONGEST_PAUSE", 0.5)
     folder, stop = tmp_path / "journal", threading.Event()
     journal = written(folder, one := answer(model=model))
     with proxied(mlflow_server) as proxy:
@@ -172,7 +173,8 @@ def test_on_a_server_with_logins_the_forwarder_sends_and_the_writer_erases(
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "tasks.tracking.mlflow_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/store/mlflow.db"]
-    env = {**os.environ, "PYTHONPATH": str(PROJECT), "DPO_MLFLOW_USERS": f"sqlite:///{tmp_path}/users.db"}
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "DPO_MLFLOW_USERS": f"sqlite:///{tmp_path}/users.db", "FORK_STAGES": "1"}
     folder, one = tmp_path / "journal", answer(model=model)
     journal = written(folder, one, first := feedback(one))
     with (tmp_path / "server.log").open("w") as log, processes.spawn(command, tmp_path, env, log):

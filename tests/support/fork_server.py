@@ -219,6 +219,7 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    _set_hub()
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
@@ -231,6 +232,14 @@ def _enter_namespaces(caller: int) -> None:
             with open(f"/proc/{caller}/ns/{name}") as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind):
                     raise OSError(ctypes.get_errno(), "setns", name)
+
+
+def _set_hub() -> None:
+    """What the Hub's libraries read from the environment at import, and from their own modules since."""
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_UPDATE_CHECK"):
+        for library in ("huggingface_hub.constants", "datasets.config"):
+            if name in os.environ and hasattr(module := sys.modules.get(library), name):
+                setattr(module, name, os.environ[name].upper() in ("1", "ON", "YES", "TRUE"))
 
 
 def run(command: list[str], path: list[str], cwd: str) -> int:

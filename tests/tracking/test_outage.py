@@ -5,9 +5,8 @@ did, the stage ends in bounded time, and afterwards MLflow has one parent, one c
 """
 
 import os
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,17 @@ def at(proxy: Proxy) -> Cluster:
     return load_cluster().model_copy(update={"tracking_uri": proxy.address})
 
 
-def stage(monkeypatch: pytest.MonkeyPatch, name: str, cluster: Cluster, pause: float = 0.0) -> float:
+def stage(
+    monkeypatch: pytest.MonkeyPatch, name: str, cluster: Cluster, halfway: Callable[[], object] = lambda: None
+) -> float:
     """A stage of that run that logs STEPS; how long it took."""
     monkeypatch.setenv("DPO_RUN", name)
     began = time.monotonic()
     with pipeline_run.tracked("train", load_params(), cluster) as run:
         for step, value in STEPS.items():
             run.metrics(step, {"loss": value, "rewards/margins": 2 * value})
-            time.sleep(pause)
+            if step == 15:
+                halfway()
         run.summary({"loss": STEPS[30]})
     return time.monotonic() - began
 
@@ -112,20 +114,16 @@ def test_unreachable_at_start_then_make_sync(workspace, proxy, mlflow_server, mo
 
 def test_dying_in_the_middle_and_back_before_the_end(workspace, proxy, mlflow_server, monkeypatch, capsys):
     proxy.dies_after = 12  # in the middle of the run's beginning, or of its figures
-    revived: list[float] = []
+    folder = workspace / ".scratch/runs/dies"
 
     def revive() -> None:
-        wait_for(lambda: proxy.server is None, 60)
-        time.sleep(1.0)
+        wait_for(lambda: (folder / mlflow_client.ERROR).exists(), 60)
+        assert proxy.server is None
         proxy.dies_after = None
         proxy.start()
-        revived.append(time.monotonic())
+        wait_for(lambda: not journal.unsent(folder), 60)
 
-    helper = threading.Thread(target=revive)
-    helper.start()
-    stage(monkeypatch, "dies", at(proxy), pause=0.45)
-    helper.join()
-    assert revived
+    stage(monkeypatch, "dies", at(proxy), halfway=revive)
     assert "warning" not in capsys.readouterr().err  # it was back in time, and nobody had to do anything
     whole(mlflow_server, "dies")
 
@@ -137,6 +135,8 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
     proxy.mode = "good"
     stage(monkeypatch, "after", at(proxy))
     whole(mlflow_server, "after")
+    # As a flow ends: otherwise its forwarder waits for ten seconds whether another stage starts.
+    journal.Run(workspace / ".scratch/runs/after", journal.FLOW).write("close")
     wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/errs"), 60)  # by the forwarder of the next run
     whole(mlflow_server, "errs")
 
@@ -144,7 +144,7 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
 def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow_server, monkeypatch, capsys):
     monkeypatch.setattr(pipeline_run, "PATIENCE_SECONDS", 2.5)
     monkeypatch.setattr(pipeline_run, "LATER_SECONDS", 0.5)
-    proxy.mode, proxy.delay = "slow", 0.5
+    proxy.mode, proxy.delay = "slow", 0.25
     assert stage(monkeypatch, "slow", at(proxy)) < 2.5 + 3
     assert "MLflow is slow; the metrics of train are still being sent" in capsys.readouterr().err
     began = time.monotonic()

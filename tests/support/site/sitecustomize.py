@@ -14,16 +14,20 @@ import sys
 from contextlib import suppress
 
 ADDRESS = "FORK_SERVER"  # a socket
-STAGES = "FORK_STAGES"  # set: also `dpo`, the stages and scripts; not where a test kills them
+STAGES = "FORK_STAGES"  # set: also `dpo`, the stages, scripts and servers; not where a test kills them
 FORKED = re.compile(
     r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor)\.py$"
     r"|^deepspeed\.checkpoint\.ds_to_universal$"
     r"|^dvc$|^tasks\.tracking\.uploader$|^tests\.support\.|^from multiprocessing\.spawn "
 )
-STAGE = re.compile(r"^(cli|tasks\.\w+)$")
+STAGE = re.compile(
+    r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
+    r"|services\.serving\.sender|transformers\.cli\.transformers)$"
+)
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
 AT_IMPORT = re.compile(
-    r"^(?!PYTORCH_NVML_BASED_CUDA_CHECK$|HF_XET_HIGH_PERFORMANCE$)"  # which libraries set in the process of the tests
+    r"^(?!PYTORCH_NVML_BASED_CUDA_CHECK$|HF_XET_HIGH_PERFORMANCE$"  # which libraries set in the process of the tests
+    r"|HF_HUB_(OFFLINE|DISABLE_UPDATE_CHECK)$)"  # which the fork server can still set
     r"(CUDA|DS|DEEPSPEED|HF|HUGGINGFACE|OMP|MKL|PYTORCH|TORCH|TRANSFORMERS|DATASETS)_"
 )
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
