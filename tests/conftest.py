@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -235,6 +236,16 @@ def trained(once: Once, referenced: Path) -> Path:
     return once("trained", make)
 
 
+# Tests of these files need a Prefect server. One process runs them all, so that one server serves them.
+ON_PREFECT = (
+    "test_flow",
+    "test_retrain",
+    "test_rounds",
+    "test_sweep",
+    "test_runs",
+    "test_end_to_end",
+    "test_shared_registry",
+)
 LONGEST = (
     "test_services",
     "test_end_to_end",
@@ -259,6 +270,9 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first; of the slow ones the longest files first, so that two processes end together."""
 
+    other = {item.path.stem for item in items if "prefect_api" in getattr(item, "fixturenames", ())} - {*ON_PREFECT}
+    assert not other, f"ON_PREFECT does not name {', '.join(other)}, which would start another Prefect server"
+
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("slow") is None:
             return 0
@@ -266,3 +280,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, with all files of ON_PREFECT in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnePrefect(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "Prefect" if Path(file).stem in ON_PREFECT else file
+
+    return OnePrefect(config, log) if config.getoption("dist") == "loadfile" else None

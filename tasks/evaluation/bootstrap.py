@@ -13,6 +13,7 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 Z = 1.959964  # the quantile of the normal distribution for this confidence
 DIGITS = 6
+LARGEST_BLOCK = 2**16  # indices that are drawn at once
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,13 @@ def mean_interval(
     _, group = numpy.unique(numpy.asarray(prompts), return_inverse=True)
     sums = numpy.bincount(group, weights=numpy.asarray(values, dtype=float))
     counts = numpy.bincount(group)
-    result = interval(lambda index: float(sums[index].sum() / counts[index].sum()), len(sums), seed)
-    return widened(result, len(sums), limits)
+    generator, count = numpy.random.default_rng(seed), len(sums)
+    at_once = max(1, LARGEST_BLOCK // count)
+    resampled: list[float] = []
+    while (rest := RESAMPLES - len(resampled)) > 0:
+        index = generator.integers(0, count, (min(at_once, rest), count))
+        resampled += (sums[index].sum(axis=1) / counts[index].sum(axis=1)).tolist()
+    return widened(_percentiles(float(sums.sum() / counts.sum()), resampled), count, limits)
 
 
 def widened(result: Interval, count: int, limits: tuple[float, float] | None) -> Interval:
@@ -52,8 +58,11 @@ def interval(statistic: Callable[[numpy.ndarray], float], count: int, seed: int)
     """A statistic of `count` items, a function of their indices, with the percentiles of its resamples."""
     generator = numpy.random.default_rng(seed)
     resampled = [statistic(generator.integers(0, count, count)) for _ in range(RESAMPLES)]
+    return _percentiles(statistic(numpy.arange(count)), resampled)
+
+
+def _percentiles(value: float, resampled: list[float]) -> Interval:
     low, high = numpy.nanquantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    value = statistic(numpy.arange(count))
     return Interval(round(value, DIGITS), round(float(low), DIGITS), round(float(high), DIGITS))
 
 

@@ -61,6 +61,10 @@ def flow_run(root: Path, env: Env) -> dict[str, Any]:
     return dict(run)
 
 
+def task_runs(run: dict[str, Any], env: Env) -> list[dict[str, Any]]:
+    return list(ask(env, "task_runs/filter", {"task_runs": {"flow_run_id": {"any_": [run["id"]]}}}))
+
+
 def newest_artifacts(root: Path, env: Env) -> dict[str, Any]:
     """The newest artifact of each key, of the newest run."""
     of_run = {"artifacts": {"flow_run_id": {"any_": [flow_run(root, env)["id"]]}}}
@@ -72,8 +76,15 @@ def newest_artifacts(root: Path, env: Env) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def done_once(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_template: Path) -> Path:
-    """A repository in which the whole pipeline has run, committed; `train` crashed once. `printed` has the output."""
+    """A repository in which the whole pipeline has run, committed; `train` crashed once. `printed` has the output.
+
+    A run before it, `failed`, ended because `train` kept crashing.
+    """
     root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("done") / "repo", symlinks=True))
+    failed = flow(root, {**prefect_api, "DUMMY": "train:crash"})
+    assert failed.returncode == 1
+    (root.parent / "failed.json").write_text(json.dumps([flow_run(root, prefect_api), failed.stdout, failed.stderr]))
+    (root / ".scratch" / "crashed").unlink()
     done = flow(root, {**prefect_api, "DUMMY": "train:once"})
     assert done.returncode == 0, done.stderr
     (root.parent / "printed").write_text(done.stdout)
@@ -95,10 +106,13 @@ def test_a_crashed_stage_is_retried_and_the_run_shows_its_stages(done_once: Path
     printed = (done_once.parent / "printed").read_text()
     assert "train: failed, trying again. The stage train failed with exit code 1." in printed
     assert printed.endswith("the report\n")
-    assert states(done_once) == dict.fromkeys(STAGES, "ran") | ALWAYS
+    earlier = dict.fromkeys(STAGES[:3], "cached")  # from the run that failed
+    assert states(done_once) == dict.fromkeys(STAGES, "ran") | earlier | ALWAYS
     run = flow_run(done_once, prefect_api)
-    tasks = ask(prefect_api, "task_runs/filter", {"task_runs": {"flow_run_id": {"any_": [run["id"]]}}})
-    assert {task["name"]: task["state_name"] for task in tasks} == dict.fromkeys([*STAGES, "promote"], "Completed")
+    tasks = task_runs(run, prefect_api)
+    cached = dict.fromkeys(STAGES[:3], "Cached")
+    every = [*STAGES, "promote"]
+    assert {task["name"]: task["state_name"] for task in tasks} == dict.fromkeys(every, "Completed") | cached
     links = ask(prefect_api, "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
     links = [artifact for artifact in links if artifact["key"] == "dpo-links"]
     assert min(link["created"] for link in links) < min(task["start_time"] for task in tasks)  # before any stage
@@ -108,21 +122,18 @@ def test_a_crashed_stage_is_retried_and_the_run_shows_its_stages(done_once: Path
     assert f"/runs/{ids['run_id']}/artifacts/report.html?" in last
     nodes = dict(ask(prefect_api, f"flow_runs/{run['id']}/graph-v2")["nodes"])
     edges = {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in nodes.values()}
-    every = [*STAGES, "promote"]
     assert edges == {stage: {before} for before, stage in pairwise(every)} | {every[0]: set()}
 
 
 @pytest.mark.slow
-def test_a_stage_that_keeps_crashing_fails_the_run_with_one_message(repo: Path, prefect_api: Env) -> None:
-    done = flow(repo, {**prefect_api, "DUMMY": "train:crash"})
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: The stage train failed with exit code 1. Its last line: the worker is gone\n")
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.stdout.count("train: 1/2") == 3
-    run = flow_run(repo, prefect_api)
-    tasks = ask(prefect_api, "task_runs/filter", {"task_runs": {"flow_run_id": {"any_": [run["id"]]}}})
-    cached = dict.fromkeys(STAGES[:3], "Cached")
-    assert {task["name"]: task["state_name"] for task in tasks} == {**cached, "train": "Failed"}
+def test_a_stage_that_keeps_crashing_fails_the_run_with_one_message(done_once: Path, prefect_api: Env) -> None:
+    run, stdout, stderr = json.loads((done_once.parent / "failed.json").read_text())
+    assert stderr.startswith("error: The stage train failed with exit code 1. Its last line: the worker is gone\n")
+    assert "Traceback" not in stdout + stderr
+    assert stdout.count("train: 1/2") == 3
+    completed = dict.fromkeys(STAGES[:3], "Completed")
+    found = {task["name"]: task["state_name"] for task in task_runs(run, prefect_api)}
+    assert found == {**completed, "train": "Failed"}
 
 
 @pytest.mark.slow
@@ -193,6 +204,7 @@ def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_
 
 @pytest.mark.slow
 def test_manual_approval_in_prefect(repo: Path, prefect_api: Env) -> None:
+    set_beta(repo, 0.1)  # as committed: no stage before promote runs again
     env = {**prefect_api, "DUMMY": "promote:wait"}
     command = [sys.executable, "-m", "cli", "run", "--set", "promote.approval_hours=0.1", "--name", "asks"]
     with subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, text=True) as run:
@@ -226,6 +238,7 @@ def test_nothing_outlives_a_run_stopped_by_ctrl_c_and_the_same_command_completes
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_rounds.py ends a run by SIGTERM, too: its guard does, when the rounds are killed
 def test_nothing_outlives_a_terminated_run(repo: Path, prefect_api: Env) -> None:
     stop(repo, fresh({**prefect_api, "DUMMY": "train:sleep"}), signal.SIGTERM)
 

@@ -98,7 +98,7 @@ def push_to(root: Path) -> Path:
     return target
 
 
-def test_without_a_champion_the_absolute_limits_decide(workspace, capsys):
+def test_without_a_champion_the_absolute_limits_decide_and_an_export_is_registered_once(workspace, capsys):
     export("one")
     decision = run()
     assert (decision["promoted"], decision["version"], decision["champion_before"]) == (True, "1", None)
@@ -120,12 +120,7 @@ def test_without_a_champion_the_absolute_limits_decide(workspace, capsys):
     assert origin.endswith(f"data pairs.jsonl ({'d' * 12}), base demo ({'b' * 12})")
     assert "rewards/accuracies" not in version.tags  # few tags: the metrics are in the description
 
-
-def test_promoting_the_same_export_twice_makes_one_version(workspace, capsys):
-    export("one")
-    run()
-    again = run()
-    assert again["already"]
+    assert run()["already"]  # the same export makes no other version
     assert f"{NAME} version 1 is already champion" in capsys.readouterr().out
     with registry(load_cluster(), NAME) as model_registry:
         assert len(model_registry.versions()) == 1
@@ -161,7 +156,7 @@ def test_a_model_within_the_limits_may_fail_against_the_champion(workspace):
     assert decision["comparison"]["samples/policy/correct"]["count"] == PROMPTS
 
 
-def test_a_better_model_becomes_champion_and_a_rollback_restores_the_previous_one(workspace, monkeypatch):
+def test_a_better_model_becomes_champion_until_a_rollback_and_then_needs_approval(workspace, monkeypatch, capsys):
     export("one", kind=196)
     first = run()["manifest_sha256"]
     export("two")
@@ -186,12 +181,6 @@ def test_a_better_model_becomes_champion_and_a_rollback_restores_the_previous_on
     with pytest.raises(UserError, match=r"Version 1 is the first champion of .* no earlier one to restore"):
         rollback()
 
-
-def test_a_rolled_back_version_needs_approval(workspace, capsys):
-    for weights in ("one", "two"):
-        export(weights)
-        run()
-    rollback()
     decision = run()
     assert (decision["promoted"], decision["waiting"]) == (False, True)
     assert "passed the gate but was rolled back on" in capsys.readouterr().out
@@ -361,21 +350,8 @@ def test_a_manifest_tag_cannot_make_gc_delete_files_outside_the_store(workspace)
     assert list((workspace / ".mlflow").rglob("model.safetensors"))
 
 
-def test_rollback_refuses_a_damaged_version(workspace):
-    for weights in ("one", "two"):
-        export(weights)
-        run()
-    with registry(load_cluster(), NAME) as model_registry:
-        version = model_registry.version("1")
-        assert version is not None
-        (model_registry.fetch(version, "model") / "model.safetensors").write_text("eno")
-    with pytest.raises(UserError, match=r"Version 1 .* is not what was registered: model.safetensors has changed"):
-        rollback()
-    assert aliases()["champion"] == "2"
-
-
-def test_rollback_refuses_a_consistently_forged_version(workspace, monkeypatch, tmp_path):
-    """Weights, manifest, checksum and tag agree with each other; only the signature is wrong."""
+def test_rollback_refuses_a_damaged_or_forged_version(workspace, monkeypatch, tmp_path):
+    """In a forged one weights, manifest, checksum and tag agree with each other; only the signature is wrong."""
     for weights in ("one", "two"):
         export(weights)
         run()
@@ -388,6 +364,9 @@ def test_rollback_refuses_a_consistently_forged_version(workspace, monkeypatch, 
         with pytest.raises(UserError, match=why):
             rollback()
         assert aliases()["champion"] == "2"
+
+    (folder / "model.safetensors").write_text("eno")
+    refused(r"Version 1 .* is not what was registered: model.safetensors has changed")
 
     shutil.rmtree(folder)
     shutil.copytree(other, folder)  # signed by us, but of another version

@@ -22,7 +22,6 @@ from tasks.release import outbox
 from tasks.system.processes import boot_id, start_time
 from tasks.tracking import lease
 from tasks.tracking.registry import registry
-from tests.conftest import make_dummy_repo
 from tests.release.test_promote import export, run
 from tests.runs.test_runs import command
 from tests.support.deployed import ask
@@ -54,15 +53,14 @@ with registry(load_cluster(), "dpo-demo") as model_registry:
 """
 
 
-def test_gc_deletes_only_versions_of_this_checkout(tmp_path, mlflow_store, mlflow_server):
+def test_gc_deletes_only_versions_of_this_checkout(tmp_path, dummy_repo, mlflow_server):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_", "MLFLOW_"))}
     site = tmp_path / "site.yaml"
     site.write_text(yaml.safe_dump({"tracking_uri": mlflow_server}))
-    env["DPO_CLUSTER"] = str(site)
+    env |= {"DPO_CLUSTER": str(site), "FORK_STAGES": "1"}
     client = MlflowClient(mlflow_server)
     experiment = client.create_experiment("two checkouts")  # created by the server, which then stores the artifacts
-    mine = make_dummy_repo(tmp_path / "mine", mlflow_store)
-    roots = {"mine": mine, "colleague": shutil.copytree(mine, tmp_path / "colleague")}
+    roots = {"mine": dummy_repo, "colleague": shutil.copytree(dummy_repo, tmp_path / "colleague", symlinks=True)}
     numbers = {}
     for name, root in roots.items():
         script = [sys.executable, "-c", REGISTER, name, experiment]

@@ -38,16 +38,9 @@ LIBRARIES += ["deepspeed.runtime.zero.muon.muon_optimizer", "mlflow.store.tracki
 DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_cloud", "lock", "rwlock", "scm")]
 DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
 DVC += ["dulwich.repo", "dvc.stage.cache", "dvc.utils.strictyaml", "dvc_data.index.checkout", "dvc_render.vega"]
-# Of a flow with dummy stages. Prefect's settings must be those of the server's environment.
-FLOW = [*DVC, "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "rich.progress", "typer"]
-FLOW += [
-    "prefect",
-    "prefect.artifacts",
-    "prefect.deployments",
-    "prefect.flow_engine",
-    "prefect.main",
-    "prefect.task_engine",
-]
+# What a flow needs besides. Prefect's settings must be those of the server's environment.
+FLOW = ["prefect", "prefect.artifacts", "prefect.deployments", "prefect.flow_engine", "prefect.main"]
+FLOW += ["prefect.task_engine", "typer"]
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
 ADDRESS = "FORK_SERVER"
 REFUSED = "refused"  # a file beside the socket
@@ -68,9 +61,12 @@ def serve() -> None:
 
 
 def start(libraries: list[str], env: dict[str, str]) -> str:
-    """Start a fork server with these libraries, which ends with this process; its address."""
+    """Start a fork server with these libraries, which ends with this process; its address.
+
+    With the address of a fork server in `env` it is forked from that one, and has its libraries, too.
+    """
     folder = Path(tempfile.mkdtemp(prefix="dpo-fork-"))
-    env = {name: value for name, value in env.items() if name != ADDRESS} | {"PYTHONPATH": str(PROJECT)}
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(SITE), str(PROJECT)])}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen(100)
