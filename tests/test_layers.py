@@ -161,7 +161,8 @@ def test_a_tool_is_imported_at_home_only(tool):
 def test_dvc_depends_on_the_code_that_a_stage_imports(stage):
     listed = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage]["deps"]
     code = {name for name in listed if name.endswith(".py")}
-    assert code == reachable(ROOT / "tasks" / f"{stage}.py"), f"list exactly this code under {stage}"
+    used = reachable(ROOT / "tasks" / f"{stage}.py")
+    assert code == used, f"dvc.yaml, {stage}: add {sorted(used - code)}; remove {sorted(code - used)}"
 
 
 def test_every_stage_is_named_once_in_dvc_yaml():

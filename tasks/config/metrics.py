@@ -1,6 +1,6 @@
 """Which metrics a configuration will measure, so that a gate on any other metric is refused before a run starts.
 
-tests/config/test_params.py compares these names with those of real evaluations.
+tests/runs/test_end_to_end.py compares these names with those of a real evaluation.
 """
 
 import difflib

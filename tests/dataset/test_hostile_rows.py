@@ -10,6 +10,7 @@ import pytest
 from tasks.config.params import load_params
 from tasks.dataset.card import pages
 from tasks.reports import run_report
+from tests.dataset.test_data_card import FACTS
 from tests.support.browser import browser, chromium
 from tests.support.workspaces import PROJECT, write_cluster
 
@@ -39,13 +40,7 @@ def hostile_report() -> dict[str, Any]:
         "truncated": 0,
         "tokenizer_merged_across_the_border": 0,
         "warnings": [SCRIPT, LINKS],
-        "shortcuts": {
-            "chosen_longer": 0.5,
-            "chosen_ends": 1.0,
-            "rejected_ends": 1.0,
-            "probe_accuracy": 0.5,
-            "length_difference": histogram,
-        },
+        "shortcuts": {**FACTS, "length_difference": histogram},
     }
 
 

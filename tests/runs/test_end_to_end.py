@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from tasks.config.metrics import BY_DATA, of_evaluation
+from tasks.config.params import load_params
 from tasks.release.verify import problems
 from tasks.system.files import read_json
+from tasks.tracking.journal import flatten_metrics
 from tests.support.deployed import ask, newest_table, worker
 from tests.support.fork_server import with_torch
 
@@ -98,6 +101,14 @@ def test_the_model_learnt_the_preference_and_stays_correct(opened: Path) -> None
     assert policy["correct"] >= base["correct"] - 0.02 >= 0.9
     assert metrics["rewards/accuracies"] >= 0.98
     assert metrics["rewards/chosen"] > 0  # reward accuracy alone proves nothing
+
+
+def test_the_gate_knows_every_metric_of_an_evaluation(opened: Path) -> None:
+    values = flatten_metrics(read_json(opened / "data/metrics/evaluate.json"))
+    measured = {name for name in values if not name.startswith((*BY_DATA, "intervals/"))}
+    known = set(of_evaluation(load_params(opened / "params.yaml")))
+    assert measured <= known
+    assert all(name.startswith("length_bias/") for name in known - measured)  # a group without pairs has no accuracy
 
 
 def test_the_export_loads_alone_and_matches_its_manifest(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:

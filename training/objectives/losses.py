@@ -1,7 +1,7 @@
 """Preference losses as pure functions: log-probabilities of pairs in, one loss per pair out.
 
-The caller takes the mean over the global batch. To add a loss, write a function with the paper's equation, add it to
-LOSSES, and list its keyword arguments in options.py, which rejects options that have no effect on a loss.
+The caller takes the mean over the global batch. options.py lists the keyword arguments of each loss, and rejects
+options that have no effect on a loss. CONTRIBUTING.md describes how to add one.
 """
 
 import math
@@ -217,11 +217,13 @@ def sft(pairs: PairLogps) -> Tensor:
     return -pairs.chosen_mean_logps
 
 
-_REFERENCE_LOSSES = (sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard)
-_MORE_REFERENCE_LOSSES = (aot, aot_unpaired, apo_zero, apo_down, discopop, dpop, kto, apo_zero_unpaired)
+_REFERENCE_LOSSES = (
+    *(sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard),
+    *(aot, aot_unpaired, apo_zero, apo_down, discopop, dpop, kto, apo_zero_unpaired),
+)
 _REFERENCE_FREE_LOSSES = (simpo, cpo, orpo, sft)
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    loss.__name__: loss for loss in (*_REFERENCE_LOSSES, *_MORE_REFERENCE_LOSSES, *_REFERENCE_FREE_LOSSES)
+    loss.__name__: loss for loss in (*_REFERENCE_LOSSES, *_REFERENCE_FREE_LOSSES)
 }
 
 
