@@ -38,7 +38,7 @@ def forget(
 ) -> None:
     """Erase a person's feedback, and the runs, data and models made from their rows (dry run by default).
 
-    The champion stays until another takes its place. The command says what to do first; run it again afterwards.
+    The current champion is kept until a new one replaces it; the command says how. Then repeat the command.
     """
     from tasks.lifecycle import forget
 

@@ -38,8 +38,8 @@ def sweep(
 ) -> None:
     """Run a grid or a random search over values of params.yaml.
 
-    The runs share data and reference log-probabilities. A run that fails stops no other, and the same command again
-    continues an interrupted sweep.
+    The runs share data and reference log-probabilities. A failed run does not stop the others. Repeat the command to
+    continue an interrupted sweep.
 
     Examples:
 

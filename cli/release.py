@@ -20,10 +20,10 @@ def approve(
     version: Annotated[str, typer.Argument(metavar="VERSION", help=VERSION)],
     by: Annotated[str, typer.Argument(metavar="NAME", help="Who approves; recorded with the version.")],
     reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Promote it although the gate refused; put on record.")
+        str, typer.Option("--reason", metavar="TEXT", help="Why to override the gate; stored with the version.")
     ] = "",
 ) -> None:
-    """Make a version champion that waits for approval, or, with a reason, one that the gate refused."""
+    """Promote a version that waits for approval. With --reason, promote a version that the gate rejected."""
     from tasks.release import champion
 
     print(champion.approve(version, by, reason))
