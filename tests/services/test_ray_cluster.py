@@ -125,7 +125,20 @@ def test_a_group_that_cannot_fit_on_an_embedded_cluster_is_an_error(tmp_path):
     assert "2 workers with 1 CPU each do not fit on 1 nodes with 2 CPU in total" in done.stderr
 
 
+def test_the_error_of_a_ray_that_does_not_start_ends_with_the_log_of_the_agent_that_failed(tmp_path):
+    line = "[2026-01-05 10:00:00,000 E 1 1] agent_manager.cc:88: one Ray agent failed, agent_name = dashboard_agent."
+    assert embedded_ray.AGENT_FAILED.search(line)[1] == "dashboard_agent"
+    assert "failed before it wrote a log" in embedded_ray._agent_failed(tmp_path, "dashboard_agent")
+    (tmp_path / "dashboard_agent.log").write_text("first\n    @ (+0x1234) a stack frame\n\nImportError: broken\n")
+    message = embedded_ray._agent_failed(tmp_path, "dashboard_agent")
+    assert (
+        "Ray does not start: its process dashboard_agent failed. Its log ends with:\nfirst\nImportError: broken\n"
+        in message
+    )
+
+
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the test before this one has the message; Ray takes 30 seconds to give up
 def test_a_ray_that_cannot_start_is_reported_with_its_log_and_not_retried(tmp_path):
     """Ray itself says "timed out during startup", after 30 seconds."""
     broken = tmp_path / "packages" / "aiohttp"
