@@ -1,4 +1,4 @@
-"""The whole demo on a real Prefect server and worker: `dpo follow dpo/full`, then a check of all its results."""
+"""The whole demo on a real Prefect server: `dpo run --recipe demo`, then a check of all its results."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,9 @@ from tests.support.fork_server import with_torch
 PROJECT = Path(__file__).resolve().parents[2]
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 ALL = [*STAGES, "promote"]
+# As a newcomer runs it, but with one rank of training, half of the prompts and no evaluation during training.
+OVERRIDES = {"cluster.actor_train.num_workers": 1, "train.eval_steps": None, "evaluate.prompts": 100}
+DEMO = ["--recipe", "demo", *(f"--set={name}={json.dumps(value)}" for name, value in OVERRIDES.items())]
 pytestmark = pytest.mark.slow
 Env = dict[str, str]
 
@@ -43,29 +45,30 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(checkout: Path, prefect_api: Env) -> Iterator[Path]:
-    with worker(checkout, with_torch(prefect_api)):
-        command = [sys.executable, "-m", "cli", "follow", "dpo/full", "--recipe", "demo"]
-        done = subprocess.run(command, cwd=checkout, env=prefect_api, capture_output=True, text=True, timeout=1800)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
-        first, *lines, last = done.stdout.splitlines()
-        assert "/runs/flow-run/" in first
-        stages = [line.partition(":")[0] for line in lines if line.partition(":")[0] in STAGES]
-        assert list(dict.fromkeys(stages)) == STAGES
-        assert any(re.match(r"train: \d+/\d+ steps, .*loss", line) for line in lines)
-        assert not [line for line in lines if "Finished in state" in line or "deployment" in line]  # Prefect's own
-        assert re.search(r"^[\w-]+: Completed after \d+ s$", last)
-        assert os.listdir(checkout / "data") == [".gitignore"]  # it worked in a worktree of its own
-        yield checkout
+def run_of_demo(checkout: Path, prefect_api: Env) -> str:
+    """What `dpo run --recipe demo` prints."""
+    done = dpo(checkout, with_torch(prefect_api), "run", *DEMO)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(checkout / "data") == [".gitignore"]  # it worked in a worktree of its own
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def ran(checkout: Path, run_of_demo: str) -> Path:
+    return checkout
 
 
 @pytest.fixture(scope="module")
 def opened(ran: Path, prefect_api: Env) -> Path:
     """The run's files, checked out again: its worktree is removed."""
     (name,) = [path.name for path in (ran / ".scratch" / "runs").iterdir() if (path / "record.json").exists()]
-    command = [sys.executable, "-m", "cli", "open", name]
-    subprocess.run(command, cwd=ran, env=prefect_api, check=True)
+    assert dpo(ran, prefect_api, "open", name).returncode == 0
     return ran / ".scratch" / "open" / name
+
+
+def dpo(root: Path, env: Env, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli", *arguments]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=1800)
 
 
 def dvc_by_hand(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,11 +89,23 @@ def client(root: Path) -> Any:
     return MlflowClient(f"sqlite:///{root}/.mlflow/mlflow.db")
 
 
-def test_the_deployment_ran_every_stage(ran: Path, prefect_api: Env) -> None:
+def test_the_demo_runs_every_stage_and_prints_its_progress_and_result(
+    ran: Path, run_of_demo: str, prefect_api: Env
+) -> None:
     assert newest_table(prefect_api) == dict.fromkeys(ALL, "ran")
     keys = {artifact["key"] for artifact in ask(prefect_api, "artifacts/filter", {})}
     assert keys >= {"dpo-result", "dpo-report", "dpo-stages", *(f"{stage}-progress" for stage in ALL)}
     assert {run["name"] for run in ask(prefect_api, "task_runs/filter", {})} >= set(ALL)
+    check_progress(run_of_demo.splitlines())
+    assert re.search(r"(?m)^train: \d+/\d+ steps, .*loss", run_of_demo)
+    for part in ("answers kindly", "win rate", "dpo open", "dpo up", "dpo-demo version 1 is champion"):
+        assert part in run_of_demo
+
+
+def check_progress(lines: list[str]) -> None:
+    stages = [line.partition(":")[0] for line in lines if line.partition(":")[0] in STAGES]
+    assert list(dict.fromkeys(stages)) == STAGES
+    assert not [line for line in lines if "Finished in state" in line or "deployment" in line]  # Prefect's own
 
 
 def test_the_model_learnt_the_preference_and_stays_correct(opened: Path) -> None:
@@ -177,19 +192,33 @@ def test_another_beta_reruns_train_evaluate_export_and_not_reference(opened: Pat
     assert planned == ["watch", "train", "evaluate", "export"]
 
 
-def test_a_second_run_is_fully_cached_and_prints_the_result(ran: Path, prefect_api: Env) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", "run", "--recipe", "demo"],
-        cwd=ran,
-        env=prefect_api,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
+def test_follow_starts_a_run_of_a_deployment_and_shows_how_it_ends(ran: Path, prefect_api: Env) -> None:
+    """Without a worker: the run is cancelled before one takes it."""
+    subprocess.run([sys.executable, "-m", "services.provision"], cwd=ran, env=prefect_api, check=True, timeout=900)
+    command = [sys.executable, "-m", "cli", "follow", "dpo/full", *DEMO, "--name", "in-vain"]
+    with subprocess.Popen(command, cwd=ran, env=prefect_api, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        name, _, page = following.stdout.readline().rstrip().partition(": ")
+        run = page.rpartition("/")[2]
+        cancelled = {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True}
+        ask(prefect_api, f"flow_runs/{run}/set_state", cancelled)
+        rest, _ = following.communicate(timeout=900)
+    assert following.returncode == 1
+    assert f"{name}: Cancelled" in rest
+    (found,) = ask(prefect_api, "flow_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    assert found["parameters"] == {"recipe": "demo", "name": "in-vain", "overrides": OVERRIDES}
+
+
+@pytest.mark.exhaustive
+def test_a_worker_runs_the_deployment_which_is_fully_cached(ran: Path, prefect_api: Env) -> None:
+    with worker(ran, with_torch(prefect_api)):
+        done = dpo(ran, prefect_api, "follow", "dpo/full", *DEMO)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    first, *lines, last = done.stdout.splitlines()
+    assert "/runs/flow-run/" in first
+    check_progress(lines)
     assert done.stdout.count("unchanged, not run") == len(STAGES)
-    for part in ("answers kindly", "win rate", "dpo open", "dpo up", "dpo-demo version 1 is champion"):
-        assert part in done.stdout
+    assert re.search(r"^[\w-]+: Completed after \d+ s$", last)
     assert newest_table(prefect_api) == dict.fromkeys(STAGES, "cached") | {"promote": "ran"}
 
 

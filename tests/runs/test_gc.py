@@ -27,10 +27,10 @@ for number, name in enumerate(sys.argv[1:]):
     record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
     try:
         with run_workspace.open_workspace(record, f"flow-{name}") as run:
-            run.dvc("repro", "export")
             (run.run_folder / "addresses").write_text(f"train/{name}\\nreference/{name}\\n")
             if name == "broken":
                 raise UserError("broken")
+            run.dvc("repro", "export")
     except UserError:
         continue
     run_workspace.close_workspace(run)
