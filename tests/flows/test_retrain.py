@@ -26,6 +26,7 @@ from tasks.errors import UserError
 from tasks.runs.workspace import Workspace
 from tasks.system.files import write_json
 from tasks.watch import content_ids, content_ids_or_fail
+from tests.support.fork_server import with_torch
 from tests.support.workspaces import NO_JUDGE, PROJECT, write_data
 
 Env = dict[str, str]
@@ -84,7 +85,7 @@ def works(root: Path) -> set[Path]:
 
 @pytest.mark.slow
 def test_four_scheduled_runs(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
-    root = make_repo(tmp_path / "repo", dummy_template, tiny_base)
+    root, prefect_api = make_repo(tmp_path / "repo", dummy_template, tiny_base), with_torch(prefect_api)
     first = retrain_run(root, prefect_api)
     assert first.returncode == 0, first.stderr
     assert "the first run with this recipe" in first.stdout

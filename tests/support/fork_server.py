@@ -38,11 +38,18 @@ LIBRARIES += ["deepspeed.runtime.zero.muon.muon_optimizer", "mlflow.store.tracki
 DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_cloud", "lock", "rwlock", "scm")]
 DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
 DVC += ["dulwich.repo", "dvc.stage.cache", "dvc.utils.strictyaml", "dvc_data.index.checkout", "dvc_render.vega"]
-# What a flow needs besides. Prefect's settings must be those of the server's environment.
-FLOW = ["prefect", "prefect.artifacts", "prefect.deployments", "prefect.flow_engine", "prefect.main"]
-FLOW += ["prefect.task_engine", "typer"]
+# Of a flow with dummy stages. Prefect's settings must be those of the server's environment.
+FLOW = [*DVC, "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "rich.progress", "typer"]
+FLOW += [
+    "prefect",
+    "prefect.artifacts",
+    "prefect.deployments",
+    "prefect.flow_engine",
+    "prefect.main",
+    "prefect.task_engine",
+]
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
-ADDRESS = "FORK_SERVER"
+ADDRESS, OF_STAGES = "FORK_SERVER", "FORK_SERVER_OF_STAGES"
 REFUSED = "refused"  # a file beside the socket
 FREE = 500  # numbers of files from here on are free
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
@@ -61,12 +68,9 @@ def serve() -> None:
 
 
 def start(libraries: list[str], env: dict[str, str]) -> str:
-    """Start a fork server with these libraries, which ends with this process; its address.
-
-    With the address of a fork server in `env` it is forked from that one, and has its libraries, too.
-    """
+    """Start a fork server with these libraries, which ends with this process; its address."""
     folder = Path(tempfile.mkdtemp(prefix="dpo-fork-"))
-    env = {**env, "PYTHONPATH": os.pathsep.join([str(SITE), str(PROJECT)])}
+    env = {name: value for name, value in env.items() if name != ADDRESS} | {"PYTHONPATH": str(PROJECT)}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "socket"))
         listener.listen(100)
@@ -188,8 +192,8 @@ def refusals() -> Counter[str]:
 
 
 def with_torch(env: dict[str, str]) -> dict[str, str]:
-    """An environment whose processes are forked from the server of the test session, for real stages."""
-    return {**env, ADDRESS: os.environ[ADDRESS]} if ADDRESS in os.environ else fresh(env)
+    """An environment whose stages are forked from the server of the test session, for real ones."""
+    return {**env, OF_STAGES: os.environ[ADDRESS]} if ADDRESS in os.environ else fresh(env)
 
 
 def fresh(env: dict[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 
 ADDRESS = "FORK_SERVER"  # a socket
+OF_STAGES = "FORK_SERVER_OF_STAGES"  # another one, for all but `dpo` and DVC: a fork of a larger process costs more
 STAGES = "FORK_STAGES"  # set: also `dpo`, the stages, scripts and servers; not where a test kills them
 FORKED = re.compile(
     r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor)\.py$"
@@ -80,6 +81,8 @@ def _is_inherited(number: int, server: socket.socket) -> bool:
 
 
 if (address := os.environ.get(ADDRESS)) and (arguments := command()):
+    if arguments[1:2] not in (["cli"], ["dvc"]):
+        address = os.environ.get(OF_STAGES, address)
     with socket.socket(socket.AF_UNIX) as server:
         if server.connect_ex(address) == 0:  # otherwise the tests that started it are over
             run_forked(server, arguments)
