@@ -75,9 +75,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
     assert not dvc_lock.is_off("sample", {"sample": {}})
 
 
-def workspace(root: Path, model: Path) -> Path:
+def workspace(root: Path, model: Path, store: Path) -> Path:
     """Judged by a reward model with a random head: a barely trained model has no answer that the demo's judge likes."""
     judge = {"judge": "reward", "reward_model": {"model": str(classifier(root / "judge", model, 1)), "label": None}}
+    shutil.copytree(store, root / ".mlflow")
     return make_workspace(root, model, **{"sample": {**SETTINGS, **judge, "keep_source": False}, "source.data": "demo"})
 
 
@@ -91,9 +92,9 @@ def pairs(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_sampled_pairs_replace_the_training_pairs_and_a_kill_or_two_workers_change_none(
-    tiny_base: Path, tmp_path: Path
+    tiny_base: Path, mlflow_store: Path, tmp_path: Path
 ) -> None:
-    root = workspace(tmp_path / "work", tiny_base)
+    root = workspace(tmp_path / "work", tiny_base, mlflow_store)
     said = run(root, "source", "sample", "prepare")
     assert "sample: 180/180 answers" in said
     assert "180 answers computed" in said

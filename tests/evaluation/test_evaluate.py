@@ -65,6 +65,7 @@ def test_evaluate_json_has_intervals_win_rate_kl_tables_and_health(sabotaged: tu
     assert metrics["health"]["unfinished"] >= 0
 
 
+@pytest.mark.exhaustive  # test_evaluators.py: once in the stage's process and once by two workers
 def test_the_same_evaluation_twice_gives_the_same_numbers(sabotaged: tuple[Path, str]) -> None:
     workspace, _ = sabotaged
     folder = workspace / "data" / "metrics"

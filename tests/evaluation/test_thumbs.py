@@ -18,7 +18,8 @@ STAGES = ("source", "prepare", "reference", "train", "evaluate", "export", "prom
 def learnt(tiny_base: Path, mlflow_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     options = {"train.loss": {"kto": 1.0}, "train.beta": 0.1, "train.learning_rate": 3.0e-3, "train.epochs": 2}
     gate = {"promote.require": {"rewards/accuracies": 0.5, "rewards/auc": 0.5}}
-    workspace = make_workspace(tmp_path_factory.mktemp("thumbs") / "workspace", tiny_base, **options, **gate)
+    root, cluster = tmp_path_factory.mktemp("thumbs") / "workspace", {"actor_train.save_steps": 100}
+    workspace = make_workspace(root, tiny_base, cluster=cluster, **options, **gate)
     shutil.copytree(mlflow_store, workspace / ".mlflow")
     write_data(workspace / "pairs.jsonl", thumbs(150))
     return workspace, run(workspace, *STAGES)
