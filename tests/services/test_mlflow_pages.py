@@ -12,10 +12,10 @@ from tasks.config.params import load_cluster, load_params
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results
 from tasks.train import write_curves
-from tests.support.browser import Page, browser, chromium
+from tests.support.browser import Page, browser, needed
 from tests.support.workspaces import PROJECT, make_workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needed]
 NAMES = ("calm-otter", "brave-heron")
 TRAINED = "brave-heron"
 BETAS = {"calm-otter": 0.1, "brave-heron": 0.4}
@@ -28,7 +28,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> dict[s
 
     The first trains, as figures alone; the second finds its training cached.
     """
-    chromium()
     root = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROJECT))

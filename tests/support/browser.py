@@ -29,12 +29,14 @@ OPTIONS = (
 PATIENCE = 180.0  # seconds, for pages of a busy server
 
 
+PATH = next(filter(None, map(shutil.which, NAMES)), None)
+WITHOUT = f"needs Chromium: none of {', '.join(NAMES)} is on the PATH"
+needed = pytest.mark.skipif(PATH is None, reason=WITHOUT)  # before the fixtures, which may start servers
+
+
 def chromium() -> str:
     """The path of Chromium; without it the test is skipped with a reason."""
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(f"needs Chromium: none of {', '.join(NAMES)} is on the PATH")
-    return path
+    return PATH or pytest.skip(WITHOUT)
 
 
 class Page:
