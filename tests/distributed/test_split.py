@@ -161,6 +161,7 @@ def test_an_export_holds_one_shard_and_one_tensor(models: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # its parts: the test above, and a ZeRO-3 group in tests/dataset/test_reference.py
 def test_a_model_split_over_two_workers_goes_through_all_stages(referenced: Path, tmp_path: Path):
     """Full fine-tuning, so that training, too, saves a model that no rank holds; an evaluating worker is killed."""
     root = Path(shutil.copytree(referenced, tmp_path / "workspace", symlinks=True))

@@ -39,8 +39,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return made
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("adapter", [None, LORA, {**LORA, "dropout": 0.1}], ids=["full", "lora", "dropout"])
+@pytest.mark.parametrize(
+    ("adapter", "checkpointing"),
+    [
+        pytest.param(None, False, id="full"),
+        pytest.param({**LORA, "dropout": 0.1}, True, id="dropout, recomputed"),
+        pytest.param(LORA, True, id="lora, recomputed", marks=pytest.mark.exhaustive),
+        pytest.param(None, True, id="full, recomputed", marks=pytest.mark.exhaustive),
+        pytest.param(LORA, False, id="lora", marks=pytest.mark.exhaustive),
+        pytest.param({**LORA, "dropout": 0.1}, False, id="dropout", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_all_layers_share_a_graph_for_the_start_check_and_steps_and_one_for_evaluation(
     tmp_path: Path, graphs: list[torch.fx.GraphModule], adapter: dict[str, Any] | None, checkpointing: bool
 ) -> None:

@@ -148,7 +148,9 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__
     return counted_attention(query, key, value).transpose(1, 2), None
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "compiled"]
+)
 def test_kept_attention_is_not_computed_again(compiled: bool) -> None:
     """An operation of ours in place of cuDNN's; in a compiled layer it runs between two graphs."""
     AttentionInterface.register("counted", attend)
