@@ -1,8 +1,8 @@
-"""Ray Train on an embedded cluster, without three helper processes that one machine does not need.
+"""Ray Train without helper processes that we do not need, each of which takes two to three seconds of a core to start.
 
-They ask an autoscaler for nodes, release the resources of a controller whose cluster lives on, and split Ray datasets.
-Each takes two to three seconds of a core to start, and the workers wait for the first. Import this module inside a
-`ray_cluster` block.
+On every cluster: one that splits Ray datasets, which we do not use. On an embedded cluster also one that asks an
+autoscaler for nodes, for which the workers would wait, and one that releases the resources of a controller whose
+cluster lives on. Import this module inside a `ray_cluster` block.
 """
 
 from typing import Any
@@ -13,10 +13,15 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
-class EmbeddedTrainer(DataParallelTrainer):
+class Trainer(DataParallelTrainer):
+    HELPERS: tuple[type, ...] = (DatasetsCallback,)
+
     def _create_default_callbacks(self) -> list[Any]:
-        helpers = (DatasetsCallback, PlacementGroupCleanerCallback)
-        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, helpers)]
+        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, self.HELPERS)]
+
+
+class EmbeddedTrainer(Trainer):
+    HELPERS = (DatasetsCallback, PlacementGroupCleanerCallback)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         scaling_policy = _FixedSize(options["scaling_policy"].scaling_config)

@@ -38,8 +38,7 @@ def hosts(private: Path) -> Iterator[Hosts]:
 def workspace(private: Path, referenced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """On host a's own disk, with the base model; only output_dir is on storage that both hosts see."""
     root = Path(shutil.copytree(referenced, private / "workspace"))
-    for made in (root / "data/reference", root / ".scratch"):
-        shutil.rmtree(made)
+    shutil.rmtree(root / ".scratch")
     params = yaml.safe_load((root / "params.yaml").read_text())
     params["source"]["model"] = str(shutil.copytree(params["source"]["model"], private / "base"))
     (root / "params.yaml").write_text(yaml.safe_dump(params))
@@ -66,6 +65,8 @@ def logps(workspace: Path) -> dict[str, list[float]]:
 
 
 def test_the_reference_group_on_two_hosts_computes_the_values_of_one(hosts, workspace, referenced):
+    workspace = Path(shutil.copytree(workspace, workspace.parent / "reference"))
+    shutil.rmtree(workspace / "data/reference")
     driver = hosts.open(["-m", "tasks.reference"], workspace)
     wait_for(
         lambda: driver.poll() is not None or all(hosts.is_running(host, "ReferenceScorer") for host in ADDRESSES), 120

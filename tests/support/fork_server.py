@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -242,10 +243,38 @@ def _set_hub() -> None:
                 setattr(module, name, os.environ[name].upper() in ("1", "ON", "YES", "TRUE"))
 
 
+class Replaced(BaseException):
+    """A forked process goes on as this script of Ray's, which it has imported."""
+
+    def __init__(self, command: list[str], path: list[str]) -> None:
+        self.command, self.path = command, path
+
+
+def _replace_ray_worker(request: dict[str, Any]) -> None:
+    """Ray's setup_worker.py sets variables and starts default_worker.py by `exec`: no second fork and import of Ray."""
+    execvp, before, folder = os.execvp, dict(os.environ), Path(sys.executable).parent.resolve()
+    pattern = rf"{request['at_import']}|^RAY_(?!TRAIN_)"  # the latter what Ray itself reads
+
+    def replace(file: str, args: list[str]) -> None:
+        start, python, *command = shlex.split(args[-1])
+        old, new = (env.get("PYTHONPATH", "").split(os.pathsep) for env in (before, os.environ))
+        changed = {name for name, _ in before.items() ^ os.environ.items() if re.search(pattern, name)}
+        ours = start == "exec" and Path(python).parent.resolve() == folder
+        if changed or not ours or request["path"][: len(old)] != old:
+            execvp(file, args)
+        of_ray = [name for name in sys.path if name.endswith("thirdparty_files")]  # since its import
+        raise Replaced(command, [*of_ray, *new, *request["path"][len(old) :]])
+
+    os.execvp = replace  # type: ignore[assignment]
+
+
 def run(command: list[str], path: list[str], cwd: str) -> int:
     """Run it as Python runs its command line; its exit code."""
     try:
-        _run(command, path, cwd)
+        try:
+            _run(command, path, cwd)
+        except Replaced as replaced:
+            _run(replaced.command, replaced.path, cwd)
     except SystemExit as error:
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
@@ -284,4 +313,6 @@ if __name__ == "__main__":
     server = Server(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
     request, files = server.next_request()
     become(request, files)
+    if request["command"][0].endswith("/ray/_private/workers/setup_worker.py"):
+        _replace_ray_worker(request)
     end(run(request["command"], request["path"], request["cwd"]))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tasks.system.environment import QUIET
 from tests.support.fork_server import SITE
 from tests.support.workspaces import PROJECT, wait_for
 
@@ -78,7 +79,8 @@ class Hosts:
             )
 
     def environment(self) -> dict[str, str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DPO_"))}
+        others = {name for name in os.environ if name.startswith(("RAY_", "DPO_"))} - QUIET.keys()
+        clean = {name: value for name, value in os.environ.items() if name not in others}
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "PYTHONPATH": f"{PROJECT}{os.pathsep}{SITE}"}
         return {**clean, **ours, "OMP_NUM_THREADS": "1", "FORK_STAGES": "1"}
 

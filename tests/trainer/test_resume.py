@@ -21,7 +21,16 @@ from tasks.tracking.journal import read_lines, unsent
 from tasks.tracking.uploader import send_all
 from tests.support.proxy import proxied
 from tests.support.sockets import listeners, outside_loopback
-from tests.support.workspaces import run, start, tensorboard, wait_for, workers, write_cluster
+from tests.support.workspaces import (
+    run,
+    shared_workers,
+    start,
+    start_shared,
+    tensorboard,
+    wait_for,
+    workers,
+    write_cluster,
+)
 
 pytestmark = pytest.mark.slow
 RESTART = "restarting the workers from the last checkpoint"
@@ -78,15 +87,30 @@ def test_a_training_with_every_interruption_ends_with_the_weights_of_an_undistur
     check_mlflow_gets_each_step_once(workspace, journal.parent, trained)
 
 
+def started_workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Both workers of a training on the shared cluster, where nobody else trains."""
+    while len(found := shared_workers("RayTrainWorker")) < 2:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.2)
+    return found
+
+
+def assert_gone(group: list[psutil.Process]) -> None:
+    """No worker trains without its driver, also on a cluster that outlives it."""
+    _, alive = psutil.wait_procs(group, timeout=60)
+    assert not alive
+
+
 def lose_a_worker_that_may_not_restart(workspace: Path) -> None:
-    driver = start(workspace, "train")
-    group = workers(driver)
+    driver = start_shared(workspace, "train")
+    group = started_workers(driver)
     wait_for_new(driver, workspace, "step-*", set())  # Ray Train restarts a group that is not up yet without counting
     group[1].kill()
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode != 0
     assert RESTART not in output
     assert not (workspace / "data/policy").exists()
+    assert_gone(group)
 
 
 def damage_newest_checkpoint(workspace: Path) -> Path:
@@ -97,6 +121,7 @@ def damage_newest_checkpoint(workspace: Path) -> Path:
 
 
 def kill_the_driver(workspace: Path) -> None:
+    """It has a cluster of its own, which ends with it."""
     before = files(workspace, "step-*")
     driver = start(workspace, "train")
     group = workers(driver)
@@ -106,33 +131,35 @@ def kill_the_driver(workspace: Path) -> None:
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     assert not (workspace / "data/policy").exists()
-    _, alive = psutil.wait_procs(group, timeout=60)
-    assert not alive  # no worker trains for a dead driver
+    assert_gone(group)
 
 
 def stop_during_a_save(workspace: Path, damaged: Path) -> None:
-    before = files(workspace, ".step-*")
-    driver = start(workspace, "train")
-    workers(driver)
+    (journal,), before = files(workspace, "metrics.jsonl"), files(workspace, ".step-*")
+    line = len(read_lines(journal)[0])
+    driver = start_shared(workspace, "train")
+    group = started_workers(driver)
+    wait_for_step_after(driver, journal, line)
     wait_for_new(driver, workspace, ".step-*", before, pause=0.002)  # a checkpoint that is being written
     driver.send_signal(signal.SIGTERM)
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode != 0
     assert f"{damaged.name} is not used" in output
     assert not (workspace / "data/policy").exists()
+    assert_gone(group)
 
 
 def preempt_a_worker_and_kill_another(workspace: Path) -> str:
     """The one failure that is allowed is the kill: a preemption does not count."""
     (journal,) = files(workspace, "metrics.jsonl")
     line = len(read_lines(journal)[0])
-    driver = start(workspace, "train")
-    group = workers(driver)
+    driver = start_shared(workspace, "train")
+    group = started_workers(driver)
     wait_for_step_after(driver, journal, line)
     group[1].terminate()
     wait_for(lambda: driver.poll() is not None or notes(journal, RESTART), 300)
     wait_for_step_after(driver, journal, notes(journal, RESTART)[0])
-    next(worker for worker in workers(driver) if worker not in group).kill()
+    next(worker for worker in started_workers(driver) if worker not in group).kill()
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     assert "resuming from the checkpoint of step" in output

@@ -1,6 +1,7 @@
 """Supervised fine-tuning before DPO: its data, its parameters, and the stage in front of the others."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,9 @@ def test_messages_of_the_trainer_name_the_keys_of_sft() -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path) -> None:
+def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path, mlflow_store: Path) -> None:
     workspace = make_workspace(tmp_path / "w", tiny_base, sft=SETTINGS, **{"source.sft": "answers.jsonl"})
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
     write_data(workspace / "answers.jsonl", [{"text": "no prompt"}] * 10)
     run(workspace, "source")
     said = refusal(workspace, "prepare")
@@ -112,12 +114,15 @@ def test_rows_that_cannot_be_learnt_stop_prepare(tmp_path: Path, tiny_base: Path
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_answer_and_then_to_prefer(tmp_path: Path, tiny_base: Path, capsys, monkeypatch) -> None:
+def test_a_model_learns_to_answer_and_then_to_prefer(
+    tmp_path: Path, tiny_base: Path, mlflow_store: Path, capsys, monkeypatch
+) -> None:
     """Through the functions for notebooks: full fine-tuning on data of its own, then DPO with the result as base."""
     monkeypatch.setenv("FORK_STAGES", "1")
     workspace = tmp_path / "w"
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
     rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in demo.rows(1)[:80]]
-    write_data(tmp_path / "pairs.jsonl", demo.rows(0)[:120])
+    write_data(tmp_path / "pairs.jsonl", demo.rows(0)[:40])
     write_data(tmp_path / "answers.jsonl", [*rows, {"prompt": "Where?", "response": ""}])
     changes = {"source.sft": str(tmp_path / "answers.jsonl"), "sft": {**SETTINGS, "adapter": None}}
     api.prepare(
