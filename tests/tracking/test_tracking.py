@@ -1,7 +1,8 @@
-"""Tracking on a real MLflow store: parent and children, each step once, and no harm when the store is gone."""
+"""Tracking on a real MLflow store: parent and children, each step once; test_outage.py has a store that is gone."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,9 +25,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    """A workspace whose SQLite store is made once: that takes seconds."""
-    return make_workspace(tmp_path_factory.mktemp("tracking") / "workspace", Path("unused"))
+def store(tmp_path_factory, mlflow_store: Path) -> Path:
+    workspace = make_workspace(tmp_path_factory.mktemp("tracking") / "workspace", Path("unused"))
+    shutil.copytree(mlflow_store, workspace / ".mlflow")
+    return workspace
 
 
 @pytest.fixture
@@ -53,6 +55,7 @@ def test_a_stage_becomes_a_child_of_its_pipeline_run(workspace, monkeypatch):
         run.metrics(2, {"loss": 0.25})
         run.metrics(2, {"loss": 9.0})  # a repeated step
         run.summary({"rewards/accuracies": 0.9})
+        run.params({"long": "x" * 9000})
         run.dataset("train", digest="abc", source="pairs.jsonl")
         run.artifact(Path("figure.png"))
     parent_id, child_id = ids(workspace, "first")
@@ -66,6 +69,7 @@ def test_a_stage_becomes_a_child_of_its_pipeline_run(workspace, monkeypatch):
     assert recorded["cluster"] == load_cluster().model_dump()
     assert recorded["origins"]["actor_train.save_steps"] == "infra/cluster.yaml"
     assert child.data.params["adapter.rank"] == "4"
+    assert child.data.params["long"].endswith("x ...(cut)")
     assert parent.data.metrics["rewards/accuracies"] == 0.9
     history = client(workspace).get_metric_history(child_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.25)]
@@ -134,22 +138,6 @@ def test_a_stage_that_was_killed_with_its_forwarder_is_marked_by_the_next_sync(w
     assert uploader.send_all(workspace / ".scratch/runs") == (0, {})
 
 
-def test_a_store_that_cannot_be_reached_costs_a_warning_and_is_made_up_for(workspace, monkeypatch, capsys):
-    monkeypatch.setenv("DPO_RUN", "fourth")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    gone = load_cluster().model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
-    with tracked("train", load_params(), gone) as run:
-        run.metrics(1, {"loss": 0.5})
-    assert "MLflow could not be reached; the metrics of train are kept" in capsys.readouterr().err
-    settings = workspace / ".scratch/runs/fourth/settings.json"
-    back = {**json.loads(settings.read_text()), "tracking_uri": f"sqlite:///{workspace}/.mlflow/mlflow.db"}
-    settings.write_text(json.dumps(back))
-    assert uploader.send_all(workspace / ".scratch/runs") == (1, {})
-    _, child_id = ids(workspace, "fourth")
-    assert client(workspace).get_run(child_id).data.metrics["loss"] == 0.5
-
-
 def test_by_hand_a_run_is_one_call_of_dvc_and_goes_on_after_a_crash(workspace, monkeypatch, tmp_path):
     monkeypatch.delenv("DPO_RUN", raising=False)
     params, folder = load_params(), tmp_path
@@ -160,14 +148,6 @@ def test_by_hand_a_run_is_one_call_of_dvc_and_goes_on_after_a_crash(workspace, m
     assert run_key(params, folder) == first  # it did not end: go on
     (folder / "by-hand.json").write_text(json.dumps({**state, "key": "old", "caller": "another", "status": "FINISHED"}))
     assert run_key(params, folder) != "old"
-
-
-def test_a_long_param_is_cut_with_a_marker(workspace, monkeypatch):
-    monkeypatch.setenv("DPO_RUN", "fifth")
-    with tracked("train", load_params(), load_cluster()) as run:
-        run.params({"long": "x" * 9000})
-    _, child_id = ids(workspace, "fifth")
-    assert client(workspace).get_run(child_id).data.params["long"].endswith("x ...(cut)")
 
 
 def test_nested_values_are_flattened():
