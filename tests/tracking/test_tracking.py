@@ -34,7 +34,7 @@ def store(tmp_path_factory, mlflow_store: Path) -> Path:
 @pytest.fixture
 def workspace(store, monkeypatch) -> Path:
     monkeypatch.chdir(store)
-    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
     return store
 
 
