@@ -93,7 +93,7 @@ def test_a_killed_stage_continues_as_a_group_that_loses_a_worker_and_gives_the_v
     before = shards(other)
     assert not (other / "data/reference").exists()
 
-    write_cluster(other, {**group, "reference.shard_pairs": 16, "reference.zero_stage": 3})
+    write_cluster(other, {**group, "reference.shard_pairs": 5, "reference.zero_stage": 3})
     driver = start_shared(other, "reference")
     wait_for(lambda: len(shards(other)) > len(before) or driver.poll() is not None, 300, pause=0.01)
     shared_workers("ReferenceScorer")[0].kill()
