@@ -233,7 +233,7 @@ def _make_trainer(
     """Ray Train's trainer, as soon as the cluster has room for the group."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from tasks.cluster.embedded_trainer import EmbeddedTrainer, Trainer  # import Ray, only possible in a `ray_cluster`
+    from tasks.cluster.ray_trainer import EmbeddedTrainer, Trainer  # import Ray, only possible in a `ray_cluster`
     from tasks.cluster.rendezvous import Rendezvous  # as above
 
     cluster, group = training.cluster, training.cluster.actor_train

@@ -97,7 +97,7 @@ def test_drivers_that_compute_nothing_do_not_load_torch() -> None:
     """Importing it takes seconds, also for a stage that is off or whose workers load it themselves."""
     stages = ("watch", "source", "sample", "prepare", "sft", "reference", "train", "promote")
     drivers = ", ".join(f"tasks.{stage}" for stage in stages)
-    controller = "tasks.cluster.embedded_trainer, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
+    controller = "tasks.cluster.ray_trainer, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
     code = f"""
 import sys, {drivers}
 print(sorted({{'torch', 'transformers', 'ray', 'mlflow'}} & set(sys.modules)))
