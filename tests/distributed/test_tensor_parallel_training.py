@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from tests.distributed.test_sequence_parallel_training import assert_same_course
-from tests.trainer.test_engine import CLIP, HEADS, LORA, SAVE, SHAPE, TRAINED, make_pairs, run_groups, save, settings
+from tests.trainer.test_engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_groups, save, settings
 from training.models.loading import load_model
 from training.scoring.logps import plain_logps
 
 pytestmark = pytest.mark.slow
-SHORT = {"save_steps": SAVE, "max_grad_norm": CLIP, "learning_rate": 1e-2}
+SHORT = {"max_steps": 4, "save_steps": 2, "max_grad_norm": CLIP, "learning_rate": 1e-2}
 ADAPTER = {**LORA, "lora_plus_ratio": 4.0, "init": "pissa"}
 RUNS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -39,7 +39,7 @@ def logs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By label: the folder of a run and its log. One rank; two that share layers; and two groups of two."""
     root = tmp_path_factory.mktemp("runs")
     model = save(tmp_path_factory.mktemp("model"), Qwen3Config(**SHAPE, **HEADS, head_dim=8))
-    pairs, runs = make_pairs(model, TRAINED), {}
+    pairs, runs = make_pairs(model), {}
     for ranks, plan in PLANS.items():
         options = {**SHORT, "tensor_parallel": min(2, ranks)}
         made = [
