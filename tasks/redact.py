@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -80,9 +81,12 @@ def _behind_its_name(match: re.Match[str]) -> str:
 
 def _values() -> list[str]:
     """Longest first: one secret may be a prefix of another."""
-    named = [value for name, value in os.environ.items() if name in _names or NAMES.search(name)]
+    named = [value for name, value in os.environ.items() if name in _names or _is_secret_name(name)]
     parts = {part for value in named for part in _parts(value)}
     return sorted(filter(_worth_hiding, parts), key=len, reverse=True)
+
+
+_is_secret_name = cache(NAMES.search)  # a schema of all settings redacts hundreds of short texts
 
 
 def _parts(value: str) -> list[str]:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -38,9 +39,11 @@ LIBRARIES += ["safetensors.torch", "tensorboardX", "transformers", "transformers
 LIBRARIES += ["deepspeed.runtime.zero.muon.muon_optimizer", "mlflow.store.tracking.sqlalchemy_store"]  # imported late
 DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_cloud", "lock", "rwlock", "scm")]
 DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
-DVC += ["dulwich.repo", "dvc.stage.cache", "dvc.utils.strictyaml", "dvc_data.index.checkout", "dvc_render.vega"]
+DVC += ["configobj", "dulwich.ignore", "dulwich.index", "dulwich.repo", "dvc.dirs", "dvc.stage.cache", "ruamel.yaml"]
+DVC += ["dvc.utils.strictyaml", "dvc_data.hashfile.status", "dvc_data.index.checkout", "dvc_render.vega"]
 # Of a flow with dummy stages. Prefect's settings must be those of the server's environment.
-FLOW = [*DVC, "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "rich.progress", "typer"]
+FLOW = [*DVC, "jinja2", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "pydantic.v1"]
+FLOW += ["rich.progress", "sqlalchemy.dialects.sqlite", "typer"]
 FLOW += [
     "prefect",
     "prefect.artifacts",
@@ -48,6 +51,7 @@ FLOW += [
     "prefect.flow_engine",
     "prefect.main",
     "prefect.task_engine",
+    "prefect.utilities.visualization",
 ]
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
 ADDRESS, OF_STAGES = "FORK_SERVER", "FORK_SERVER_OF_STAGES"
@@ -123,6 +127,8 @@ class Server:
     def accept(self) -> tuple[dict[str, Any], list[int]] | None:
         for name in self.libraries:
             importlib.import_module(name)
+        for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]  # torch's take 0.1 s at each exit
+            finalizer.atexit = False
         gc.freeze()  # the forked processes share what is there
         caller, _ = self.listener.accept()
         size, files, _, _ = socket.recv_fds(caller, 8, 253)

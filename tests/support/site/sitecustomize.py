@@ -23,7 +23,7 @@ FORKED = re.compile(
 )
 STAGE = re.compile(
     r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
-    r"|services\.serving\.sender|transformers\.cli\.transformers)$"
+    r"|services\.provision|services\.serving\.sender|transformers\.cli\.transformers)$"
 )
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
 AT_IMPORT = re.compile(
