@@ -1,4 +1,4 @@
-"""Scheduled runs: nothing new, new data, drift, a broken contract, a late start.
+"""Scheduled runs: nothing new, new data, drift, a late start.
 
 They are real flows in a repository whose `source` and `prepare` are the real stages; the others are dummies.
 """
@@ -84,7 +84,7 @@ def works(root: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_four_scheduled_runs(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
+def test_scheduled_runs_first_without_news_and_with_other_data(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
     root, prefect_api = make_repo(tmp_path / "repo", dummy_template, tiny_base), with_torch(prefect_api)
     first = retrain_run(root, prefect_api)
     assert first.returncode == 0, first.stderr
@@ -113,13 +113,6 @@ def test_four_scheduled_runs(tmp_path: Path, dummy_template: Path, tiny_base: Pa
     assert "tokens of the chosen, mean " in third.stderr
     assert "chosen_longer " in third.stderr
     assert "reference: 1/2" not in third.stdout  # before anything expensive
-    assert newest(prefect_api)["state"]["type"] == "FAILED"
-
-    write_data(root / "pairs.jsonl", [{**row, "rejected": row["chosen"]} for row in ROWS])
-    fourth = retrain_run(root, prefect_api)  # breaks the contract
-    assert fourth.returncode == 1
-    assert "equal_answers" in fourth.stderr
-    assert "Traceback" not in fourth.stderr
     assert newest(prefect_api)["state"]["type"] == "FAILED"
     assert champion(root) == {"champion": "1"}
 
