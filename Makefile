@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEV := .venv/.dev
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-unexport PYTHONDONTWRITEBYTECODE # each process would compile our modules again
+unexport PYTHONDONTWRITEBYTECODE # each process would compile our modules again, and pytest rewrite all asserts
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PREFECT_HOME := $(CURDIR)/.prefect
 export DO_NOT_TRACK := 1

@@ -125,7 +125,17 @@ def assert_same_course(log: list[dict], expected: list[dict]) -> None:
             assert line[metric] == pytest.approx(values[metric], rel=1e-4, abs=2e-5), (line["step"], metric)
 
 
-def test_the_stage_with_two_workers_that_share_rows_or_layers_gives_the_result_of_one(tmp_path, referenced):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("sequence_parallel", "2 share each row"),
+        # The stage passes it on in the same way; its values: test_tensor_parallel_training.py.
+        pytest.param("tensor_parallel", "2 share each layer", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_stage_with_two_workers_that_share_rows_or_layers_gives_the_result_of_one(
+    tmp_path, referenced, option, said
+):
     workspace = Path(shutil.copytree(referenced, tmp_path / "work"))
     params = yaml.safe_load((workspace / "params.yaml").read_text())
     params["train"]["max_steps"] = 3
@@ -134,15 +144,14 @@ def test_the_stage_with_two_workers_that_share_rows_or_layers_gives_the_result_o
     run(workspace, "train")
     course, weights = results(workspace)
     assert len(course) > 1
-    for option, said in {"sequence_parallel": "2 share each row", "tensor_parallel": "2 share each layer"}.items():
-        shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
-        write_cluster(workspace, {"actor_train.num_workers": 2, f"actor_train.{option}": 2})
-        assert f"2 workers ({said})" in run(workspace, "train")
-        found, shared = results(workspace)
-        for line, values in zip(found, course, strict=True):
-            assert line == pytest.approx(values, rel=1e-3, abs=1e-4)
-        assert weights.keys() == shared.keys()
-        assert max((shared[name] - weights[name]).abs().max().item() for name in weights) < 1e-4
+    shutil.rmtree(workspace / ".scratch" / "train")  # or the training would resume, finished
+    write_cluster(workspace, {"actor_train.num_workers": 2, f"actor_train.{option}": 2})
+    assert f"2 workers ({said})" in run(workspace, "train")
+    found, shared = results(workspace)
+    for line, values in zip(found, course, strict=True):
+        assert line == pytest.approx(values, rel=1e-3, abs=1e-4)
+    assert weights.keys() == shared.keys()
+    assert max((shared[name] - weights[name]).abs().max().item() for name in weights) < 1e-4
 
 
 def results(workspace: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:

@@ -92,8 +92,8 @@ def test_a_run_on_a_quantized_base_is_evaluated_as_it_was_trained_and_exported_w
     precision = {f"{stage}.dtype": dtype for stage in ("reference", "train", "evaluate", "export")}
     one = {"actor_train.num_workers": 1, **(GPU if ON_GPU else {})}
     quantization = dict.fromkeys(("train.quantization", "reference.quantization"), kind)
-    few = {"train.max_steps": 12}
-    root = make_workspace(tmp_path / "workspace", base, cluster=one, **quantization, **precision, **few)
+    few = {"train.max_steps": 6}
+    root = make_workspace(tmp_path / "workspace", base, 60, one, **quantization, **precision, **few)
     said = run(root, "source", "prepare", "reference", "train", "evaluate", "export")
 
     before, after = (read_json(root / f"data/metrics/{stage}.json") for stage in ("train", "evaluate"))

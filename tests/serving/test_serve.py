@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
@@ -65,7 +64,9 @@ class Gateway:
     def said(self) -> str:
         return (self.workspace / "serve.log").read_text()
 
-    def client(self, name: str = "ann") -> openai.OpenAI:
+    def client(self, name: str = "ann") -> Any:
+        import openai  # a second, in the one process that needs it
+
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=TOKENS[name], max_retries=0)
 
     def call(self, method: str, path: str, name: str | None = "ann", **options: Any) -> httpx.Response:

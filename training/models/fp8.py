@@ -27,6 +27,7 @@ class Fp8Linear(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        _register_product()
         self.bias = linear.bias
         weight, scale = round_rows(linear.weight.detach())
         backward, scale_backward = round_rows(linear.weight.detach().T)
@@ -37,13 +38,13 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        output = product(rows, self.weight, self.scale, self.weight_backward, self.scale_backward)
+        operands = rows, self.weight, self.scale, self.weight_backward, self.scale_backward
+        output = torch.ops.dpo.fp8_product.default(*operands)
         output = output.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
 
-@torch.library.custom_op("dpo::fp8_product", mutates_args=())
-def product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
     """x (rows, inputs) times the transpose of a weight (outputs, inputs), in the dtype of x.
 
     An operator of its own, because torch cannot compile an autograd.Function with rows of any number.
@@ -56,8 +57,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, s
     return ((rows.float() @ columns.float()) * scales * column_scales).to(x.dtype)  # the same values, for tests
 
 
-@product.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
+def _empty_product(x: Tensor, weight: Tensor, scale: Tensor, weight_backward: Tensor, scale_backward: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -67,10 +67,17 @@ def _keep_operands(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 def _input_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight, scale, weight_backward, scale_backward = ctx.saved_tensors
-    return product(gradient.contiguous(), weight_backward, scale_backward, weight, scale), None, None, None, None
+    operands = gradient.contiguous(), weight_backward, scale_backward, weight, scale
+    return torch.ops.dpo.fp8_product.default(*operands), None, None, None, None
 
 
-product.register_autograd(_input_gradient, setup_context=_keep_operands)
+@cache
+def _register_product() -> Any:
+    """Not at import: torch looks for the source of each function among all modules, which takes a third of a second."""
+    operator = torch.library.custom_op("dpo::fp8_product", _product, mutates_args=())
+    operator.register_fake(_empty_product)
+    operator.register_autograd(_input_gradient, setup_context=_keep_operands)
+    return operator  # torch forgets it otherwise
 
 
 def round_rows(values: Tensor) -> tuple[Tensor, Tensor]:

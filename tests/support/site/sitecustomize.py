@@ -20,6 +20,7 @@ FORKED = re.compile(
     r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor)\.py$"
     r"|^deepspeed\.checkpoint\.ds_to_universal$"
     r"|^dvc$|^tasks\.tracking\.uploader$|^tests\.support\.|^from multiprocessing\.spawn "
+    r"|^import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"  # the processes of pytest-xdist
 )
 STAGE = re.compile(
     r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
