@@ -55,7 +55,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     from moto.server import ThreadedMotoServer
 
     folder = tmp_path_factory.mktemp("stack")
-    with ExitStack() as stack, postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database:
+    # Postgres ends last: it waits for its clients.
+    with postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database, ExitStack() as stack:
         moto = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
         moto.start()
         stack.callback(moto.stop)

@@ -137,8 +137,8 @@ def up(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, prefect_s
         env[fork_server.ADDRESS] = fork_server.start(fork_server.FLOW, {**clean, **settings})
         env["FORK_RUNS"] = str(repo.forks_runs)
         with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
-            fork_server.warm(env[fork_server.ADDRESS])
             repo.first_output = repo.dpo("up")
+            fork_server.warm(env[fork_server.ADDRESS])
             yield repo
 
 
@@ -527,7 +527,7 @@ def test_a_schedule_starts_runs_and_missed_ones_do_not_accumulate(up: Up, nightl
     pids = up.root / ".scratch" / "pids"
     pids.unlink(missing_ok=True)
     # One of these goes on, and hangs in its train stage; the next test cancels it.
-    missed = [up.start("dpo/nightly", "train:sessions", 0.7, name="cancelled") for _ in range(3)]
+    missed = [up.start("dpo/nightly", "train:sleep", 0.7, name="cancelled") for _ in range(3)]
     wait_for(lambda: sorted(map(up.state, missed)) == ["CANCELLED", "CANCELLED", "RUNNING"], PATIENCE)
 
 
@@ -537,7 +537,7 @@ def test_a_cancelled_run_ends_with_all_its_processes_even_if_its_worker_does_not
 ) -> None:
     """As after an outage that lost the cancellation: the worker is suspended."""
     (run,) = [night["id"] for night in nights(up, nightly, "RUNNING")]
-    family = processes_of_hanging(up, 3)
+    family = processes_of_hanging(up, 2)
     assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
     assert not (up.root / "data").exists()
     with following(up, "cancelled") as shown:
