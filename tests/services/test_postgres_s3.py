@@ -221,8 +221,9 @@ def test_a_worker_provisions_its_server_and_an_active_schedule_plans_runs(stack,
     schedule = database.query_value("prefect", "SELECT id FROM deployment_schedule")
 
     def is_planned() -> bool:
-        """Prefect looks every five seconds for what changed in the last five, and may come too late for one change."""
+        """Prefect looks every five seconds for deployments that changed since, and every minute for all."""
         stack.here.prefect(f"deployments/{nightly}/schedules/{schedule}", {"active": True}, "PATCH")
+        stack.here.prefect(f"deployments/{nightly}", {"paused": False}, "PATCH")
         with suppress(AssertionError):
             planned = "SELECT count(*) FROM flow_run WHERE auto_scheduled"
             wait_for(lambda: database.query_value("prefect", planned), 1.5, pause=0.5)

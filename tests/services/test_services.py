@@ -430,7 +430,7 @@ def start_by_schedule(up: Up, nightly: dict[str, Any]) -> None:
     """Sets the schedule to three runs a minute until one has started, then switches it off.
 
     Again and again: Prefect's scheduler may insert, after our change, runs of the schedule that it had read before, and
-    then it plans no others; or it looks a second too late.
+    then it plans no others. It looks every few seconds for deployments that were changed, and every minute for all.
     """
     since = -math.inf
 
@@ -440,6 +440,7 @@ def start_by_schedule(up: Up, nightly: dict[str, Any]) -> None:
         planned = [run for run in nights(up, nightly, "SCHEDULED") if run["expected_start_time"] < soon]
         if not planned and time.monotonic() > since + 6:
             set_schedule(up, nightly, active=True, cron="* * * * * */20")  # the sixth field is the second
+            up.api(f"deployments/{nightly['id']}", {"paused": False}, method="PATCH")  # a change, though it was not
             since = time.monotonic()
         return bool(nights(up, nightly, "PENDING", "RUNNING", "COMPLETED"))
 
