@@ -19,7 +19,7 @@ from tasks.errors import UserError
 from tasks.redact import redact
 
 CHAMPION, CHALLENGER = "champion", "challenger"
-POLL = 5.0  # seconds between two looks at the registry
+POLL = 2.0  # seconds between two looks at the registry
 RETRY = 60.0  # seconds before a version that did not start is tried again
 MOST_RUNNING = 256  # requests of one engine at the same time
 GPU_MEMORY = 0.9  # of a GPU, divided among the engines that may run at once

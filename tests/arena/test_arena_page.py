@@ -1,7 +1,6 @@
 """The arena in real Chromium: two raters, keys and clicks, a phone, hostile answers, a server that stops."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from tasks.config.cluster import load_cluster
 from tasks.feedback import traces
 from tests.support.arena import TOKEN, FixedAnswers, arena, questions, votes
 from tests.support.browser import Page, browser, chromium
-from tests.support.workspaces import PROJECT, make_workspace, wait_for
+from tests.support.workspaces import environment, make_workspace, wait_for
 
 pytestmark = pytest.mark.slow
 EXPERIMENT = "feedback-dpo-demo"
@@ -103,8 +102,7 @@ def test_hostile_and_long_answers_are_text_that_fits(tmp_path: Path, width: int)
 def command(root: Path, *arguments: str) -> Iterator[str]:
     """The address of a `dpo arena` that is killed at the end of the block."""
     port = arguments[-1]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
-    env |= {"PYTHONPATH": str(PROJECT), "DPO_ARENA_TOKEN": TOKEN}
+    env = {**environment(), "DPO_ARENA_TOKEN": TOKEN, "FORK_STAGES": "1"}
     with (root / "arena.log").open("a") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cli", "arena", *arguments], cwd=root, env=env, stdout=log, stderr=log

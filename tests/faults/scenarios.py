@@ -158,6 +158,7 @@ class Bench:
             stores = [f"--backend-store-uri=sqlite:///{store}/mlflow.db", f"--artifacts-destination={store}/artifacts"]
             command = [sys.executable, "-m", "mlflow", "server", *host, *stores]
             env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool"}
+            env["FORK_STAGES"] = "1"  # in the tests: nothing disturbs the server
             copy(self.folder / "bare", self.root)
             log = self.server.enter_context((self.folder / "server.log").open("w"))
             self.server.enter_context(processes.spawn(command, self.folder, env, log))

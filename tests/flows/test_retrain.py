@@ -84,7 +84,7 @@ def works(root: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_scheduled_runs_first_without_news_and_with_other_data(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
+def test_scheduled_runs(tmp_path: Path, dummy_template: Path, tiny_base: Path, prefect_api: Env) -> None:
     root, prefect_api = make_repo(tmp_path / "repo", dummy_template, tiny_base), with_torch(prefect_api)
     first = retrain_run(root, prefect_api)
     assert first.returncode == 0, first.stderr

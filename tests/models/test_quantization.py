@@ -1,6 +1,5 @@
 """LoRA on a quantized base: every stage that loads the base quantizes it alike, or refuses alike."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from tasks.system.files import hash_files, read_json, write_json
 from tests.benchmarks.workload import make_model
 from tests.support.settings import make_settings
 from tests.support.workspaces import make_workspace, run
+from training.models import loading
 from training.models.tokenizer import load_tokenizer
 from training.trainer.policy import build_policy
 
-INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
 ON_GPU = torch.cuda.is_available()
 NF4 = {"train.quantization": "nf4", "reference.quantization": "nf4"}
 SAME = ("loss", "rewards/margins", "rewards/chosen", "logps/chosen", "kl")  # in train and in evaluate
@@ -50,8 +49,10 @@ def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) 
     return root
 
 
-@pytest.mark.skipif(INSTALLED, reason="with bitsandbytes the whole run below says more")
-def test_without_bitsandbytes_no_stage_falls_back_to_16_bits(workspace: Path, tiny_base: Path) -> None:
+def test_without_bitsandbytes_no_stage_falls_back_to_16_bits(
+    workspace: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     params = load_params()
     manifest = {"params": params.model_dump()}
     adapter = params.train.adapter
@@ -81,9 +82,7 @@ def base(tmp_path: Path, tiny_base: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["fp8", pytest.param("nf4", marks=pytest.mark.skipif(not INSTALLED, reason="needs bitsandbytes"))]
-)
+@pytest.mark.parametrize("kind", [pytest.param("fp8", marks=pytest.mark.exhaustive), "nf4"])  # test_fp8: its layers
 def test_a_run_on_a_quantized_base_is_evaluated_as_it_was_trained_and_exported_with_the_difference(
     tmp_path: Path, base: Path, kind: str
 ) -> None:

@@ -16,7 +16,8 @@ Env = dict[str, str]
 
 # Runs without Prefect: a worktree, `dvc repro` there, its commit. The one that fails keeps its worktree.
 MAKE = """
-import sys, time
+import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 from tasks.runs import run_config
 from tasks.lifecycle import run_workspace
@@ -25,6 +26,8 @@ for number, name in enumerate(sys.argv[1:]):
     changes = {"train.beta": 0.2 + number / 10, "export.max_shard_size": f"{number + 1}GB"}
     files = run_config.changed_files(None, changes)
     record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
+    began = datetime.now().astimezone() - timedelta(minutes=10 - number)  # in seconds, so that no two are equal
+    record = record.write(since=began.isoformat(timespec="seconds"))
     try:
         with run_workspace.open_workspace(record, f"flow-{name}") as run:
             (run.run_folder / "addresses").write_text(f"train/{name}\\nreference/{name}\\n")
@@ -34,7 +37,6 @@ for number, name in enumerate(sys.argv[1:]):
     except UserError:
         continue
     run_workspace.close_workspace(run)
-    time.sleep(1.1)  # since is in seconds
 """
 # What promote does, without a model: a version for each of these runs; `champ` is champion, the gate refused `new`.
 REGISTER = """

@@ -128,9 +128,14 @@ def of_session(session: Path) -> list[psutil.Process]:
     return found
 
 
+def raylet_of(session: Path) -> psutil.Process:
+    (raylet,) = [process for process in of_session(session) if process.name() == "raylet"]
+    return raylet
+
+
 @pytest.mark.slow
-def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_with_the_flow():
-    """One flow ends, the other is killed. A stage whose flow has lost its cluster starts one."""
+def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_with_the_flow(monkeypatch):
+    """One flow ends, the other is killed."""
     with flow() as (ends, first), flow() as (killed, second):
         for _ in range(2):  # the second needs the CPUs of the first's worker
             folder, worker, cwd = stage(first)
@@ -140,9 +145,12 @@ def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_
             wait_for((session / kept_ray.ADDRESS).exists, 120)
             assert {"gcs_server", "raylet"} <= {process.name() for process in of_session(session)}
         assert len({recall(session / kept_ray.ADDRESS)["address"] for session in (first, second)}) == 2
-        (raylet,) = [process for process in of_session(first) if process.name() == "raylet"]
-        raylet.kill()
-        assert stage(first)[0] not in (first, second)
+        monkeypatch.setenv(kept_ray.SESSION, str(second))
+        monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        inherited = embedded_ray.worker_environment(load_cluster(PROJECT).ray)
+        assert kept_ray.find(3, inherited)
+        raylet_of(second).kill()
+        wait_for(lambda: kept_ray.find(3, inherited) is None, 10)  # a stage would start a cluster
         killed.kill()
         ends.communicate("")
         assert not of_session(first)
@@ -150,3 +158,13 @@ def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_
         wait_for(lambda: not of_session(second), 30)
         with embedded_ray.private_session():  # the next start deletes the folder of a killed one
             assert not second.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # the test before this one loses a cluster, too; here a stage starts another
+def test_a_stage_whose_flow_has_lost_its_cluster_starts_one():
+    with flow() as (process, session):
+        wait_for((session / kept_ray.ADDRESS).exists, 120)
+        raylet_of(session).kill()
+        assert stage(session)[0] != session
+        process.communicate("")

@@ -1,6 +1,7 @@
 """MLflow's pages in real Chromium: two runs compared, and their curves overlaid with one click."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> dict[s
     """
     root = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PROJECT))
+        patch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
         for name in NAMES:
             patch.chdir(make_workspace(root / name, Path("unused"), **{"train.beta": BETAS[name]}))
             patch.setenv("DPO_RUN", name)

@@ -14,7 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     from moto.server import ThreadedMotoServer
 
     folder = tmp_path_factory.mktemp("stack")
-    with ExitStack() as stack, postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database:
+    # Postgres ends last: it waits for its clients.
+    with postgres.running("prefect", PROJECT / "infra" / "postgres.sql") as database, ExitStack() as stack:
         moto = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
         moto.start()
         stack.callback(moto.stop)
@@ -66,8 +67,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         secrets |= {f"MLFLOW_{user}_PASSWORD": f"a-password-of-{user}" for user in MLFLOW_USERS}
         here = Translation(ports, secrets, folder)
         s3 = bucket(here)
-        for name in ("mlflow", "prefect"):
-            stack.enter_context(here.started(name))
+        stack.enter_context(here.started("mlflow", FORK_STAGES="1"))
+        stack.enter_context(here.started("prefect"))
         for name, path in (("mlflow", "/health"), ("prefect", "/api/health")):
             wait_for(lambda name=name, path=path: is_healthy(here.address(name) + path), 180)
         yield Stack(database, s3, here.address("mlflow"), here.environment("worker"), here)
@@ -218,8 +219,18 @@ def test_a_worker_provisions_its_server_and_an_active_schedule_plans_runs(stack,
     assert database.query_value("prefect", "SELECT schedule ->> 'timezone' FROM deployment_schedule") == "Asia/Tokyo"
     nightly = database.query_value("prefect", "SELECT deployment_id FROM deployment_schedule")
     schedule = database.query_value("prefect", "SELECT id FROM deployment_schedule")
-    stack.here.prefect(f"deployments/{nightly}/schedules/{schedule}", {"active": True}, "PATCH")
-    wait_for(lambda: database.query_value("prefect", "SELECT count(*) FROM flow_run WHERE auto_scheduled"), 120)
+
+    def is_planned() -> bool:
+        """Prefect looks every five seconds for deployments that changed since, and every minute for all."""
+        stack.here.prefect(f"deployments/{nightly}/schedules/{schedule}", {"active": True}, "PATCH")
+        stack.here.prefect(f"deployments/{nightly}", {"paused": False}, "PATCH")
+        with suppress(AssertionError):
+            planned = "SELECT count(*) FROM flow_run WHERE auto_scheduled"
+            wait_for(lambda: database.query_value("prefect", planned), 1.5, pause=0.5)
+            return True
+        return False
+
+    wait_for(is_planned, 120)
 
 
 def test_the_metrics_service_reads_prefect_and_mlflow_with_its_own_logins(stack, checkout):

@@ -5,6 +5,7 @@ Uses the logins that `dpo up` generates. The tests build on each other in this o
 
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -14,13 +15,14 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -32,10 +34,11 @@ import yaml
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+import services
 from flows.parameters import known_and_typed
 from services import stack
 from tasks.system.processes import this_process
-from tests.support import workspaces
+from tests.support import fork_server, workspaces
 from tests.support.browser import Page, browser
 from tests.support.prometheus import named_in_infra, scrape, scraped
 
@@ -52,9 +55,16 @@ class Up:
     notifications: list[str] = field(default_factory=list)  # received by the webhook
     first_output: str = ""  # of the first `dpo up`
 
+    @property
+    def forks_runs(self) -> Path:
+        """While this file is there, the worker's runs do not import Prefect: tests/support/fork_server.py."""
+        return self.root / ".scratch" / "forks"
+
     def dpo(self, name: str) -> str:
         command = [sys.executable, "-m", "cli", name]
-        done = subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, timeout=PATIENCE)
+        # Services are ordinary processes, and so are those of `down`, which ends them.
+        env = self.env if name in ("up", "down") else {**self.env, "FORK_STAGES": "1"}
+        done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=PATIENCE)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         return done.stdout
 
@@ -123,8 +133,12 @@ def up(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, prefect_s
         repo = Up(root, env, notifications)
         # Reads from a pipe that only we hold open: `down` follows when we are gone, however that came.
         guard = ["/bin/sh", "-c", 'cat >/dev/null; exec "$0" -m cli down', sys.executable]
+        settings = {**services.SETTINGS, "PREFECT_HOME": str(root / ".prefect")}
+        env[fork_server.ADDRESS] = fork_server.start(fork_server.FLOW, {**clean, **settings})
+        env["FORK_RUNS"] = str(repo.forks_runs)
         with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
             repo.first_output = repo.dpo("up")
+            fork_server.warm(env[fork_server.ADDRESS])
             yield repo
 
 
@@ -294,10 +308,29 @@ def test_invalid_parameters_are_rejected_before_a_run_exists(up: Up) -> None:
     assert up.api("flow_runs/count", {}) == 0
 
 
+@pytest.fixture(scope="module")
+def zombie(up: Up) -> str:
+    """A run that sent one heartbeat and then nothing."""
+    full = up.api("deployments/name/dpo/full")
+    body = {"flow_id": full["flow_id"], "deployment_id": full["id"], "state": {"type": "RUNNING"}, "name": "zombie"}
+    run = str(up.api("flow_runs/", body)["id"])
+    related = [
+        {"prefect.resource.id": f"prefect.flow.{full['flow_id']}", "prefect.resource.role": "flow"}
+        | {"prefect.resource.name": "dpo"}
+    ]
+    heartbeat = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
+    moment = {"occurred": datetime.now(UTC).isoformat(), "id": str(uuid.uuid4())}
+    up.api("events", [heartbeat | {"related": related} | moment])
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", ["", pytest.param("/v2", marks=pytest.mark.exhaustive)])
-def test_a_form_posts_only_changed_fields(pages: str, up: Up, tmp_path: Path) -> None:
-    """In real Chromium, one of Prefect's UIs: Submit on the form of dpo/full with one boolean chosen."""
+def test_a_form_posts_only_changed_fields(pages: str, up: Up, zombie: str, tmp_path: Path) -> None:
+    """In real Chromium, one of Prefect's UIs: Submit on the form of dpo/full with one boolean chosen.
+
+    The zombie is silent from now on.
+    """
     deployment, address = up.api("deployments/name/dpo/full")["id"], up.record("prefect")["address"]
     up.api("work_pools/dpo", {"is_paused": True}, method="PATCH")  # we look at what is posted, nothing runs
     try:
@@ -356,28 +389,12 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
     assert "secret-path" not in output
 
 
-@pytest.fixture(scope="module")
-def zombie(up: Up) -> str:
-    """A run that sent one heartbeat and then nothing."""
-    full = up.api("deployments/name/dpo/full")
-    body = {"flow_id": full["flow_id"], "deployment_id": full["id"], "state": {"type": "RUNNING"}, "name": "zombie"}
-    run = str(up.api("flow_runs/", body)["id"])
-    related = [
-        {"prefect.resource.id": f"prefect.flow.{full['flow_id']}", "prefect.resource.role": "flow"}
-        | {"prefect.resource.name": "dpo"}
-    ]
-    heartbeat = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}}
-    moment = {"occurred": datetime.now(UTC).isoformat(), "id": str(uuid.uuid4())}
-    up.api("events", [heartbeat | {"related": related} | moment])
-    return run
-
-
 @pytest.mark.slow
 def test_killed_services_are_restarted_a_switched_schedule_stays_and_no_run_outlives_its_worker(
-    up: Up, zombie: str, bystander: psutil.Popen
+    up: Up, bystander: psutil.Popen
 ) -> None:
     """The file of a killed service names an id that another process has now."""
-    _, family = hanging(up, "orphaned", "train:sessions", beta=0.8)
+    _, family = hanging(up, "orphaned", "train:sleep", beta=0.8)
     before, page = up.pids(), up.record("mlflow")["address"]
     assert psutil.Process(before["mlflow"]).children()  # outlive it, and hold its port
     nightly = up.api("deployments/name/dpo/nightly")
@@ -399,18 +416,37 @@ def test_killed_services_are_restarted_a_switched_schedule_stays_and_no_run_outl
     assert "Deployments deployed: " in output
     assert up.api("deployments/name/dpo/nightly")["schedules"][0]["active"]
     assert bystander.is_running()
+    up.forks_runs.touch()
 
 
 @pytest.fixture(scope="module")
 def nightly(up: Up) -> dict[str, Any]:
-    """The nightly deployment as shipped; from now on it runs every minute, until `nights` has seen a run.
-
-    Its model becomes champion.
-    """
-    nightly = up.api("deployments/name/dpo/nightly")
+    """The nightly deployment as shipped; from now on its model becomes champion."""
     up.misbehave("promote:win", usual_beta(up))
-    set_schedule(up, nightly, active=True, cron="* * * * *")
-    return nightly
+    return dict(up.api("deployments/name/dpo/nightly"))
+
+
+def start_by_schedule(up: Up, nightly: dict[str, Any]) -> None:
+    """Sets the schedule to three runs a minute until one has started, then switches it off.
+
+    Again and again: Prefect's scheduler may insert, after our change, runs of the schedule that it had read before, and
+    then it plans no others. It looks every few seconds for deployments that were changed, and every minute for all.
+    """
+    since = -math.inf
+
+    def is_started() -> bool:
+        nonlocal since
+        soon = (datetime.now(UTC) + timedelta(minutes=2)).isoformat()
+        planned = [run for run in nights(up, nightly, "SCHEDULED") if run["expected_start_time"] < soon]
+        if not planned and time.monotonic() > since + 6:
+            set_schedule(up, nightly, active=True, cron="* * * * * */20")  # the sixth field is the second
+            up.api(f"deployments/{nightly['id']}", {"paused": False}, method="PATCH")  # a change, though it was not
+            since = time.monotonic()
+        return bool(nights(up, nightly, "PENDING", "RUNNING", "COMPLETED"))
+
+    wait_for(is_started, PATIENCE)
+    assert re.search(r"nightly: \* \* \* \* \* \*/20 \(Asia/Tokyo\), on, next 20\d\d-\d\d-", up.dpo("status"))
+    set_schedule(up, nightly, active=False)  # one night is enough
 
 
 def usual_beta(up: Up) -> float:
@@ -452,9 +488,7 @@ def test_the_webhook_is_notified_how_runs_on_the_worker_ended(
         "parameters": up.misbehave("train:user", 0.6),
     }
     lost = str(up.api("flow_runs/", request)["id"])  # unlike create_flow_run, it checks no job variables
-    wait_for(lambda: nights(up, nightly, "PENDING", "RUNNING", "COMPLETED"), PATIENCE)
-    assert re.search(r"nightly: \* \* \* \* \* \(Asia/Tokyo\), on, next 20\d\d-\d\d-", up.dpo("status"))
-    set_schedule(up, nightly, active=False)  # one night is enough
+    start_by_schedule(up, nightly)
     wait_for(lambda: up.state(lost) == "FAILED" and nights(up, nightly, "COMPLETED"), PATIENCE)
     won = nights(up, nightly, "COMPLETED")[0]["id"]
     assert not mark.exists()
@@ -494,7 +528,7 @@ def test_a_schedule_starts_runs_and_missed_ones_do_not_accumulate(up: Up, nightl
     pids = up.root / ".scratch" / "pids"
     pids.unlink(missing_ok=True)
     # One of these goes on, and hangs in its train stage; the next test cancels it.
-    missed = [up.start("dpo/nightly", "train:sessions", 0.7, name="cancelled") for _ in range(3)]
+    missed = [up.start("dpo/nightly", "train:sleep", 0.7, name="cancelled") for _ in range(3)]
     wait_for(lambda: sorted(map(up.state, missed)) == ["CANCELLED", "CANCELLED", "RUNNING"], PATIENCE)
 
 
@@ -504,7 +538,7 @@ def test_a_cancelled_run_ends_with_all_its_processes_even_if_its_worker_does_not
 ) -> None:
     """As after an outage that lost the cancellation: the worker is suspended."""
     (run,) = [night["id"] for night in nights(up, nightly, "RUNNING")]
-    family = processes_of_hanging(up, 3)
+    family = processes_of_hanging(up, 2)
     assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
     assert not (up.root / "data").exists()
     with following(up, "cancelled") as shown:
@@ -551,7 +585,7 @@ def following(up: Up, run: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command,
         cwd=up.root,
-        env=up.env,
+        env={**up.env, "FORK_STAGES": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -659,6 +693,7 @@ def make_champion(up: Up) -> tuple[str, str]:
 @pytest.mark.slow
 def test_down_stops_all_that_up_started_and_nothing_else(up: Up, bystander: psutil.Popen) -> None:
     """An active run is recorded as crashed, and the webhook is notified before the server stops."""
+    up.forks_runs.unlink()
     run, family = hanging(up, "cut-off", "train:sleep", beta=0.9)
     assert re.search(r"Running +full +cut-off +[1-9]\d* s ", up.dpo("status"))
     ours = [psutil.Process(pid) for pid in up.pids().values()]

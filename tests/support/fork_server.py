@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 import weakref
 from collections import Counter
 from contextlib import suppress
@@ -41,7 +42,7 @@ DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_clou
 DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
 DVC += ["configobj", "dulwich.ignore", "dulwich.index", "dulwich.repo", "dvc.dirs", "dvc.stage.cache", "ruamel.yaml"]
 DVC += ["dvc.utils.strictyaml", "dvc_data.hashfile.status", "dvc_data.index.checkout", "dvc_render.vega"]
-# Of a flow with dummy stages. Prefect's settings must be those of the server's environment.
+# Of a flow with dummy stages, also one that a worker starts.
 FLOW = [*DVC, "jinja2", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "pydantic.v1"]
 FLOW += ["rich.progress", "sqlalchemy.dialects.sqlite", "typer"]
 FLOW += [
@@ -50,6 +51,8 @@ FLOW += [
     "prefect.deployments",
     "prefect.flow_engine",
     "prefect.main",
+    "prefect.runner._workspace_resolver",
+    "prefect.runner._workspace_starter",
     "prefect.task_engine",
     "prefect.utilities.visualization",
 ]
@@ -91,6 +94,12 @@ def start(libraries: list[str], env: dict[str, str]) -> str:
 
     atexit.register(end)
     return str(folder / "socket")
+
+
+def warm(address: str) -> None:
+    """Let a fork server import now."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(address)
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -187,8 +196,7 @@ class Server:
 
 def _other_settings(request: dict[str, Any]) -> list[str]:
     """The variables with which the libraries would be others if the caller imported them."""
-    read = [request["at_import"], *(["^PREFECT_"] if "prefect" in sys.modules else [])]
-    names = [name for name in request["environ"] if any(re.search(pattern, name) for pattern in read)]
+    names = [name for name in request["environ"] if re.search(request["at_import"], name)]
     return [name for name in names if request["environ"][name] != os.environ.get(name, "")]
 
 
@@ -224,6 +232,8 @@ def become(request: dict[str, Any], files: list[int]) -> None:
         os.close(file)
     os.umask(request["umask"])
     os.chdir(request["cwd"])
+    if "".join(request["command"][1:2]).partition(".")[0] in ("cli", "prefect"):  # others would log as it says
+        _set_prefect(request["environ"])
     os.environ.clear()
     os.environ.update(request["environ"])
     _set_hub()
@@ -247,6 +257,14 @@ def _set_hub() -> None:
         for library in ("huggingface_hub.constants", "datasets.config"):
             if name in os.environ and hasattr(module := sys.modules.get(library), name):
                 setattr(module, name, os.environ[name].upper() in ("1", "ON", "YES", "TRUE"))
+
+
+def _set_prefect(environ: dict[str, str]) -> None:
+    """Prefect's settings: those of the caller and, where it has none, ours, which services/__init__.py would set."""
+    if context := sys.modules.get("prefect.context"):
+        os.environ.update({name: value for name, value in environ.items() if name.startswith("PREFECT_")})
+        context.refresh_global_settings_context()  # reads prefect.toml in this folder, too
+        importlib.import_module("prefect.logging.configuration").setup_logging()
 
 
 class Replaced(BaseException):
@@ -304,6 +322,7 @@ def end(code: int) -> None:
 def _run(command: list[str], path: list[str], cwd: str) -> None:
     kind, *rest = command
     if kind == "-m":
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # `prefect.engine`
         sys.argv, sys.path[:] = rest, [cwd, *path]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":

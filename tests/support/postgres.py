@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ def running(database: str, script: Path) -> Iterator[Postgres]:
             processes.spawn([*drop, *command], Path("/"), {"PATH": os.environ["PATH"], "LC_ALL": "C"}, log),
         ):
             wait_for(lambda: _accepts_connections(server), 30)
-            with server.connect("postgres").cursor() as cursor:
+            # Postgres ends after its last connection.
+            with closing(server.connect("postgres")) as connection, connection.cursor() as cursor:
                 cursor.execute(f"CREATE DATABASE {database}")
                 cursor.execute(script.read_text())
             yield server

@@ -16,6 +16,7 @@ from contextlib import suppress
 ADDRESS = "FORK_SERVER"  # a socket
 OF_STAGES = "FORK_SERVER_OF_STAGES"  # another one, for all but `dpo` and DVC: a fork of a larger process costs more
 STAGES = "FORK_STAGES"  # set: also `dpo`, the stages, scripts and servers; not where a test kills them
+RUNS = "FORK_RUNS"  # a file: while it is there, also the runs of a Prefect worker; not where a test kills the worker
 FORKED = re.compile(
     r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor)\.py$"
     r"|^deepspeed\.checkpoint\.ds_to_universal$"
@@ -26,6 +27,7 @@ STAGE = re.compile(
     r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
     r"|services\.provision|services\.serving\.sender|transformers\.cli\.transformers)$"
 )
+RUN = re.compile(r"^prefect\.(runner\._workspace_supervisor|engine)$")
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
 AT_IMPORT = re.compile(
     r"^(?!PYTORCH_NVML_BASED_CUDA_CHECK$|HF_XET_HIGH_PERFORMANCE$"  # which libraries set in the process of the tests
@@ -42,7 +44,8 @@ def command() -> list[str] | None:
         del given[0]
     target = given[1] if given[:1] in (["-m"], ["-c"]) and len(given) > 1 else given[0] if given else ""
     more = STAGES in os.environ and (given[:1] == ["-c"] or (given[:1] == ["-m"] and STAGE.search(target)))
-    listed = FORKED.search(target) or more
+    run = RUN.search(target) and os.path.exists(os.environ.get(RUNS, ""))
+    listed = FORKED.search(target) or more or run
     return given if listed else None
 
 
@@ -59,8 +62,9 @@ def run_forked(server: socket.socket, arguments: list[str]) -> None:
     if not (answer := server.recv(8)):
         return
     (pid,) = struct.unpack("q", answer)
+    group = arguments[1:2] == ["dvc"]  # tasks/system/processes.py ends its stages with it
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: pass_on(pid, number))
+        signal.signal(number, lambda number, _: pass_on(pid, number, group))
     status = server.recv(8)
     code = os.waitstatus_to_exitcode(struct.unpack("q", status)[0]) if status else 1
     if code < 0:
@@ -69,9 +73,12 @@ def run_forked(server: socket.socket, arguments: list[str]) -> None:
     os._exit(code)
 
 
-def pass_on(pid: int, number: int) -> None:
+def pass_on(pid: int, number: int, group: bool) -> None:
     with suppress(ProcessLookupError):  # it has just ended
-        os.kill(pid, number)
+        try:
+            (os.killpg if group else os.kill)(pid, number)
+        except ProcessLookupError:  # it has no group yet
+            os.kill(pid, number)
 
 
 def _is_inherited(number: int, server: socket.socket) -> bool:
