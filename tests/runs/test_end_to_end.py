@@ -192,23 +192,6 @@ def test_another_beta_reruns_train_evaluate_export_and_not_reference(opened: Pat
     assert planned == ["watch", "train", "evaluate", "export"]
 
 
-def test_follow_starts_a_run_of_a_deployment_and_shows_how_it_ends(ran: Path, prefect_api: Env) -> None:
-    """Without a worker: the run is cancelled before one takes it."""
-    subprocess.run([sys.executable, "-m", "services.provision"], cwd=ran, env=prefect_api, check=True, timeout=900)
-    command = [sys.executable, "-m", "cli", "follow", "dpo/full", *DEMO, "--name", "in-vain"]
-    with subprocess.Popen(command, cwd=ran, env=prefect_api, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
-        name, _, page = following.stdout.readline().rstrip().partition(": ")
-        run = page.rpartition("/")[2]
-        cancelled = {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True}
-        ask(prefect_api, f"flow_runs/{run}/set_state", cancelled)
-        rest, _ = following.communicate(timeout=900)
-    assert following.returncode == 1
-    assert f"{name}: Cancelled" in rest
-    (found,) = ask(prefect_api, "flow_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-    assert found["parameters"] == {"recipe": "demo", "name": "in-vain", "overrides": OVERRIDES}
-
-
 @pytest.mark.exhaustive
 def test_a_worker_runs_the_deployment_which_is_fully_cached(ran: Path, prefect_api: Env) -> None:
     with worker(ran, with_torch(prefect_api)):

@@ -332,18 +332,39 @@ def test_a_form_posts_only_changed_fields(pages: str, up: Up, zombie: str, tmp_p
     The zombie is silent from now on.
     """
     deployment, address = up.api("deployments/name/dpo/full")["id"], up.record("prefect")["address"]
-    up.api("work_pools/dpo", {"is_paused": True}, method="PATCH")  # we look at what is posted, nothing runs
-    try:
-        with browser(tmp_path / "profile") as page:
-            page.open(address)
-            page.until("document.readyState", "complete")
-            page.evaluate(f"localStorage.setItem('prefect-password', btoa({json.dumps(up.login('prefect/admin'))}))")
-            form = f"{address}{pages}/deployments/deployment/{deployment}/run"
-            posted = submitted(up, page, form, choose="false")
-    finally:
-        up.api("work_pools/dpo", {"is_paused": False}, method="PATCH")
+    with paused_pool(up), browser(tmp_path / "profile") as page:  # we look at what is posted, nothing runs
+        page.open(address)
+        page.until("document.readyState", "complete")
+        page.evaluate(f"localStorage.setItem('prefect-password', btoa({json.dumps(up.login('prefect/admin'))}))")
+        form = f"{address}{pages}/deployments/deployment/{deployment}/run"
+        posted = submitted(up, page, form, choose="false")
     untouched = {"recipe": "none", "name": "", "resume": "", "only_if_new": False, "registered": True}
     assert posted == {**untouched, "overrides": {"prepare.apply_loss_mask": False}}
+
+
+@contextmanager
+def paused_pool(up: Up) -> Iterator[None]:
+    """The worker takes no run."""
+    up.api("work_pools/dpo", {"is_paused": True}, method="PATCH")
+    try:
+        yield
+    finally:
+        up.api("work_pools/dpo", {"is_paused": False}, method="PATCH")
+
+
+@pytest.mark.slow
+def test_follow_starts_a_run_of_a_deployment_and_shows_how_it_ends(up: Up) -> None:
+    """The run is cancelled before the worker takes it."""
+    options = ["--recipe", "demo", "--set", "train.beta=0.2", "--name", "in-vain"]
+    with paused_pool(up), following(up, "dpo/full", *options) as shown:
+        name, _, page = shown.stdout.readline().rstrip().partition(": ")
+        run = page.rpartition("/")[2]
+        up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True})
+        rest, _ = shown.communicate(timeout=PATIENCE)
+    assert shown.returncode == 1
+    assert f"{name}: Cancelled" in rest
+    parameters = {"recipe": "demo", "name": "in-vain", "overrides": {"train.beta": 0.2}}
+    assert up.api(f"flow_runs/{run}")["parameters"] == parameters
 
 
 def submitted(up: Up, page: Page, form: str, choose: str) -> dict[str, Any]:
@@ -512,7 +533,7 @@ def test_the_webhook_is_notified_how_runs_on_the_worker_ended(
         "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{won}"]}}
     }
     assert up.api("events/filter", beats)["total"] >= 1
-    shown = following(up, lost)  # from the login of prefect.toml alone
+    shown = following(up, "--run", lost)  # from the login of prefect.toml alone
     output, _ = shown.communicate(timeout=PATIENCE)
     assert shown.returncode == 1
     assert "train: 1/2 steps, eta 0:01\na word before\n" in output
@@ -541,7 +562,7 @@ def test_a_cancelled_run_ends_with_all_its_processes_even_if_its_worker_does_not
     family = processes_of_hanging(up, 2)
     assert (up.root / ".scratch/worktrees/cancelled/data/source").exists()  # a worktree of its own
     assert not (up.root / "data").exists()
-    with following(up, "cancelled") as shown:
+    with following(up, "--run", "cancelled") as shown:
         lines = iter(shown.stdout.readline, "")
         assert any(line == "train: 1/2 steps, eta 0:01\n" for line in lines)
         shown.send_signal(signal.SIGINT)
@@ -580,8 +601,8 @@ def cancel(up: Up, run: str) -> None:
     up.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
 
 
-def following(up: Up, run: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "cli", "follow", "--run", run]
+def following(up: Up, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "cli", "follow", *arguments]
     return subprocess.Popen(
         command,
         cwd=up.root,

@@ -131,7 +131,7 @@ def test_a_model_learns_to_answer_and_then_to_prefer(
         str(tiny_base),
         recipe="demo",
         params={**SMALL, **NO_JUDGE, **changes, "train.max_steps": 2},
-        cluster=GROUPS,
+        cluster={**GROUPS, "actor_train.save_steps": 100},
     )
     assert "prepare: sft: rejected 1: empty_answer" in capsys.readouterr().out
     counts = {split: open_table(pairs_file(f"sft-{split}", workspace)).num_rows for split in ("train", "eval")}
