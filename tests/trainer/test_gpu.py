@@ -26,6 +26,7 @@ from transformers import (
 
 from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
+from tests.support.scoring import score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.trainer import test_engine
 from training.models import adapters
@@ -174,8 +175,6 @@ def test_a_4_bit_policy_starts_as_its_reference_and_learns(tmp_path: Path):
 
 
 def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
-    from training.scoring.logps import score_pairs
-
     scores = score_pairs(scorer, pairs, 2048, GPU)
     return [replace(p, ref_chosen_logps=c, ref_rejected_logps=r) for p, (c, r) in zip(pairs, scores, strict=True)]
 

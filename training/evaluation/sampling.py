@@ -93,10 +93,10 @@ def _draws(prompt: Sequence[int], seed: int, count: int) -> Tensor:
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and attention mask; padding on the left, so that every answer continues its own prompt."""
-    width = max(len(ids) for ids in prompts)
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return ids, mask
+    rows = [torch.tensor(list(ids), dtype=torch.int64) for ids in prompts]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
 
 
 def _length_batches(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from training.objectives.options import LOSS_OPTIONS
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrderStatistics:
@@ -217,14 +219,7 @@ def sft(pairs: PairLogps) -> Tensor:
     return -pairs.chosen_mean_logps
 
 
-_REFERENCE_LOSSES = (
-    *(sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard),
-    *(aot, aot_unpaired, apo_zero, apo_down, discopop, dpop, kto, apo_zero_unpaired),
-)
-_REFERENCE_FREE_LOSSES = (simpo, cpo, orpo, sft)
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    loss.__name__: loss for loss in (*_REFERENCE_LOSSES, *_REFERENCE_FREE_LOSSES)
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name in LOSS_OPTIONS}
 
 
 def divergence_score(ratio: Tensor, f_divergence: str, f_alpha: float) -> Tensor:

@@ -18,7 +18,6 @@ from training.scoring.recurrent import follow_segments, recurrent_layers
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _FALLBACKS = {
-    "fused": "",
     "packed": "the model's own vocabulary head is used, which keeps each row's logits",
     "padded": "each response is computed after its own prompt in padded batches",
     "plain": "each response is computed alone, with the model's own vocabulary head",
@@ -82,10 +81,10 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
         scorer.path = "plain"
         causal.set_attn_implementation(own)
     model.train(training)
-    fallback = _FALLBACKS[scorer.path]
-    if not fallback:
+    if not reasons:
         return None
-    return f"{type(causal).__name__} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
+    name, fallback = type(causal).__name__, _FALLBACKS[scorer.path]
+    return f"{name} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
 
 
 def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], device: torch.device) -> None:
@@ -189,10 +188,13 @@ def position_difference(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
         chosen_mask=middle.rejected_mask,
         rejected_mask=middle.chosen_mask,
     )
-    rows = [build_row(order, range(3)).to(device) for order in ([first, middle, last], [swapped, last, first])]
-    before, after = (row_logps(scorer, row).logps for row in rows)
-    (chosen, rejected), (rejected_moved, chosen_moved) = (
-        [values[row.response_index == number] for number in numbers]
-        for row, values, numbers in zip(rows, (before, after), ((2, 3), (0, 1)), strict=True)
-    )
+
+    def response_logps(order: Sequence[Pair], number: int) -> list[Tensor]:
+        """Of chosen and rejected of the row's pair with this number."""
+        row = build_row(order, range(3)).to(device)
+        logps = row_logps(scorer, row).logps
+        return [logps[row.response_index == index] for index in (2 * number, 2 * number + 1)]
+
+    chosen, rejected = response_logps([first, middle, last], 1)
+    rejected_moved, chosen_moved = response_logps([swapped, last, first], 0)
     return (torch.cat([chosen, rejected]) - torch.cat([chosen_moved, rejected_moved])).abs().mean().item()

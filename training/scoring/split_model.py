@@ -26,17 +26,17 @@ def load_split(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         split_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=False), group)
-    found: Any = None
+    result: Any = None
     for turn in range(group.size):  # a node has memory for one whole model, not for one per rank
         if turn == group.rank:
             try:
-                found = _load_part(load, group, probe, device)
+                result = _load_part(load, group, probe, device)
             except ValueError as error:  # each rank meets it in its turn
-                found = error
+                result = error
         dist.barrier()
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    if isinstance(result, ValueError):
+        raise result
+    return result
 
 
 def _load_part(
