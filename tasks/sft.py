@@ -6,8 +6,6 @@ data/sft holds an empty manifest.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,9 @@ MANIFEST = "manifest.json"
 
 
 def sft(run: Run) -> None:
-    # Here and below: the driver loads torch, which a run without this stage does not need.
-    from tasks.trainer.driver import Training, check_options, trained
+    # The driver loads torch, which a run without this stage does not need.
+    from tasks.trainer.driver import Training, check_options, metrics_by_step, name_keys, trained
+    from tasks.trainer.worker import JOURNAL
     from training.rows import batches
 
     params, cluster = load_params(), load_cluster()
@@ -44,10 +43,14 @@ def sft(run: Run) -> None:
     steps = batches.total_steps(count, params.sft.global_batch_size, params.sft.epochs, params.sft.max_steps)
     answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
-    with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
-        metrics = _final_metrics(folder, data)
-        _write_model(model, folder / "policy", out)
-        write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
+    try:
+        with trained(training, run) as folder, publish(SFT) as out:
+            logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
+            metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
+            _write_model(model, folder / "policy", out)
+            write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
+    except UserError as error:
+        raise UserError(name_keys(str(error), "sft")) from error
     run.summary({f"sft/{name}": value for name, value in metrics.items()})
     print(f"sft: the base model has learnt {answers} answers, held-out loss {metrics['eval/loss']:.3f}")
 
@@ -56,28 +59,8 @@ def with_sft_as_train(params: Params) -> Params:
     """The parameters with the section `sft` in place of `train`, and the loss of SFT."""
     assert params.sft
     unused = dict.fromkeys(Train.model_fields.keys() - type(params.sft).model_fields.keys())
-    values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "reference_model": "start"}
-    values |= {"stop_on_alarm": False}
-    return params.model_copy(update={"train": Train.model_validate(values)})
-
-
-@contextmanager
-def _naming_keys_of_sft() -> Iterator[None]:
-    """Errors of a training name keys of `train`; here its values are those of `sft`."""
-    from tasks.trainer.driver import name_keys
-
-    try:
-        yield
-    except UserError as error:
-        raise UserError(name_keys(str(error), "sft")) from error
-
-
-def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
-    from tasks.trainer.driver import metrics_by_step
-    from tasks.trainer.worker import JOURNAL
-
-    rows = metrics_by_step(folder / JOURNAL, data).values()
-    return {name: value for row in rows for name, value in row.items() if name in ("loss", "eval/loss")}
+    own = {"loss": {"sft": 1.0}, "reference_model": "start", "stop_on_alarm": False}
+    return params.model_copy(update={"train": Train.model_validate({**unused, **params.sft.model_dump(), **own})})
 
 
 def _write_model(base: Path, policy: Path, out: Path) -> None:

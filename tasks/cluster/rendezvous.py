@@ -71,8 +71,8 @@ class _Backend(Backend):
         ray.get(joined)
 
     def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        left: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
-        ray.wait(left, num_returns=len(left), timeout=LEAVE_TIMEOUT)
+        futures: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
+        ray.wait(futures, num_returns=len(futures), timeout=LEAVE_TIMEOUT)
 
 
 def _join(backend: str, rank: int, world_size: int, store: str) -> None:

@@ -209,7 +209,7 @@ def _fit(training: Training, settings: Settings, folder: Path, bar: Bar, key: by
     (folder / FATAL).unlink(missing_ok=True)
     (folder / RESERVE).write_bytes(b" " * RESERVE_BYTES)
     # One CPU more than the workers need: Ray Train's controller takes one.
-    with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1) as session:
+    with ray_cluster(cluster.ray, group.cpus + 1) as session:
         for start in itertools.count():  # again after each preemption, which is not a failure
             (folder / PREEMPTED).unlink(missing_ok=True)
             trainer = _make_trainer(training, settings, folder, key, session, f"{settings.attempt}-{start}")
@@ -239,10 +239,8 @@ def _make_trainer(
     cluster, group = training.cluster, training.cluster.actor_train
     # Released at once: Ray Train reserves its own placement group, but would not report that it waits.
     with reserve_placement_group(cluster.ray, group, group.num_workers):
-        model, root = (
-            path_on_nodes(cluster, Path(settings.model)),
-            path_on_nodes(cluster, Path(), training.data.folders),
-        )
+        model = path_on_nodes(cluster, Path(settings.model))
+        root = path_on_nodes(cluster, Path(), training.data.folders)
 
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
