@@ -1,12 +1,28 @@
-"""Log-probabilities of all pairs in this process, as the workers of the reference stage compute them."""
+"""Scorers and log-probabilities in this process, as the workers of the stages make them."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from training.rows.pair import Pair
-from training.scoring.logps import Scores, score_rank_share
+from training.scoring.logps import Scorer, Scores, score_rank_share
+from training.scoring.parity import select_scoring_path
+
+
+def _to_stderr(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
+
+
+def make_scorer(
+    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
+) -> Scorer:
+    """A scorer of the model on its fastest correct path; a fallback is passed to `notify`."""
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    if note := select_scoring_path(scorer, pairs, device):
+        notify(note)
+    return scorer
 
 
 def score_pairs(scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device) -> list[Scores]:

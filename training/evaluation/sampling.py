@@ -4,7 +4,7 @@ Each prompt has its own random numbers. Its answer depends neither on the other 
 size, and two models answer a prompt with the same draws, which makes their comparison less noisy.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ def sample(
     temperature: float,
     top_p: float,
     seed: int,
-    report: Callable[[int], None] = lambda done: None,
     batch_size: int = 50,
 ) -> list[Answer]:
     """One answer per prompt; temperature 0 is greedy. The same seed gives the same answers.
@@ -82,7 +81,6 @@ def sample(
         )
         for number, row in zip(members, output[:, ids.shape[1] :].tolist(), strict=True):
             answers[number] = make_answer(row, tokenizer, end_ids)
-        report(len(answers))
     return [answers[number] for number in range(len(prompts))]
 
 

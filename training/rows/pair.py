@@ -45,13 +45,6 @@ class Pair:
         """Number of response tokens to predict; the shared prefix counts once."""
         return len(self) - len(self.prompt_ids)
 
-    @property
-    def attended_tokens(self) -> int:
-        """Number of (query, key) pairs in the attention: its cost."""
-        first, prefix = len(self.prompt_ids) + len(self.chosen_ids), len(self.prompt_ids) + self.shared_prefix
-        rest = len(self.rejected_ids) - self.shared_prefix
-        return first * (first + 1) // 2 + prefix * rest + rest * (rest + 1) // 2
-
 
 def pack(costs: Sequence[float], lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
     """Distribute items over rows of similar cost and at most `budget` tokens; a longer item gets a row of its own.

@@ -1,7 +1,6 @@
 """Select the fastest scoring path whose log-probabilities match the model's plain forward passes."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,31 +23,19 @@ _FALLBACKS = {
 }
 
 
-def _to_stderr(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
-
-
-def make_scorer(
-    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
-) -> Scorer:
-    """A scorer of the model, or the scorer itself, on its fastest correct path; a fallback is passed to `notify`."""
-    scorer = model if isinstance(model, Scorer) else Scorer(model)
-    if note := select_scoring_path(scorer, pairs, device):
-        notify(note)
-    return scorer
-
-
 @contextmanager
-def scoring(
-    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
-) -> Iterator[Scorer]:
-    """A scorer for the duration of the block, which restores the model's attention, so that it can generate."""
-    causal = (model if isinstance(model, Scorer) else Scorer(model)).causal
-    own, training = causal.config._attn_implementation, model.training
+def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Iterator[tuple[Scorer, str | None]]:
+    """A scorer of the model, or the model itself if it is one, and a note if its path is a slower one.
+
+    The end of the block restores the model's attention, so that it can generate.
+    """
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    own, training = scorer.causal.config._attn_implementation, model.training
     try:
-        yield make_scorer(model.eval(), pairs, device, notify)
+        model.eval()
+        yield scorer, select_scoring_path(scorer, pairs, device)
     finally:
-        causal.set_attn_implementation(own)
+        scorer.causal.set_attn_implementation(own)
         model.train(training)
 
 
