@@ -76,7 +76,7 @@ def _write_model(base: Path, policy: Path, out: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """What data/base/manifest.json says about a model, too."""
+    """The same facts about a model as in data/base/manifest.json."""
     files = file_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
     return {"sha256": fingerprint(files), "files": files, "sizes": sizes}

@@ -6,10 +6,8 @@ kill resumes from the last one. `resume_from_checkpoint` names a checkpoint of a
 """
 
 import itertools
-import os
 import re
 import shutil
-import socket
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -31,6 +29,7 @@ from tasks.errors import UserError
 from tasks.runs.dvc_lock import stage_code
 from tasks.system import signing
 from tasks.system.lock import lock_cached_folder, record_cached_folder
+from tasks.system.processes import this_process
 from tasks.system.progress import Bar, meanwhile
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
@@ -154,7 +153,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
 
 
 def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
-    """What determines this training. The cluster does not: another one continues from the same checkpoints."""
+    """Everything that determines this training. Not the cluster: another one continues from the same checkpoints."""
     train = training.params.train
     pairs = training.data.count("train")
     return {
@@ -253,7 +252,7 @@ def _make_trainer(
             "root": str(root),
             "data": training.data,
             "world": group.num_workers,
-            "driver": (socket.gethostname(), os.getpid()),
+            "driver": this_process(),
             "system_metrics": cluster.system_metrics,
         },
         backend_config=Rendezvous(session=str(session) if session else None),

@@ -24,7 +24,7 @@ class ChatModel:
         self.model = load_model(folder, "bfloat16" if device.type == "cuda" else "float32", device).eval()
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Token ids up to where the answer begins; without a chat template the texts one below the other."""
+        """Token ids up to the start of the answer; without a chat template those of the texts, a line each."""
         if not self.tokenizer.chat_template:
             return list(self.tokenizer("\n".join(message["content"] for message in messages) + "\n")["input_ids"])
         text = render(self.tokenizer, messages, add_generation_prompt=True)

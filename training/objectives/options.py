@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Option = float | bool | str
-_OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
 _OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
 _OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
 _OF_UNPAIRED = ("desirable_weight", "undesirable_weight")
-OPTIONS = (*_OF_LOSSES, "dpop_lambda", *_OF_UNPAIRED, "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 _F = ("f_divergence", "f_alpha")
 
@@ -21,6 +19,10 @@ _F = ("f_divergence", "f_alpha")
 class LossOptions:
     required: tuple[str, ...] = ("beta",)
     optional: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.required, *self.optional
 
 
 LOSS_OPTIONS = {
@@ -47,6 +49,7 @@ LOSS_OPTIONS = {
     "orpo": LossOptions(),
     "sft": LossOptions(required=()),
 }
+OPTIONS = (*dict.fromkeys(name for own in LOSS_OPTIONS.values() for name in own.names), *_OF_BETA, *_OF_PAIRS)
 REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
 UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # for rows with one answer, desirable or undesirable
 SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
@@ -61,8 +64,7 @@ def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option])
 
 def options_of(loss: str, options: Mapping[str, Option]) -> dict[str, Option]:
     """The options that are arguments of the loss."""
-    own = (*LOSS_OPTIONS[loss].required, *LOSS_OPTIONS[loss].optional)
-    return {option: value for option, value in options.items() if option in own}
+    return {option: value for option, value in options.items() if option in LOSS_OPTIONS[loss].names}
 
 
 def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:

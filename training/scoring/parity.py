@@ -90,8 +90,8 @@ def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], de
     heads = scorer.causal.config.get_text_config().num_attention_heads
     if heads % group.size:
         raise ValueError(
-            f"actor_train.sequence_parallel is {group.size}, but {name} has {heads} attention heads, which so many "
-            f"ranks cannot share: set it to a divisor of {heads}"
+            f"actor_train.sequence_parallel is {group.size}, but {name} has {heads} attention heads, which "
+            f"{group.size} ranks cannot share: set it to a divisor of {heads}"
         )
     scorer.model.eval()
     row = build_row([shorten(pair) for pair in (shortest(pairs), longest(pairs))], (0, 1)).to(device)
