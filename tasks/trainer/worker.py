@@ -95,10 +95,10 @@ def _exit_without_driver(driver: dict[str, Any], settings: Settings) -> None:
 
 def _is_restart(settings: Settings) -> bool:
     """Whether this attempt started its workers before, and has lost a worker or a node since."""
-    mark = Path(settings.folder) / "begun"
-    restart = mark.exists() and mark.read_text() == settings.attempt
-    mark.write_text(settings.attempt)
-    return restart
+    marker = Path(settings.folder) / "begun"
+    is_restart = marker.exists() and marker.read_text() == settings.attempt
+    marker.write_text(settings.attempt)
+    return is_restart
 
 
 def _write_fatal(folder: Path, message: str) -> None:

@@ -71,10 +71,10 @@ def check_split(model: nn.Module, group: TensorGroup, probe: Pair, expected: Ten
         raise
     except RuntimeError as error:  # of shapes that do not fit
         raise ValueError(f"actor_train.tensor_parallel {group.size} fails in {name} ({error}). Set it to 1") from error
-    difference = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
-    off = group.sum(difference if group.rank == 0 else torch.zeros_like(difference)).item()
-    if off > logp_tolerance(model) and off > logp_tolerance(model, rounding_noise(model, [probe], device)):
+    own = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
+    change = group.sum(own if group.rank == 0 else torch.zeros_like(own)).item()  # of the first rank
+    if change > logp_tolerance(model) and change > logp_tolerance(model, rounding_noise(model, [probe], device)):
         raise ValueError(
-            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of {name} by {off:.2g} a token: "
-            "transformers' plan to split it is wrong for this model. Set it to 1"
+            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of {name} by {change:.2g} a "
+            "token: transformers' plan to split it is wrong for this model. Set it to 1"
         )
