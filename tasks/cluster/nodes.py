@@ -143,7 +143,7 @@ def list_files(root: Path, parts: Sequence[Path], times: bool) -> list[tuple[Any
     return files
 
 
-def store_address(session: str | None) -> str:
+def store_address(session: Path | str | None) -> str:
     """Where ranks find each other: a file in an embedded cluster's session folder, or a port of this node."""
     if session:
         return f"file://{session}/ranks-{uuid.uuid4().hex}"

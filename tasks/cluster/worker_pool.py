@@ -153,7 +153,7 @@ class WorkerPool:
         if self.zero3:
             import ray
 
-            store = ray.get(self.actors[0].call.remote(nodes.store_address, self.session and str(self.session)))
+            store = ray.get(self.actors[0].call.remote(nodes.store_address, self.session))
             self._run_ranks("join", [(store, rank, self.num_workers) for rank in range(self.num_workers)])
 
     def _run_independently(self, method: str, tasks: Sequence[Task]) -> Results:

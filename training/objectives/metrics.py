@@ -47,6 +47,8 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
         label=row.label.to(loss_mask.dtype) if row.has_soft_labels else 1.0,
         margin=0.0 if scale is None else scale * row.margin.to(loss_mask.dtype),
         wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
+        f_divergence=str(objective.options.get("f_divergence", "reverse_kl")),
+        f_alpha=float(objective.options.get("f_alpha", 0.0)),
         sign=row.sign.to(loss_mask.dtype) if row.is_unpaired else 1.0,
         **batch_values,
     )

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 Option = float | bool | str
 _OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
-_OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
+_OF_PAIRS = ("f_divergence", "f_alpha", "margin", "margin_scale", "ld_alpha", "wpo")
 _OF_UNPAIRED = ("desirable_weight", "undesirable_weight")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-_F = ("f_divergence", "f_alpha")
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class LossOptions:
 
 
 LOSS_OPTIONS = {
-    "sigmoid": LossOptions(optional=("label_smoothing", "gamma", "length_normalization", *_F)),
-    "sigmoid_norm": LossOptions(optional=("label_smoothing", "gamma", *_F)),
-    "hinge": LossOptions(optional=_F),
-    "ipo": LossOptions(optional=_F),
-    "ipo_sum": LossOptions(optional=_F),
-    "robust": LossOptions(required=("beta", "label_smoothing"), optional=_F),
-    "exo_pair": LossOptions(required=("beta", "label_smoothing"), optional=_F),
+    "sigmoid": LossOptions(optional=("label_smoothing", "gamma", "length_normalization")),
+    "sigmoid_norm": LossOptions(optional=("label_smoothing", "gamma")),
+    "hinge": LossOptions(),
+    "ipo": LossOptions(),
+    "ipo_sum": LossOptions(),
+    "robust": LossOptions(required=("beta", "label_smoothing")),
+    "exo_pair": LossOptions(required=("beta", "label_smoothing")),
     "nca_pair": LossOptions(),
     "bco_pair": LossOptions(),
     "sppo_hard": LossOptions(),
@@ -40,7 +39,7 @@ LOSS_OPTIONS = {
     "aot_unpaired": LossOptions(optional=("label_smoothing",)),
     "apo_zero": LossOptions(),
     "apo_down": LossOptions(),
-    "discopop": LossOptions(optional=("tau", *_F)),
+    "discopop": LossOptions(optional=("tau",)),
     "dpop": LossOptions(optional=("dpop_lambda",)),
     "kto": LossOptions(optional=_OF_UNPAIRED),
     "apo_zero_unpaired": LossOptions(optional=_OF_UNPAIRED),
@@ -55,7 +54,8 @@ UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # for rows with one answer, 
 SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
 READS_LABEL = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})
 READS_MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
-ADAPTS_BETA = frozenset({"dpop", *(name for name, own in LOSS_OPTIONS.items() if "f_divergence" in own.optional)})
+READS_DIVERGENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "robust", "exo_pair", "discopop"})
+ADAPTS_BETA = READS_DIVERGENCE | {"dpop"}
 
 
 def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option]) -> bool:
@@ -126,6 +126,8 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
 def _has_effect(option: str, loss: str, options: Mapping[str, Option]) -> bool:
     if option == "wpo":  # of both responses
         return loss not in UNPAIRED
+    if option in ("f_divergence", "f_alpha"):
+        return loss in READS_DIVERGENCE
     if option in ("margin", "margin_scale"):
         return loss in READS_MARGIN
     if option in _OF_BETA:
