@@ -7,7 +7,6 @@ data/sft holds an empty manifest.
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tasks import stage
 from tasks.config.params import Params, Train, load_cluster, load_params
@@ -15,7 +14,7 @@ from tasks.config.paths import SFT
 from tasks.dataset.pairs import check
 from tasks.dataset.training_data import TrainingData
 from tasks.errors import UserError
-from tasks.models import file_hashes, source_folder, source_hash
+from tasks.models import file_facts, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
 
@@ -48,7 +47,7 @@ def sft(run: Run) -> None:
             logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
             metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
             _write_model(model, folder / "policy", out)
-            write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
+            write_json(out / MANIFEST, {**file_facts(out), "answers": answers, "metrics": metrics})
     except UserError as error:
         raise UserError(name_keys(str(error), "sft")) from error
     run.summary({f"sft/{name}": value for name, value in metrics.items()})
@@ -73,13 +72,6 @@ def _write_model(base: Path, policy: Path, out: Path) -> None:
     else:
         shutil.copytree(policy, out, dirs_exist_ok=True)
         load_tokenizer(base).save_pretrained(out)
-
-
-def _files(folder: Path) -> dict[str, Any]:
-    """The same facts about a model as in data/base/manifest.json."""
-    files = file_hashes(folder)
-    sizes = {name: (folder / name).stat().st_size for name in files}
-    return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
 
 
 def skip() -> None:
