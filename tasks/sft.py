@@ -17,16 +17,14 @@ from tasks.errors import UserError
 from tasks.models import file_facts, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
+from tasks.trainer.driver import Training, check_options, metrics_by_step, name_keys, trained
+from tasks.trainer.worker import JOURNAL
+from training.rows import batches
 
 MANIFEST = "manifest.json"
 
 
 def sft(run: Run) -> None:
-    # The driver loads torch, which a run without this stage does not need.
-    from tasks.trainer.driver import Training, check_options, metrics_by_step, name_keys, trained
-    from tasks.trainer.worker import JOURNAL
-    from training.rows import batches
-
     params, cluster = load_params(), load_cluster()
     assert params.sft
     check_options("sft", params.sft, cluster)

@@ -1,11 +1,10 @@
 """The nodes of a Ray cluster: their package versions, their view of shared storage, and which join or are lost.
 
-Every function needs a connected driver (`ray_cluster`), or runs on a worker (`store_address`).
+Every function needs a connected driver (`ray_cluster`).
 """
 
 import platform
 import shutil
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -141,18 +140,6 @@ def list_files(root: Path, parts: Sequence[Path], times: bool) -> list[tuple[Any
         state = path.stat()
         files.append((str(path.relative_to(root)), state.st_size, *([state.st_mtime_ns] if times else [])))
     return files
-
-
-def store_address(session: Path | str | None) -> str:
-    """Where ranks find each other: a file in an embedded cluster's session folder, or a port of this node."""
-    if session:
-        return f"file://{session}/ranks-{uuid.uuid4().hex}"
-    import ray
-
-    host = ray.util.get_node_ip_address()
-    with socket.create_server(("", 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        port = server.getsockname()[1]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def refresh_directory(folder: Path) -> None:

@@ -17,7 +17,8 @@ from ray.train._internal.base_worker_group import BaseWorkerGroup
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.util import TrainingFramework
 
-from tasks.cluster import nodes, preemption
+from tasks.cluster import preemption
+from tasks.cluster.store import store_address
 
 TIMEOUT = 1800  # seconds of a collective
 LEAVE_TIMEOUT = 30.0  # seconds for the ranks to leave their group
@@ -55,7 +56,7 @@ class _Backend(Backend):
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, Rendezvous)
         worker_group.execute(preemption.handle_sigterm)
-        store = worker_group.execute_single(0, nodes.store_address, backend_config.session)  # new after each restart
+        store = worker_group.execute_single(0, store_address, backend_config.session)  # new after each restart
         backend = "nccl" if worker_group.get_resources_per_worker().get("GPU", 0) else "gloo"
         ranks = range(len(worker_group))
         joined: list[Any] = [

@@ -19,6 +19,7 @@ from typing import Any
 
 from tasks.cluster import nodes, placement
 from tasks.cluster.ray_cluster import ray_cluster
+from tasks.cluster.store import store_address
 from tasks.config.cluster import Cluster, Group
 from tasks.config.paths import home
 from tasks.errors import UserError
@@ -153,7 +154,7 @@ class WorkerPool:
         if self.zero3:
             import ray
 
-            store = ray.get(self.actors[0].call.remote(nodes.store_address, self.session))
+            store = ray.get(self.actors[0].call.remote(store_address, self.session))
             self._run_ranks("join", [(store, rank, self.num_workers) for rank in range(self.num_workers)])
 
     def _run_independently(self, method: str, tasks: Sequence[Task]) -> Results:
