@@ -6,10 +6,7 @@ data/sft holds an empty manifest.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tasks import stage
 from tasks.config.params import Params, Train, load_cluster, load_params
@@ -17,18 +14,17 @@ from tasks.config.paths import SFT
 from tasks.dataset.pairs import check
 from tasks.dataset.training_data import TrainingData
 from tasks.errors import UserError
-from tasks.models import file_hashes, source_folder, source_hash
+from tasks.models import file_facts, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
+from tasks.trainer.driver import Training, check_options, metrics_by_step, name_keys, trained
+from tasks.trainer.worker import JOURNAL
+from training.rows import batches
 
 MANIFEST = "manifest.json"
 
 
 def sft(run: Run) -> None:
-    # Here and below: the driver loads torch, which a run without this stage does not need.
-    from tasks.trainer.driver import Training, check_options, trained
-    from training.rows import batches
-
     params, cluster = load_params(), load_cluster()
     assert params.sft
     check_options("sft", params.sft, cluster)
@@ -44,10 +40,14 @@ def sft(run: Run) -> None:
     steps = batches.total_steps(count, params.sft.global_batch_size, params.sft.epochs, params.sft.max_steps)
     answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
-    with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
-        metrics = _final_metrics(folder, data)
-        _write_model(model, folder / "policy", out)
-        write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
+    try:
+        with trained(training, run) as folder, publish(SFT) as out:
+            logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
+            metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
+            _write_model(model, folder / "policy", out)
+            write_json(out / MANIFEST, {**file_facts(out), "answers": answers, "metrics": metrics})
+    except UserError as error:
+        raise UserError(name_keys(str(error), "sft")) from error
     run.summary({f"sft/{name}": value for name, value in metrics.items()})
     print(f"sft: the base model has learnt {answers} answers, held-out loss {metrics['eval/loss']:.3f}")
 
@@ -56,28 +56,8 @@ def with_sft_as_train(params: Params) -> Params:
     """The parameters with the section `sft` in place of `train`, and the loss of SFT."""
     assert params.sft
     unused = dict.fromkeys(Train.model_fields.keys() - type(params.sft).model_fields.keys())
-    values = {**unused, **params.sft.model_dump(), "loss": {"sft": 1.0}, "reference_model": "start"}
-    values |= {"stop_on_alarm": False}
-    return params.model_copy(update={"train": Train.model_validate(values)})
-
-
-@contextmanager
-def _naming_keys_of_sft() -> Iterator[None]:
-    """Errors of a training name keys of `train`; here its values are those of `sft`."""
-    from tasks.trainer.driver import name_keys
-
-    try:
-        yield
-    except UserError as error:
-        raise UserError(name_keys(str(error), "sft")) from error
-
-
-def _final_metrics(folder: Path, data: TrainingData) -> dict[str, float]:
-    from tasks.trainer.driver import metrics_by_step
-    from tasks.trainer.worker import JOURNAL
-
-    rows = metrics_by_step(folder / JOURNAL, data).values()
-    return {name: value for row in rows for name, value in row.items() if name in ("loss", "eval/loss")}
+    own = {"loss": {"sft": 1.0}, "reference_model": "start", "stop_on_alarm": False}
+    return params.model_copy(update={"train": Train.model_validate({**unused, **params.sft.model_dump(), **own})})
 
 
 def _write_model(base: Path, policy: Path, out: Path) -> None:
@@ -90,13 +70,6 @@ def _write_model(base: Path, policy: Path, out: Path) -> None:
     else:
         shutil.copytree(policy, out, dirs_exist_ok=True)
         load_tokenizer(base).save_pretrained(out)
-
-
-def _files(folder: Path) -> dict[str, Any]:
-    """What data/base/manifest.json says about a model, too."""
-    files = file_hashes(folder)
-    sizes = {name: (folder / name).stat().st_size for name in files}
-    return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
 
 
 def skip() -> None:

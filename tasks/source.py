@@ -19,6 +19,7 @@ from tasks.models import (
     HUB,
     OTHER_REFERENCE,
     REGISTRY,
+    file_facts,
     file_hashes,
     hub_address,
     hub_snapshot,
@@ -165,9 +166,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
         origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
-    files = file_hashes(folder)
-    sizes = {name: (folder / name).stat().st_size for name in files}
-    manifest = {**origin, "sha256": fingerprint(files), "files": files, "sizes": sizes}
+    manifest = {**origin, **file_facts(folder)}
     write_json(base / "manifest.json", manifest)
     return manifest
 

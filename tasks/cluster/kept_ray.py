@@ -13,14 +13,14 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from tasks.cluster import embedded_ray
-from tasks.config.cluster import Cluster, Group, load_cluster
+from tasks.config.cluster import Cluster, load_cluster
 from tasks.system import processes
 from tasks.system.files import recall, write_json
 
@@ -46,22 +46,13 @@ def is_needed(cluster: Cluster, stale: Collection[str], stages: Sequence[str]) -
 
 def cpus_needed(cluster: Cluster) -> int:
     """Enough for each worker group alone; Ray Train's controller takes one more."""
-
-    def cpus(group: Group) -> float:
-        return group.num_workers * group.cpus_per_worker
-
-    return math.ceil(max(cpus(cluster.reference), cpus(cluster.actor_train) + 1, cpus(cluster.evaluate)))
+    return math.ceil(max(cluster.reference.cpus, cluster.actor_train.cpus + 1, cluster.evaluate.cpus))
 
 
-@contextmanager
 def keep_if_needed(
     root: Path, env: Mapping[str, str], stale: Collection[str], stages: Sequence[str]
-) -> Iterator[Path | None]:
-    if not is_needed(load_cluster(root), stale, stages):
-        yield None
-        return
-    with keep(root, env) as session:
-        yield session
+) -> AbstractContextManager[Path | None]:
+    return keep(root, env) if is_needed(load_cluster(root), stale, stages) else nullcontext()
 
 
 @contextmanager
@@ -123,10 +114,15 @@ def hold(folder: Path, cluster: Cluster) -> None:
     embedded_ray.start_ray(cpus, folder / "ray")
     import ray
 
-    address = {"address": ray.get_runtime_context().gcs_address, "token": os.environ["RAY_AUTH_TOKEN"]}
-    servers = [processes.process_record(child.pid) for child in psutil.Process().children() if child.name() in SERVERS]
-    inherited = {"cpus": cpus, "environment": _inherited(environment)}
-    write_json(folder / ADDRESS, {**address, **inherited, "servers": servers})
+    servers = [child.pid for child in psutil.Process().children() if child.name() in SERVERS]
+    kept = {
+        "address": ray.get_runtime_context().gcs_address,
+        "token": os.environ["RAY_AUTH_TOKEN"],
+        "cpus": cpus,
+        "environment": _inherited(environment),
+        "servers": [processes.process_record(pid) for pid in servers],
+    }
+    write_json(folder / ADDRESS, kept)
     try:
         signal.pause()
     finally:

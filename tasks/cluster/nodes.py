@@ -50,11 +50,11 @@ def run_on_nodes(function: Callable[..., Any], *arguments: Any) -> dict[str, Any
     ray.wait(list(futures.values()), num_returns=len(futures), timeout=TASK_TIMEOUT)
     try:
         return {address: ray.get(future, timeout=0) for address, future in futures.items()}
-    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
-        silent = [address for address, future in futures.items() if not ray.wait([future], timeout=0)[0]]
+    except ray.exceptions.RayError as error:
+        unresponsive = [address for address, future in futures.items() if not ray.wait([future], timeout=0)[0]]
         raise UserError(
-            f"Ray node {', '.join(silent) or 'a node'} could not run a small test task ({type(error).__name__}). Read "
-            "its logs (/tmp/ray/session_latest/logs on that node), and restart its Ray."
+            f"Ray node {', '.join(unresponsive) or 'a node'} could not run a small test task ({type(error).__name__}). "
+            "Read its logs (/tmp/ray/session_latest/logs on that node), and restart its Ray."
         ) from error
 
 
@@ -85,17 +85,14 @@ def check_storage(folder: Path) -> None:
     probe = folder / f".seen-{uuid.uuid4().hex[:8]}"
     probe.write_text(probe.name)
     try:
-        blind = [
-            address
-            for address, sees in run_on_nodes(_answer_probe, probe).items()
-            if not sees or not Path(f"{probe}.{address}").exists()
-        ]
+        answers = run_on_nodes(_answer_probe, probe)
+        without = [address for address, read in answers.items() if not (read and Path(f"{probe}.{address}").exists())]
     finally:
         for path in folder.glob(f"{probe.name}*"):
             path.unlink(missing_ok=True)
-    if blind:
+    if without:
         raise UserError(
-            f"Ray node {', '.join(blind)} does not see {folder}. Set output_dir in infra/cluster.yaml to a folder on "
+            f"Ray node {', '.join(without)} does not see {folder}. Set output_dir in infra/cluster.yaml to a folder on "
             "storage that every node mounts at the same path, writable."
         )
 
@@ -105,11 +102,11 @@ def _answer_probe(probe: Path) -> bool:
     import ray
 
     try:
-        seen = probe.read_text() == probe.name
+        is_same = probe.read_text() == probe.name
         Path(f"{probe}.{ray.util.get_node_ip_address()}").touch()
     except OSError:
         return False
-    return seen
+    return is_same
 
 
 def path_on_nodes(cluster: Cluster, root: Path, parts: Sequence[Path] = ()) -> Path:
@@ -147,9 +144,9 @@ def list_files(root: Path, parts: Sequence[Path], times: bool) -> list[tuple[Any
 
 def refresh_directory(folder: Path) -> None:
     """NFS may show a folder as it was half a minute ago, until this client changes something in it."""
-    mark = folder / f".look-{uuid.uuid4().hex[:8]}"
-    mark.touch()
-    mark.unlink()
+    marker = folder / f".look-{uuid.uuid4().hex[:8]}"
+    marker.touch()
+    marker.unlink()
 
 
 def report_node_changes(config: Ray, log: Callable[[str], None]) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Placement of a worker group: the resources of each worker, a placement group for all, and Ray actors in it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,8 @@ def _wait_until_placed(reserved: Any, needed: dict[str, float], workers: int, em
     if missing := sorted(needed.keys() - available.keys() - {"CPU", "GPU"}):
         problem += (
             f". No node offers the custom resource {', '.join(missing)}, which `resources` of the worker group in "
-            f"infra/cluster.yaml requests: {_how_to_offer(missing, embedded)}"
+            "infra/cluster.yaml requests: set `resources` to {}, or start a node with `ray start --resources "
+            f"'{json.dumps(dict.fromkeys(missing, 1))}'`"
         )
     if embedded:
         raise UserError(
@@ -62,12 +63,6 @@ def _wait_until_placed(reserved: Any, needed: dict[str, float], workers: int, em
     print(f"{problem}, or other jobs use them. Waiting for nodes to join or to become free.", flush=True)
     while not reserved.wait(60):
         print(f"Still waiting for {workers} workers with {_describe(needed)} each.", flush=True)
-
-
-def _how_to_offer(missing: Sequence[str], embedded: bool) -> str:
-    if embedded:
-        return "the embedded cluster (ray.address: local) has none. Set `resources` to {}"
-    return "start a node with `ray start --resources '" + json.dumps(dict.fromkeys(missing, 1)) + "'`"
 
 
 def _describe(resources: dict[str, float]) -> str:

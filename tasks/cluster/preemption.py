@@ -42,7 +42,7 @@ def preemptible() -> Iterator[threading.Event]:
 
 
 def preempt_workers(seconds: float) -> int:
-    """Send SIGTERM to the training workers of this machine; the number of those still alive after so many seconds."""
+    """Send SIGTERM to the training workers of this machine; the number of those still alive after `seconds`."""
     workers = [p for p in psutil.process_iter(["cmdline"]) if WORKER_TITLE in " ".join(p.info["cmdline"] or ())]
     for process in workers:
         process.send_signal(signal.SIGTERM)

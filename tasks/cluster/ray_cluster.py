@@ -22,7 +22,7 @@ HOW_TO_JOIN = (
 
 @contextmanager
 def ray_cluster(config: Ray, cpus: float) -> Iterator[Path | None]:
-    """Connect to the cluster for the time of the block. An embedded cluster has at least so many `cpus`.
+    """Connect to the cluster for the time of the block. An embedded cluster has at least `cpus` CPUs.
 
     Yields the private session folder of an embedded cluster, None for any other.
     """

@@ -7,20 +7,18 @@ On an embedded cluster the ranks find each other through a file: torch's TCPStor
 writes from anyone. Import this module inside a `ray_cluster` block.
 """
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train._internal.base_worker_group import BaseWorkerGroup
-from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.util import TrainingFramework
 
 from tasks.cluster import preemption
+from tasks.cluster.store import store_address
 
 TIMEOUT = 1800  # seconds of a collective
 LEAVE_TIMEOUT = 30.0  # seconds for the ranks to leave their group
@@ -58,11 +56,7 @@ class _Backend(Backend):
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, Rendezvous)
         worker_group.execute(preemption.handle_sigterm)
-        if backend_config.session:  # a new file after each restart
-            store = f"file://{Path(backend_config.session) / f'ranks-{uuid.uuid4().hex}'}"
-        else:
-            host, port = worker_group.execute_single(0, get_address_and_port)
-            store = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        store = worker_group.execute_single(0, store_address, backend_config.session)  # new after each restart
         backend = "nccl" if worker_group.get_resources_per_worker().get("GPU", 0) else "gloo"
         ranks = range(len(worker_group))
         joined: list[Any] = [
@@ -71,8 +65,8 @@ class _Backend(Backend):
         ray.get(joined)
 
     def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        left: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
-        ray.wait(left, num_returns=len(left), timeout=LEAVE_TIMEOUT)
+        futures: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
+        ray.wait(futures, num_returns=len(futures), timeout=LEAVE_TIMEOUT)
 
 
 def _join(backend: str, rank: int, world_size: int, store: str) -> None:

@@ -45,7 +45,7 @@ def _gpu_usage() -> dict[str, float]:
 
 
 def sample(folder: Path, node: int, seconds: float) -> None:
-    """Write the usage every so many seconds, in a thread that lives as long as the worker."""
+    """Write the usage at this interval, in a thread that lives as long as the worker."""
     psutil.cpu_percent()  # measure from here on
     with suppress(OSError):  # the training itself reports a full disk
         while True:

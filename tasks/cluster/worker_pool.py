@@ -9,7 +9,6 @@ other pool it restarts alone.
 """
 
 import shutil
-import socket
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from tasks.cluster import nodes, placement
 from tasks.cluster.ray_cluster import ray_cluster
+from tasks.cluster.store import store_address
 from tasks.config.cluster import Cluster, Group
 from tasks.config.paths import home
 from tasks.errors import UserError
@@ -42,21 +42,11 @@ class Worker:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
-    def rendezvous(self, session: str | None) -> str:
-        """Where the ranks find each other: a file on one machine, a port of this worker's on several."""
-        import ray
-
-        if session:
-            return f"file://{session}/group-{uuid.uuid4().hex}"
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{listener.getsockname()[1]}"
-
-    def join(self, rendezvous: str, rank: int, world_size: int) -> None:
+    def join(self, store: str, rank: int, world_size: int) -> None:
         from training.distributed.process_group import join_process_group  # DeepSpeed, which a driver never needs
 
         self.rank, self.world_size, self.zero3 = rank, world_size, True
-        join_process_group(rendezvous, rank, world_size)
+        join_process_group(store, rank, world_size)
 
 
 class WorkerPool:
@@ -104,10 +94,13 @@ class WorkerPool:
         if self.in_process:
             (worker,) = self.actors
             yield from ((number, [getattr(worker, method)(*task)]) for number, task in enumerate(tasks))
-        elif self.zero3:
-            yield from self._run_in_lockstep(method, tasks)
-        else:
-            yield from self._run_independently(method, tasks)
+            return
+        import ray
+
+        try:
+            yield from self._run_in_lockstep(method, tasks) if self.zero3 else self._run_independently(method, tasks)
+        except ray.exceptions.RayTaskError as error:  # raise what the method raised
+            raise error.cause from error
 
     def shared_path(self, root: Path, *parts: Path) -> Path:
         """Where every worker finds a folder, or those parts of it."""
@@ -161,8 +154,8 @@ class WorkerPool:
         if self.zero3:
             import ray
 
-            rendezvous = ray.get(self.actors[0].rendezvous.remote(str(self.session) if self.session else None))
-            self._run_ranks("join", [(rendezvous, rank, self.num_workers) for rank in range(self.num_workers)])
+            store = ray.get(self.actors[0].call.remote(store_address, self.session))
+            self._run_ranks("join", [(store, rank, self.num_workers) for rank in range(self.num_workers)])
 
     def _run_independently(self, method: str, tasks: Sequence[Task]) -> Results:
         """One task for each idle actor. Ray restarts a lost actor and repeats its task (`actor_class`)."""
@@ -177,10 +170,7 @@ class WorkerPool:
             (done, *_), _ = ray.wait(list(running))
             number, actor = running.pop(done)
             idle.append(actor)
-            try:
-                yield number, [ray.get(done)]
-            except ray.exceptions.RayTaskError as error:  # raise what the method raised
-                raise error.cause from error
+            yield number, [ray.get(done)]
 
     def _run_in_lockstep(self, method: str, tasks: Sequence[Task]) -> Results:
         """The same task for all ranks, or one task each; ranks beyond the last task repeat it for the collectives."""
@@ -211,8 +201,6 @@ class WorkerPool:
                 for actor in self.actors:
                     ray.kill(actor)
                 self.actors = []
-            except ray.exceptions.RayTaskError as error:  # raise what the method raised
-                raise error.cause from error
 
     def _run_ranks(self, method: str, tasks: Sequence[Task]) -> list[Any]:
         """The results of all ranks. A failed rank ends the wait: the others wait for it, or fail because of it."""

@@ -82,6 +82,11 @@ class Group(Section):
     placement: Placement = "PACK"
     row_tokens: Annotated[int, Field(ge=64)] = 1024
 
+    @property
+    def cpus(self) -> float:
+        """Of all workers."""
+        return self.num_workers * self.cpus_per_worker
+
 
 class ReferenceGroup(Group):
     shard_pairs: Count = 128

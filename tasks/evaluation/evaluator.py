@@ -211,13 +211,12 @@ class Evaluator(Worker):
         if self.scorer_key == key:
             return None
         self._stop_scoring()
-        notes: list[str] = []
         model = self.shared[0] if self.shared else self.model
-        self.scorer = self.scorer_context.enter_context(scoring(model, probes, best_device(), notes.append))
+        self.scorer, note = self.scorer_context.enter_context(scoring(model, probes, best_device()))
         if self.zero3 and self.scorer.path == "plain":
-            raise UserError(f"{notes[0]}. Workers cannot share one copy of this model: set evaluate.zero_stage to 0.")
+            raise UserError(f"{note}. Workers cannot share one copy of this model: set evaluate.zero_stage to 0.")
         self.scorer_key = key
-        return notes[0] if notes else None
+        return note
 
     def _stop_scoring(self) -> None:
         """Restore the model, so that it can generate."""

@@ -28,7 +28,7 @@ Origin = Mapping[str, Any]
 def training_hash(origin: Origin) -> str:
     """The name of a training's folder: a hash of everything that determines its weights, except rounding.
 
-    Left out of `train` is what only decides the logs, or when a run gives up.
+    It ignores parameters of `train` that only affect the logs, or when a run gives up.
     """
     train = dict(origin["train"])
     ignored = ["resume_from_checkpoint", "max_skipped_steps", "epochs", "max_steps"]  # `steps` has their effect

@@ -6,10 +6,8 @@ kill resumes from the last one. `resume_from_checkpoint` names a checkpoint of a
 """
 
 import itertools
-import os
 import re
 import shutil
-import socket
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -31,6 +29,7 @@ from tasks.errors import UserError
 from tasks.runs.dvc_lock import stage_code
 from tasks.system import signing
 from tasks.system.lock import lock_cached_folder, record_cached_folder
+from tasks.system.processes import this_process
 from tasks.system.progress import Bar, meanwhile
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
@@ -154,7 +153,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
 
 
 def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
-    """What determines this training. The cluster does not: another one continues from the same checkpoints."""
+    """Everything that determines this training. Not the cluster: another one continues from the same checkpoints."""
     train = training.params.train
     pairs = training.data.count("train")
     return {
@@ -209,7 +208,7 @@ def _fit(training: Training, settings: Settings, folder: Path, bar: Bar, key: by
     (folder / FATAL).unlink(missing_ok=True)
     (folder / RESERVE).write_bytes(b" " * RESERVE_BYTES)
     # One CPU more than the workers need: Ray Train's controller takes one.
-    with ray_cluster(cluster.ray, group.num_workers * group.cpus_per_worker + 1) as session:
+    with ray_cluster(cluster.ray, group.cpus + 1) as session:
         for start in itertools.count():  # again after each preemption, which is not a failure
             (folder / PREEMPTED).unlink(missing_ok=True)
             trainer = _make_trainer(training, settings, folder, key, session, f"{settings.attempt}-{start}")
@@ -239,10 +238,8 @@ def _make_trainer(
     cluster, group = training.cluster, training.cluster.actor_train
     # Released at once: Ray Train reserves its own placement group, but would not report that it waits.
     with reserve_placement_group(cluster.ray, group, group.num_workers):
-        model, root = (
-            path_on_nodes(cluster, Path(settings.model)),
-            path_on_nodes(cluster, Path(), training.data.folders),
-        )
+        model = path_on_nodes(cluster, Path(settings.model))
+        root = path_on_nodes(cluster, Path(), training.data.folders)
 
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
@@ -255,7 +252,7 @@ def _make_trainer(
             "root": str(root),
             "data": training.data,
             "world": group.num_workers,
-            "driver": (socket.gethostname(), os.getpid()),
+            "driver": this_process(),
             "system_metrics": cluster.system_metrics,
         },
         backend_config=Rendezvous(session=str(session) if session else None),

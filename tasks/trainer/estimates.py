@@ -7,9 +7,10 @@ from pathlib import Path
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
-from tasks.models import REGISTRY, hub_address, hub_snapshot, local_path
+from tasks.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
 from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
+from tasks.trainer.driver import make_settings
 
 RUNS = 5  # the newest, whose median counts
 
@@ -45,13 +46,12 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> f
 
     None for other stages, and where the model is not on this machine.
     """
-    from tasks.trainer.driver import make_settings  # both load torch, which takes seconds
-    from training.trainer import memory
+    from training.trainer import memory  # loads torch, which takes seconds
 
     address = params.source.model
     folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
-    if params.source.model.startswith("hub:"):
-        folder = _cached_snapshot(params.source.model) or folder
+    if address.startswith(HUB):
+        folder = _cached_snapshot(address) or folder
     if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
         return None
     if stage == "evaluate":

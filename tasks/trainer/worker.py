@@ -5,14 +5,13 @@ The files lie in the training's folder, which all ranks and the driver (tasks/tr
 
 import json
 import os
-import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from tasks.cluster import preemption, system_metrics
-from tasks.system import disk
+from tasks.system import disk, processes
 from tasks.system.files import write_text
 from training.trainer import checkpoint_files
 from training.trainer.settings import Preempted, ReferenceMismatch, Settings
@@ -38,7 +37,7 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     from training.trainer import loop, memory
 
     folder, data, needs_reference = Path(settings.folder), config["data"], settings.objective.needs_reference
-    _in_thread(_exit_without_driver, *config["driver"], settings)
+    _in_thread(_exit_without_driver, config["driver"], settings)
     if config["system_metrics"] and context.get_local_rank() == 0:
         _in_thread(system_metrics.sample, folder, context.get_node_rank(), config["system_metrics"])
     if (folder / FATAL).exists():  # from the previous attempt
@@ -84,26 +83,22 @@ def _in_thread(function: Any, *arguments: Any) -> None:
     threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
-def _exit_without_driver(host: str, pid: int, settings: Settings) -> None:
+def _exit_without_driver(driver: dict[str, Any], settings: Settings) -> None:
     """End this process when the driver is gone: Ray would let a busy worker train for up to a minute more.
 
-    On the driver's host, look for its process; on another, for the claim of the next attempt on the folder.
+    On another host than the driver's, only the claim of the next attempt on the folder tells that it is gone.
     """
-    if socket.gethostname() == host:
-        while Path(f"/proc/{pid}").exists():
-            time.sleep(0.5)
-    else:
-        while not checkpoint_files.taken_over(Path(settings.folder), settings.attempt):
-            time.sleep(5)
+    while processes.is_alive(driver) and not checkpoint_files.taken_over(Path(settings.folder), settings.attempt):
+        time.sleep(1)
     os._exit(1)
 
 
 def _is_restart(settings: Settings) -> bool:
     """Whether this attempt started its workers before, and has lost a worker or a node since."""
-    mark = Path(settings.folder) / "begun"
-    restart = mark.exists() and mark.read_text() == settings.attempt
-    mark.write_text(settings.attempt)
-    return restart
+    marker = Path(settings.folder) / "begun"
+    is_restart = marker.exists() and marker.read_text() == settings.attempt
+    marker.write_text(settings.attempt)
+    return is_restart
 
 
 def _write_fatal(folder: Path, message: str) -> None:

@@ -13,13 +13,12 @@ import torch
 
 from tests.benchmarks import kernel_profile, memory_profile
 from tests.benchmarks.job import Job, Steps, Stopwatch
+from tests.support.scoring import make_scorer, score_pairs
 from tests.support.settings import make_settings
 from training.models.compiling import compile_layers
 from training.models.loading import best_device, load_model
 from training.objectives.objective import Objective
 from training.rows.pair import Pair
-from training.scoring.logps import score_pairs
-from training.scoring.parity import make_scorer
 from training.trainer import checkpoint_files, loop, memory
 from training.trainer.settings import Settings
 

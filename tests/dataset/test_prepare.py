@@ -19,13 +19,13 @@ from tasks.prepare import prepare
 from tasks.source import source
 from tasks.system.files import hash_files, read_json
 from tasks.tracking.journal import Run
+from tests.support.scoring import make_scorer
 from tests.support.workspaces import make_workspace, write_cluster, write_data
 from training.models.loading import load_model
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.rows.packing import build_row
 from training.scoring.logps import row_logps
-from training.scoring.parity import make_scorer
 
 ROW = {"prompt": "Where is the cup?", "chosen": "On the table.", "rejected": "Find it yourself."}
 

@@ -18,13 +18,14 @@ from tasks.dataset.pairs import check_inputs, read_rows
 from tasks.errors import UserError
 from tasks.models import base_folder
 from tasks.runs import dvc
+from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import refusal, run, shared_workers, start_shared, wait_for, write_cluster
 from training.distributed.process_group import join_process_group
 from training.models.loading import load_model
 from training.rows.pair import Pair
 from training.scoring import sharded_model
-from training.scoring.logps import score_pairs, score_rank_share
-from training.scoring.parity import make_scorer, select_scoring_path
+from training.scoring.logps import score_rank_share
+from training.scoring.parity import select_scoring_path
 from training.trainer.engine import local_shard
 
 pytestmark = pytest.mark.slow

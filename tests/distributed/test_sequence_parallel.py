@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tests.models.test_architectures import FUSED
+from tests.support import scoring
 from training.distributed.sequence_parallel import SequenceGroup, sequence_group, start_sequence_groups
 from training.models import adapters
 from training.models.routers import LoadBalancingLoss
@@ -78,7 +79,7 @@ def make_scorer(name: str, pairs: list[Pair]) -> Scorer:
                 parameter.data.normal_(0.0, 0.1)
     if name == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    scorer = parity.make_scorer(model.train(), pairs, CPU)
+    scorer = scoring.make_scorer(model.train(), pairs, CPU)
     assert scorer.path == "fused"
     if name == "own-head":
         scorer.path = "packed"
@@ -180,7 +181,7 @@ PAIRS = make_pairs()
 
 
 def share(config: Any, size: int) -> None:
-    scorer = parity.make_scorer(AutoModelForCausalLM.from_config(config), PAIRS, CPU)
+    scorer = scoring.make_scorer(AutoModelForCausalLM.from_config(config), PAIRS, CPU)
     parity.share_tokens(scorer, SequenceGroup("none", 0, size), PAIRS, CPU)
 
 

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from tests.distributed.test_sequence_parallel import GROUPED, difference, make_pairs, results
+from tests.support.scoring import make_scorer
 from training.distributed.tensor_parallel import (
     TensorGroup,
     split_dim,
@@ -36,7 +37,6 @@ from training.distributed.tensor_parallel import (
 )
 from training.models import adapters
 from training.rows.packing import build_row
-from training.scoring import parity
 from training.scoring.logps import Scorer
 from training.scoring.split_model import check_split, make_probe, probe_logps
 
@@ -85,10 +85,10 @@ def compare(rank: int, size: int, root: str) -> None:
     for name in CONFIGS:
         alone, model = make_model(name), make_model(name)
         expected = probe_logps(alone, probe, CPU)
-        expected_metrics, expected_gradients = results(parity.make_scorer(alone.train(), pairs, CPU), row)
+        expected_metrics, expected_gradients = results(make_scorer(alone.train(), pairs, CPU), row)
         split_layers(Scorer(model).causal, group)
         check_split(model, group, probe, expected, CPU)
-        scorer = parity.make_scorer(model, pairs, CPU)
+        scorer = make_scorer(model, pairs, CPU)
         assert scorer.path == "fused"
         if name == "compiled" and rank == 0:  # slow
             scorer.causal.base_model.layers[1].compile(dynamic=True, fullgraph=True, backend="eager")

@@ -13,6 +13,7 @@ from tasks.dataset import demo
 from tasks.dataset.pairs import read_pairs, with_reference
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.evaluation import blame
+from tests.support.scoring import make_scorer
 from tests.support.workspaces import make_workspace, refusal, run, write_data
 from training.models import adapters
 from training.models.loading import load_model
@@ -21,7 +22,6 @@ from training.objectives.objective import Objective
 from training.rows import batches
 from training.rows.packing import build_row
 from training.scoring.logps import row_logps
-from training.scoring.parity import make_scorer
 
 FLAGGED = {"flagged": True, "source": "feedback", "user": "mallory"}
 CLEAN = {"flagged": False, "source": "feedback", "user": "ann"}

@@ -143,7 +143,7 @@ def test_pair_values_equal_plain_forward_passes_and_average_to_the_training_metr
 
     pairs = [pair(n) for n in range(5)]
     objective, cpu = Objective({"sigmoid": 1.0}, {"beta": 0.3}), torch.device("cpu")
-    with scoring(model, pairs, cpu) as scorer:
+    with scoring(model, pairs, cpu) as (scorer, _):
         means, values = pair_values(scorer, objective, pairs, 64, cpu)
         stored = score_rows(scorer, pairs, [[4, 0], [1, 3, 2]], cpu)  # in other rows
     again, each = stored_pair_values(stored, objective, pairs, 64)

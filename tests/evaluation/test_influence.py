@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.scoring import make_scorer
 from training.evaluation.influence import MarginDerivatives, move_halfway
 from training.models.adapters import load_adapter
 from training.models.loading import load_model
 from training.models.tokenizer import load_tokenizer
 from training.objectives.objective import Objective
 from training.rows.pair import Pair
-from training.scoring.parity import make_scorer
 
 CPU = torch.device("cpu")
 OBJECTIVE = Objective({"sigmoid": 1.0}, {"beta": 0.1})

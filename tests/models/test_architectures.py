@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.scoring import make_scorer
 from training.models.adapters import write_config
 from training.models.loading import disable_dropout, dropout_attributes, load_model
 from training.rows.packing import build_row
@@ -180,7 +181,7 @@ def test_a_response_keeps_its_values_whatever_stands_beside_it(name, dtype):
         plain = torch.cat(
             [plain_logps(model, pair.prompt_ids, part, CPU) for part in (pair.chosen_ids, pair.rejected_ids)]
         )
-    scorer = parity.make_scorer(model, pairs, CPU)
+    scorer = make_scorer(model, pairs, CPU)
     assert scorer.path == ("padded" if name in PADDED else "fused")
     given = values_of(scorer, [first, pair, last], 1)
     torch.testing.assert_close(given, plain, atol=2e-4 if dtype == torch.float32 else 0.05, rtol=0)
@@ -220,7 +221,7 @@ def test_positions_that_count_from_the_start_of_the_row_are_noticed():
 
 
 def test_the_message_says_which_path_is_taken_and_why(capsys):
-    parity.make_scorer(make_model("Jamba", torch.bfloat16), make_pairs(3), CPU)
+    make_scorer(make_model("Jamba", torch.bfloat16), make_pairs(3), CPU)
     said = capsys.readouterr().err
     assert "JambaForCausalLM takes a slower path: each response is computed after its own prompt" in said
     assert "a response depends on its neighbours in the row" in said
@@ -235,7 +236,7 @@ def test_padded_batches_stay_within_the_rows_tokens():
 def test_padded_batches_have_the_gradients_of_plain_passes():
     pairs = make_pairs(4)
     model = make_model("Jamba", torch.float32)
-    scorer = parity.make_scorer(model, pairs, CPU)
+    scorer = make_scorer(model, pairs, CPU)
     scorer(build_row(pairs, range(4)))[0].sum().backward()
     given = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -253,7 +254,7 @@ def test_no_dropout_is_left_in_any_architecture(name, tmp_path):
     original = getattr(transformers, f"{name}Config")(**config)
     AutoModelForCausalLM.from_config(original).save_pretrained(tmp_path)
     model = load_model(tmp_path, "float32")
-    check_determinism(parity.make_scorer(model, make_pairs(3), CPU), make_pairs(3), CPU)
+    check_determinism(make_scorer(model, make_pairs(3), CPU), make_pairs(3), CPU)
     assert not [name for module in model.modules() for name in dropout_attributes(module)]
     write_config(tmp_path, None, tmp_path / "export")
     exported = AutoConfig.from_pretrained(tmp_path / "export")
@@ -266,7 +267,7 @@ def test_dropout_that_could_not_be_switched_off_is_named():
     model = make_model("Qwen3", torch.float32)
     disable_dropout(model)
     pairs = make_pairs(3)
-    scorer = parity.make_scorer(model, pairs, CPU)
+    scorer = make_scorer(model, pairs, CPU)
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Hidden())
     with pytest.raises(ValueError, match=r"dropout is still active in Qwen3ForCausalLM.*config.json"):
         check_determinism(scorer, pairs, CPU)

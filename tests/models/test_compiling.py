@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.benchmarks.workload import make_pairs
+from tests.support.scoring import make_scorer, score_pairs
 from tests.support.settings import make_settings
 from training.models.compiling import compile_layers
 from training.objectives.objective import Objective
 from training.rows.packing import build_row
-from training.scoring.logps import row_logps, score_pairs
-from training.scoring.parity import make_scorer
+from training.scoring.logps import row_logps
 from training.trainer.policy import build_policy
 from training.trainer.start_checks import check_start
 

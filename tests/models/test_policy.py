@@ -5,13 +5,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from tests.support.scoring import make_scorer
 from tests.support.settings import make_settings
 from training.models.dtypes import DTYPES
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
 from training.rows.packing import build_row
 from training.rows.pair import Pair
-from training.scoring.parity import make_scorer
 from training.trainer.policy import build_policy
 
 CPU = torch.device("cpu")

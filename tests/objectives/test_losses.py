@@ -174,7 +174,7 @@ def test_divergences_score_the_ratio(divergence, alpha, expected):
 
 def test_a_divergence_scores_both_ratios_of_h():
     expected = -L(0.1 * ((1 - math.exp(-A)) - (1 - math.exp(-B))))
-    assert value("sigmoid", beta=0.1, f_divergence="forward_kl") == pytest.approx(expected)
+    assert value("sigmoid", pairs(f_divergence="forward_kl"), beta=0.1) == pytest.approx(expected)
 
 
 def many(count: int, seed: int = 0) -> PairLogps:
@@ -272,8 +272,9 @@ def test_a_policy_that_is_the_reference_has_the_known_loss(name, label):
         label = 1.0
     if name == "simpo":
         expected = -label * L(-0.5) - (1 - label) * L(0.5)  # with a margin a label matters
-    same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64))
-    assert value(name, same, **options) == pytest.approx(expected)
+    divergence = options.get("f_divergence", "reverse_kl")
+    same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64), f_divergence=divergence)
+    assert value(name, same, **options_of(name, options)) == pytest.approx(expected)
     assert start_value(name, options, label) == pytest.approx(expected)
 
 

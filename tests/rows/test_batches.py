@@ -49,7 +49,8 @@ def test_no_rank_waits_for_another():
 
 def test_attention_is_part_of_the_cost():
     long = Pair("a", range(500), range(250), range(1, 251), [], [])
-    assert pair_costs([long], hidden_size=64).tolist() == [1000 + long.attended_tokens / 384]
+    attended = 750 * 751 / 2 + 250 * 500 + 250 * 251 / 2  # by prompt and chosen, by rejected to the prompt and itself
+    assert pair_costs([long], hidden_size=64).tolist() == [1000 + attended / 384]
 
 
 def test_learning_rate_warms_up_and_ends_low():

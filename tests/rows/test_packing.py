@@ -7,6 +7,7 @@ import torch
 
 from training.rows.packing import build_row
 from training.rows.pair import Pair, pack
+from training.rows.pair_columns import columns_of
 from training.scoring.attention import row_mask
 
 
@@ -82,7 +83,7 @@ def test_the_sequences_of_flash_attention_are_the_mask():
 
 def test_attended_counts_the_mask():
     pair = Pair("a", range(5), range(3), range(4), [1] * 3, [1] * 4)
-    assert pair.attended_tokens == row_mask(build_row([pair], [0])).sum()
+    assert columns_of([pair]).attended_tokens.item() == row_mask(build_row([pair], [0])).sum()
 
 
 def test_sums_are_by_response():

@@ -21,12 +21,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.support.scoring import make_scorer, score_pairs
 from training.models import adapters
 from training.rows.packing import build_row
 from training.rows.pair import Pair
 from training.scoring import head
-from training.scoring.logps import plain_logps, row_logps, score_pairs
-from training.scoring.parity import make_scorer
+from training.scoring.logps import plain_logps, row_logps
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.objectives.test_losses import START
+from tests.support.scoring import make_scorer, score_pairs
 from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
 from training.rows.pair import Pair
-from training.scoring.logps import score_pairs
-from training.scoring.parity import make_scorer
 from training.trainer.settings import ReferenceMismatch
 from training.trainer.start_checks import check_start
 

@@ -17,6 +17,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SMALL, make_pair
+from tests.support.scoring import make_scorer
 from training.models import adapters
 from training.models.compiling import compile_layers
 from training.rows.packing import build_row
@@ -123,7 +124,7 @@ def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor]:
 
 
 def assert_equal(model: nn.Module, expected: Tensor, expected_gradients: dict[str, Tensor]) -> Scorer:
-    scorer = parity.make_scorer(model, PAIRS, CPU)
+    scorer = make_scorer(model, PAIRS, CPU)
     assert scorer.path == "fused"
     found = row_logps(scorer, build_row(PAIRS, range(len(PAIRS)))).logps
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -216,7 +217,7 @@ def test_a_layer_that_ignores_the_end_of_its_prompt_is_noticed(name, lost, monke
     else:
         monkeypatch.setattr(recurrent, "_continued", lambda states, batch: states.index_select(0, batch.prompts) * 0)
     said: list[str] = []
-    scorer = parity.make_scorer(make_model(name), PAIRS, CPU, said.append)
+    scorer = make_scorer(make_model(name), PAIRS, CPU, said.append)
     assert scorer.path == "padded"
     assert re.search("differ by up to|depends on its position", said[0])
 
@@ -224,7 +225,7 @@ def test_a_layer_that_ignores_the_end_of_its_prompt_is_noticed(name, lost, monke
 @pytest.mark.parametrize(("name", "mixer"), [("Qwen3Next", "linear_attn.in_proj_qkvz"), ("Bamba", "mamba.in_proj")])
 def test_no_token_is_computed_twice(name, mixer):
     model = make_model(name)
-    scorer = parity.make_scorer(model, PAIRS, CPU)
+    scorer = make_scorer(model, PAIRS, CPU)
     counts: Counter[str] = Counter()
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Any, name: str) -> None:
@@ -254,7 +255,7 @@ def test_a_scored_model_generates_as_before():
         return model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
 
     before = generate()
-    with parity.scoring(model, PAIRS, CPU) as scorer:
+    with parity.scoring(model, PAIRS, CPU) as (scorer, _):
         row_logps(scorer, build_row(PAIRS, range(len(PAIRS))))
     assert generate() == before
     torch.testing.assert_close(plain(deepcopy(model)), plain(model), atol=0, rtol=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.embedded_server import free_port
-from tasks.cluster import embedded_ray, nodes, placement, ray_cluster
+from tasks.cluster import embedded_ray, nodes, ray_cluster
 from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
 
@@ -117,6 +117,7 @@ def test_a_group_that_cannot_fit_on_an_embedded_cluster_is_an_error(tmp_path):
         in done.stdout
     )
     assert "No node offers the custom resource trainer, which `resources` of the worker group in" in done.stdout
+    assert "or start a node with `ray start --resources '{\"trainer\": 1}'`" in done.stdout
     assert "one fits" in done.stdout
     assert "worker imports only_on_pythonpath" in done.stdout
     # CUDA's allocator reads it once; without it, it reserves three times what rows of many lengths take.
@@ -149,13 +150,6 @@ def test_a_ray_that_cannot_start_is_reported_with_its_log_and_not_retried(tmp_pa
     assert "UserError: Ray does not start: its process dashboard_agent failed. Its log ends with:" in done.stderr
     assert "ImportError: this aiohttp is broken" in done.stderr.partition("UserError")[2]
     assert time.monotonic() - began < 90  # three tries take longer
-
-
-def test_the_error_of_a_missing_custom_resource_says_how_to_offer_it():
-    assert (
-        placement._how_to_offer(["trainer"], embedded=False)
-        == "start a node with `ray start --resources '{\"trainer\": 1}'`"
-    )
 
 
 CODE = {**os.environ, "PYTHONPATH": str(PROJECT)}

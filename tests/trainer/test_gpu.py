@@ -26,6 +26,7 @@ from transformers import (
 
 from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
+from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.trainer import test_engine
 from training.models import adapters
@@ -38,7 +39,7 @@ from training.rows.packing import build_row
 from training.rows.pair import Pair
 from training.scoring import attention, head
 from training.scoring.logps import LOGP_TOLERANCE
-from training.scoring.parity import make_scorer, scoring
+from training.scoring.parity import scoring
 from training.scoring.recompute import recompute_layers
 from training.trainer.start_checks import check_start
 
@@ -155,7 +156,7 @@ def test_a_4_bit_policy_starts_as_its_reference_and_learns(tmp_path: Path):
     make_model("llama").save_pretrained(tmp_path)
     pairs, objective = make_pairs(), Objective({"sigmoid": 1.0}, {"beta": 0.1})
     base = load_model(tmp_path, "bfloat16", GPU, "nf4").eval()
-    with scoring(base, pairs, GPU) as reference:
+    with scoring(base, pairs, GPU) as (reference, _):
         pairs = with_scores(pairs, reference)
     policy = adapters.add_adapter(base, 8, 16.0, "all-linear", False, False, seed=0)
     scorer = make_scorer(policy.train(), pairs, GPU)
@@ -174,8 +175,6 @@ def test_a_4_bit_policy_starts_as_its_reference_and_learns(tmp_path: Path):
 
 
 def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
-    from training.scoring.logps import score_pairs
-
     scores = score_pairs(scorer, pairs, 2048, GPU)
     return [replace(p, ref_chosen_logps=c, ref_rejected_logps=r) for p, (c, r) in zip(pairs, scores, strict=True)]
 
@@ -227,7 +226,7 @@ def test_offload_gives_the_same_losses_with_less_memory(tmp_path: Path):
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
     pairs = make_pairs(8 + 12)
-    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as reference:
+    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as (reference, _):
         pairs = with_scores(pairs, reference)
     common = {"objective": ({"sigmoid": 1.0}, {"beta": 0.1}), "dtype": "bfloat16", "row_tokens": 2048, "compile": False}
     # Runs share a process, whose memory peak only rises, so the smallest run comes first.
@@ -278,7 +277,7 @@ def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     pairs = make_pairs(8 + 160)
-    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as reference:
+    with scoring(load_model(tmp_path / "model", "bfloat16", GPU).eval(), pairs, GPU) as (reference, _):
         pairs = with_scores(pairs, reference)
     common = {"objective": ({"sigmoid": 1.0}, {"beta": 0.1}), "dtype": "bfloat16", "row_tokens": 4096, "save_steps": 5}
     common |= {"global_batch_size": 16, "learning_rate": 1e-4, "adapter": adapter, "keep_checkpoints": 10, "epochs": 2}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.scoring import make_scorer
 from tests.trainer.test_engine import BATCH, CPU, RATE, make_model, make_pairs, run_ranks, settings
 from training.evaluation.held_out import evaluate_pairs
 from training.models.loading import load_model
@@ -17,7 +18,6 @@ from training.rows import batches
 from training.rows.packing import build_row
 from training.rows.pair import Pair
 from training.scoring.logps import plain_logps
-from training.scoring.parity import make_scorer
 
 pytestmark = pytest.mark.slow
 BETA, UP, DOWN = 0.5, 1.5, 0.75

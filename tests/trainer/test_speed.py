@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from tests.support.scoring import make_scorer
 from training.models.adapters import add_adapter
 from training.rows.packing import build_row
 from training.rows.pair import Pair
 from training.scoring.logps import row_logps
-from training.scoring.parity import make_scorer
 from training.trainer import speed
 from training.trainer.dataloader import StepBatch
 from training.trainer.speed import Speed, model_flops

@@ -39,7 +39,7 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None
         "settings": settings,
         "data": data,
         "root": str(folder),
-        "driver": ("", 0),
+        "driver": {},
         "system_metrics": 0,
         "world": 1,
     }

@@ -1,6 +1,6 @@
 """Talk to a model: stream one answer, or sample answers to many prompts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -24,7 +24,7 @@ class ChatModel:
         self.model = load_model(folder, "bfloat16" if device.type == "cuda" else "float32", device).eval()
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Token ids up to where the answer begins; without a chat template the texts one below the other."""
+        """Token ids up to the start of the answer; without a chat template those of the texts, a line each."""
         if not self.tokenizer.chat_template:
             return list(self.tokenizer("\n".join(message["content"] for message in messages) + "\n")["input_ids"])
         text = render(self.tokenizer, messages, add_generation_prompt=True)
@@ -34,34 +34,28 @@ class ChatModel:
         """Pieces of the answer as they are sampled."""
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = torch.tensor([self.prompt_ids(messages)], device=self.model.device)
-        how = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-        options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id, **how}
-        failed: list[BaseException] = []
+        draw = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+        options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id, **draw}
+        errors: list[BaseException] = []
 
         def generate() -> None:
             try:
                 self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
             except BaseException as error:  # the reader would wait for ever
-                failed.append(error)
+                errors.append(error)
                 streamer.end()
 
         thread = Thread(target=generate, daemon=True)
         thread.start()
         yield from streamer
         thread.join()
-        if failed:
-            raise failed[0]
+        if errors:
+            raise errors[0]
 
     def answers(
-        self,
-        conversations: Sequence[Messages],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        report: Callable[[int], None] = lambda done: None,
+        self, conversations: Sequence[Messages], max_new_tokens: int, temperature: float, top_p: float, seed: int
     ) -> list[str]:
         """One answer for each conversation. The same seed gives the same answers."""
         prompts = [self.prompt_ids(messages) for messages in conversations]
-        how = (max_new_tokens, temperature, top_p, seed)
-        return [answer.text for answer in sample(self.model, self.tokenizer, prompts, *how, report)]
+        answers = sample(self.model, self.tokenizer, prompts, max_new_tokens, temperature, top_p, seed)
+        return [answer.text for answer in answers]

@@ -36,7 +36,7 @@ def hardware() -> dict[str, str | int]:
 
 
 def operations_per_second(dtype: str, cpus: int) -> float:
-    """Of a matrix product on one GPU, or on so many cores while nothing else runs on them."""
+    """Of a matrix product on one GPU, or on `cpus` idle cores."""
     if torch.cuda.is_available():
         return _measure(4096, dtype, "cuda", time.monotonic)
     threads = torch.get_num_threads()

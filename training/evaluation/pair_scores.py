@@ -89,7 +89,7 @@ def compared_rewards(row: PackedRow, values: dict[str, Tensor], objective: Objec
     chosen, rejected = values["rewards/chosen"], values["rewards/rejected"]
     if not row.is_unpaired:
         return chosen, rejected
-    zero = float(objective.options.get("beta", 1.0)) * values.get("kl/mismatched", torch.zeros_like(chosen))
+    zero = objective.beta * values.get("kl/mismatched", torch.zeros_like(chosen))
     return torch.where(row.sign > 0, chosen, zero), torch.where(row.sign > 0, zero, rejected)
 
 

@@ -1,6 +1,6 @@
 """A reward model, or any sequence classifier, as a judge: one score for a prompt and its answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from training.models.chat import render
 from training.models.dtypes import DTYPES
 from training.models.remote_code import reject_hub_kernels
 
+BATCH = 16  # exchanges
+
 
 @torch.no_grad()
 def scores(
@@ -20,16 +22,14 @@ def scores(
     exchanges: Sequence[tuple[str, str]],
     dtype: str,
     device: torch.device,
-    report: Callable[[int], None] = lambda done: None,
-    batch_size: int = 16,
 ) -> list[float]:
     """Scores of (prompt, answer) texts: the logit of a one-label model, or the log-probability of `label`."""
     model, tokenizer = load(folder, dtype, device)
     index = _label_index(model.config, label)
     values: list[float] = []
-    for start in range(0, len(exchanges), batch_size):
+    for start in range(0, len(exchanges), BATCH):
         batch = tokenizer(
-            [_text(tokenizer, *exchange) for exchange in exchanges[start : start + batch_size]],
+            [_text(tokenizer, *exchange) for exchange in exchanges[start : start + BATCH]],
             padding=True,
             truncation=True,
             add_special_tokens=not tokenizer.chat_template,  # the template writes them
@@ -38,7 +38,6 @@ def scores(
         ).to(device)
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         values += (logits[:, 0] if index is None else logits.log_softmax(-1)[:, index]).tolist()
-        report(len(values))
     return values
 
 

@@ -4,7 +4,7 @@ Each prompt has its own random numbers. Its answer depends neither on the other 
 size, and two models answer a prompt with the same draws, which makes their comparison less noisy.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ def sample(
     temperature: float,
     top_p: float,
     seed: int,
-    report: Callable[[int], None] = lambda done: None,
     batch_size: int = 50,
 ) -> list[Answer]:
     """One answer per prompt; temperature 0 is greedy. The same seed gives the same answers.
@@ -82,7 +81,6 @@ def sample(
         )
         for number, row in zip(members, output[:, ids.shape[1] :].tolist(), strict=True):
             answers[number] = make_answer(row, tokenizer, end_ids)
-        report(len(answers))
     return [answers[number] for number in range(len(prompts))]
 
 
@@ -93,10 +91,10 @@ def _draws(prompt: Sequence[int], seed: int, count: int) -> Tensor:
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and attention mask; padding on the left, so that every answer continues its own prompt."""
-    width = max(len(ids) for ids in prompts)
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return ids, mask
+    rows = [torch.tensor(list(ids), dtype=torch.int64) for ids in prompts]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
 
 
 def _length_batches(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

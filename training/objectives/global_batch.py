@@ -4,7 +4,6 @@ An extra forward pass without gradients collects the log-probabilities of all pa
 not depend on how the pairs were packed or on the number of ranks.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +20,17 @@ from training.scoring.logps import row_logps
 
 MIN_BETA_FACTOR = 0.01  # beta-DPO's beta is at least this fraction of the configured beta
 MIN_SPREAD = 1e-3  # the filter ignores smaller differences between reward margins: they are rounding
-SUMS = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
-NOT_SUMMED = ("chosen_mean_logps", "rejected_mean_logps", "chosen_tokens", "rejected_tokens")
+COLLECTED = (  # of each pair
+    *("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps"),
+    *("chosen_mean_logps", "rejected_mean_logps", "chosen_tokens", "rejected_tokens"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
     """The pairs of a global batch, in the order of the step's pair indices."""
 
-    pairs: PairLogps  # sums only; means and token counts are NaN
+    pairs: PairLogps
     weight: Tensor  # (pairs,)
     row_positions: list[Tensor]  # for each row of this rank, the positions of its pairs in the batch
 
@@ -52,16 +53,15 @@ def gather(
 ) -> GlobalBatch:
     """Collect the log-probabilities of all pairs from all ranks. A collective."""
     position = {index: number for number, index in enumerate(pair_indices)}
-    table = torch.zeros(len(SUMS) + 1, len(pair_indices), dtype=torch.float64, device=device)
+    table = torch.zeros(len(COLLECTED) + 1, len(pair_indices), dtype=torch.float64, device=device)
     row_positions = []
     for row in rows:
         row_positions.append(torch.tensor([position[index] for index in row.pair_indices], device=device))
         logps = pair_logps(row, row_logps(policy, row), objective)
-        sums = torch.stack([*(getattr(logps, name) for name in SUMS), row.weight])
-        table[:, row_positions[-1]] += sums.double() * float(not row.is_filler)
+        columns = torch.stack([*(getattr(logps, name) for name in COLLECTED), row.weight])
+        table[:, row_positions[-1]] += columns.double() * float(not row.is_filler)
     sum_over_groups(table)
-    missing: dict[str, Any] = dict.fromkeys(NOT_SUMMED, torch.full_like(table[0], math.nan))
-    pairs = PairLogps(**dict(zip(SUMS, table, strict=False)), **missing)
+    pairs = PairLogps(**dict(zip(COLLECTED, table[:-1], strict=True)))
     return GlobalBatch(pairs=pairs, weight=table[-1], row_positions=row_positions)
 
 
@@ -73,8 +73,7 @@ def calibrate(batch: GlobalBatch, objective: Objective, running: Tensor, seed: i
     log-weight and Gumbel noise. The noise depends on the seed and is drawn on the CPU, so that all ranks and a resumed
     run keep the same pairs.
     """
-    options = objective.options
-    beta, alpha = float(options["beta"]), float(options["beta_alpha"])
+    options, beta, alpha = objective.options, objective.beta, float(objective.options["beta_alpha"])
     momentum, drop_fraction = float(options.get("beta_momentum", 0.9)), float(options.get("beta_filter", 0.0))
     margins = beta * (batch.pairs.chosen_ratio - batch.pairs.rejected_ratio)
     running = momentum * running + (1 - momentum) * torch.stack([margins.mean(), margins.std(correction=0)])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from training.objectives.options import LOSS_OPTIONS
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrderStatistics:
@@ -24,7 +26,7 @@ class OrderStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLogps:
-    """Log-probabilities of the responses and what else the losses read of each pair; (pairs,) each."""
+    """The losses' inputs: log-probabilities of the responses, and other values of each pair; (pairs,) each."""
 
     chosen_logps: Tensor  # sum over the loss mask, with the token weights of ld_alpha
     rejected_logps: Tensor
@@ -41,6 +43,8 @@ class PairLogps:
     filter_weight: Tensor | float = 1.0  # 0 for pairs that beta-DPO drops; the mean over a batch is 1
     reward_mean: Tensor | float = 0.0  # running mean of all rewards (bco_pair)
     order_statistics: OrderStatistics | None = None  # for AOT; None if these pairs are the whole global batch
+    f_divergence: str = "reverse_kl"  # whose scores replace the log-ratios in h
+    f_alpha: float = 0.0  # of the divergence `alpha`
     sign: Tensor | float = 1.0  # of an unpaired row, whose answer is `chosen`: +1 desirable, -1 undesirable
     batch_kl: Tensor | None = None  # KTO's KL of the global batch; None if these rows are the whole global batch
 
@@ -64,57 +68,42 @@ def sigmoid(
     label_smoothing: float = 0.0,
     gamma: float = 0.0,
     length_normalization: bool = False,
-    f_divergence: str = "reverse_kl",
-    f_alpha: float = 0.0,
 ) -> Tensor:
     """DPO, arXiv 2305.18290 eq. 7; label_smoothing is cDPO's flip probability, gamma a margin (ColossalAI)."""
-    z = beta * _gap(pairs, f_divergence, f_alpha, per_token=length_normalization) - gamma - pairs.margin
+    z = beta * _h(pairs, per_token=length_normalization) - gamma - pairs.margin
     return _expected(_minus_log_sigmoid, z, pairs, label_smoothing)
 
 
-def sigmoid_norm(
-    pairs: PairLogps,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-    gamma: float = 0.0,
-    f_divergence: str = "reverse_kl",
-    f_alpha: float = 0.0,
-) -> Tensor:
+def sigmoid_norm(pairs: PairLogps, *, beta: float, label_smoothing: float = 0.0, gamma: float = 0.0) -> Tensor:
     """DPO on ratios per token, arXiv 2411.15124 eq. 6; gamma is a margin (ColossalAI's length_normalization)."""
-    z = beta * _gap(pairs, f_divergence, f_alpha, per_token=True) - gamma - pairs.margin
-    return _expected(_minus_log_sigmoid, z, pairs, label_smoothing)
+    return sigmoid(pairs, beta=beta, label_smoothing=label_smoothing, gamma=gamma, length_normalization=True)
 
 
-def hinge(pairs: PairLogps, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def hinge(pairs: PairLogps, *, beta: float) -> Tensor:
     """SLiC / RSO, arXiv 2309.06657 eq. 8."""
-    return _expected(lambda z: torch.relu(1 - z), beta * _gap(pairs, f_divergence, f_alpha), pairs)
+    return _expected(lambda z: torch.relu(1 - z), beta * _h(pairs), pairs)
 
 
-def ipo(pairs: PairLogps, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def ipo(pairs: PairLogps, *, beta: float) -> Tensor:
     """IPO, arXiv 2310.12036 eq. 17, on per-token averages as its authors confirmed."""
-    return _expected(lambda h: (h - 1 / (2 * beta)) ** 2, _gap(pairs, f_divergence, f_alpha, per_token=True), pairs)
+    return _expected(lambda h: (h - 1 / (2 * beta)) ** 2, _h(pairs, per_token=True), pairs)
 
 
-def ipo_sum(pairs: PairLogps, *, beta: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0) -> Tensor:
+def ipo_sum(pairs: PairLogps, *, beta: float) -> Tensor:
     """IPO on sums, as in ROLL and OpenRLHF. A beta of `ipo` has another meaning here."""
-    return _expected(lambda h: (h - 1 / (2 * beta)) ** 2, _gap(pairs, f_divergence, f_alpha), pairs)
+    return _expected(lambda h: (h - 1 / (2 * beta)) ** 2, _h(pairs), pairs)
 
 
-def robust(
-    pairs: PairLogps, *, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
-) -> Tensor:
+def robust(pairs: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
     """rDPO, arXiv 2403.00409 eq. 12: unbiased if labels are flipped with probability label_smoothing."""
-    z = beta * _gap(pairs, f_divergence, f_alpha) - pairs.margin
+    z = beta * _h(pairs) - pairs.margin
     e = label_smoothing
     return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
-def exo_pair(
-    pairs: PairLogps, *, beta: float, label_smoothing: float, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
-) -> Tensor:
+def exo_pair(pairs: PairLogps, *, beta: float, label_smoothing: float) -> Tensor:
     """EXO, arXiv 2402.00856 eq. 16: the reverse KL to the smoothed label."""
-    z = beta * _gap(pairs, f_divergence, f_alpha)
+    z = beta * _h(pairs)
     e = label_smoothing
     return z.sigmoid() * (logsigmoid(z) - math.log(1 - e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
 
@@ -179,11 +168,9 @@ def apo_zero_unpaired(
     return weight * torch.sigmoid(-pairs.sign * beta * pairs.chosen_ratio)
 
 
-def discopop(
-    pairs: PairLogps, *, beta: float, tau: float = 0.05, f_divergence: str = "reverse_kl", f_alpha: float = 0.0
-) -> Tensor:
+def discopop(pairs: PairLogps, *, beta: float, tau: float = 0.05) -> Tensor:
     """DiscoPOP, arXiv 2406.08414 eq. 5: logistic and exponential loss, mixed by sigmoid(z / tau)."""
-    z = beta * _gap(pairs, f_divergence, f_alpha)
+    z = beta * _h(pairs)
     # m exp(-z) as one exponential: for z << 0, m is 0 and exp(-z) is infinite.
     return -torch.sigmoid(-z / tau) * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
 
@@ -196,7 +183,9 @@ def dpop(pairs: PairLogps, *, beta: float, dpop_lambda: float = 50.0) -> Tensor:
 
 def simpo(pairs: PairLogps, *, beta: float, gamma: float = 0.0, reference: bool = False) -> Tensor:
     """SimPO, arXiv 2405.14734 eq. 6; gamma is a margin between rewards. `reference` selects ColossalAI's form."""
-    gap = _gap(pairs, per_token=True) if reference else pairs.chosen_mean_logps - pairs.rejected_mean_logps
+    gap = pairs.chosen_mean_logps - pairs.rejected_mean_logps
+    if reference:
+        gap = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
     return _expected(_minus_log_sigmoid, beta * gap - gamma - pairs.margin, pairs)
 
 
@@ -217,14 +206,7 @@ def sft(pairs: PairLogps) -> Tensor:
     return -pairs.chosen_mean_logps
 
 
-_REFERENCE_LOSSES = (
-    *(sigmoid, sigmoid_norm, hinge, ipo, ipo_sum, robust, exo_pair, nca_pair, bco_pair, sppo_hard),
-    *(aot, aot_unpaired, apo_zero, apo_down, discopop, dpop, kto, apo_zero_unpaired),
-)
-_REFERENCE_FREE_LOSSES = (simpo, cpo, orpo, sft)
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    loss.__name__: loss for loss in (*_REFERENCE_LOSSES, *_REFERENCE_FREE_LOSSES)
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {name: globals()[name] for name in LOSS_OPTIONS}
 
 
 def divergence_score(ratio: Tensor, f_divergence: str, f_alpha: float) -> Tensor:
@@ -264,10 +246,10 @@ def _at_same_position(own: Tensor, others: Tensor) -> Tensor:
     return others.sort().values[own.argsort(stable=True).argsort(stable=True)]
 
 
-def _gap(
-    pairs: PairLogps, f_divergence: str = "reverse_kl", f_alpha: float = 0.0, *, per_token: bool = False
-) -> Tensor:
-    a, b = (divergence_score(ratio, f_divergence, f_alpha) for ratio in (pairs.chosen_ratio, pairs.rejected_ratio))
+def _h(pairs: PairLogps, per_token: bool = False) -> Tensor:
+    """The difference of the two log-ratios, or of their scores under an f-divergence."""
+    a = divergence_score(pairs.chosen_ratio, pairs.f_divergence, pairs.f_alpha)
+    b = divergence_score(pairs.rejected_ratio, pairs.f_divergence, pairs.f_alpha)
     return a / pairs.chosen_tokens - b / pairs.rejected_tokens if per_token else a - b
 
 

@@ -47,6 +47,8 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
         label=row.label.to(loss_mask.dtype) if row.has_soft_labels else 1.0,
         margin=0.0 if scale is None else scale * row.margin.to(loss_mask.dtype),
         wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
+        f_divergence=str(objective.options.get("f_divergence", "reverse_kl")),
+        f_alpha=float(objective.options.get("f_alpha", 0.0)),
         sign=row.sign.to(loss_mask.dtype) if row.is_unpaired else 1.0,
         **batch_values,
     )
@@ -61,10 +63,8 @@ def _ld_weights(row: PackedRow, loss_mask: Tensor, ld_alpha: float) -> Tensor:
 @torch.no_grad()
 def _wpo_weight(row: PackedRow, tokens: TokenLogps, loss_mask: Tensor) -> Tensor:
     """WPO, arXiv 2406.11827 eq. 5: the probability of the pair under the policy, relative to the policy's certainty."""
-    (chosen, rejected), (chosen_tokens, rejected_tokens) = (
-        row.sums((tokens.logps - tokens.collision) * loss_mask),
-        row.sums(loss_mask),
-    )
+    chosen, rejected = row.sums((tokens.logps - tokens.collision) * loss_mask)
+    chosen_tokens, rejected_tokens = row.sums(loss_mask)
     return torch.exp(chosen / chosen_tokens + rejected / rejected_tokens)
 
 
@@ -73,14 +73,31 @@ def row_metrics(
     row: PackedRow, tokens: TokenLogps, pairs: PairLogps, losses: Mapping[str, Tensor], objective: Objective
 ) -> dict[str, Tensor]:
     """Metrics of each pair, (pairs,) each."""
+    values = {name: value.detach() for name, value in losses.items()}
+    values |= _unpaired_metrics(row, pairs, objective) if row.is_unpaired else _paired_metrics(pairs, objective)
+    values["entropy"] = _token_mean(row, pairs, tokens.entropy)
+    if objective.needs_reference:
+        # Half the squared log-ratio estimates KL(policy, reference). It stays finite on tokens of the data, which may
+        # be unlikely under the policy.
+        values["kl"] = _token_mean(row, pairs, (tokens.logps - row.ref_logps) ** 2 / 2)
+    if pairs.batch_beta is not None:
+        values["beta"] = pairs.batch_beta.expand(len(row.pair_indices))
+    if row.is_unpaired and objective.reads_kl:
+        values["kl/mismatched"] = pairs.kl.expand(len(row.pair_indices))
+    return values
+
+
+def _token_mean(row: PackedRow, pairs: PairLogps, values: Tensor) -> Tensor:
+    """Mean over the loss mask of both responses, or of an unpaired row's answer; (response tokens,) to (pairs,)."""
+    chosen, rejected = row.sums(values * row.loss_mask)
     if row.is_unpaired:
-        return {name: value.detach() for name, value in losses.items()} | _unpaired_metrics(
-            row, tokens, pairs, objective
-        )
+        return chosen / pairs.chosen_tokens
+    return (chosen + rejected) / (pairs.chosen_tokens + pairs.rejected_tokens)
+
+
+def _paired_metrics(pairs: PairLogps, objective: Objective) -> dict[str, Tensor]:
     chosen_reward, rejected_reward = objective.rewards(pairs)
-    both_tokens = pairs.chosen_tokens + pairs.rejected_tokens
-    values = {
-        **{name: value.detach() for name, value in losses.items()},
+    return {
         "rewards/chosen": chosen_reward,
         "rewards/rejected": rejected_reward,
         "rewards/accuracies": (chosen_reward > rejected_reward).float(),  # a tie is not a win
@@ -88,19 +105,10 @@ def row_metrics(
         "logps/chosen": pairs.chosen_mean_logps * pairs.chosen_tokens,
         "logps/rejected": pairs.rejected_mean_logps * pairs.rejected_tokens,
         "sft_loss": -pairs.chosen_mean_logps,
-        "entropy": torch.stack(row.sums(tokens.entropy * row.loss_mask)).sum(0) / both_tokens,
     }
-    if objective.needs_reference:
-        # Half the squared log-ratio estimates KL(policy, reference). It stays finite on tokens of the data, which may
-        # be unlikely under the policy.
-        drift = (tokens.logps - row.ref_logps) ** 2 / 2 * row.loss_mask
-        values["kl"] = torch.stack(row.sums(drift)).sum(0) / both_tokens
-    if pairs.batch_beta is not None:
-        values["beta"] = pairs.batch_beta.expand(len(chosen_reward))
-    return values
 
 
-def _unpaired_metrics(row: PackedRow, tokens: TokenLogps, pairs: PairLogps, objective: Objective) -> dict[str, Tensor]:
+def _unpaired_metrics(row: PackedRow, pairs: PairLogps, objective: Objective) -> dict[str, Tensor]:
     """Of unpaired rows: `chosen` means desirable rows and `rejected` undesirable ones, 0 for rows of the other kind.
 
     MetricWindow takes their means over the rows of each kind.
@@ -114,12 +122,6 @@ def _unpaired_metrics(row: PackedRow, tokens: TokenLogps, pairs: PairLogps, obje
             f"rewards/accuracies/{side}": (row.sign * (reward - zero) > 0) * own,
             f"logps/{side}": pairs.chosen_mean_logps * pairs.chosen_tokens * own,
         }
-    values["entropy"] = row.sums(tokens.entropy * row.loss_mask)[0] / pairs.chosen_tokens
-    if objective.needs_reference:
-        drift = (tokens.logps - row.ref_logps) ** 2 / 2 * row.loss_mask
-        values["kl"] = row.sums(drift)[0] / pairs.chosen_tokens
-    if objective.reads_kl:
-        values["kl/mismatched"] = pairs.kl.expand(len(reward))
     return values
 
 

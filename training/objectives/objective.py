@@ -50,6 +50,11 @@ class Objective:
         return self.needs_reference and set(self.weights) != {"apo_zero_unpaired"}
 
     @property
+    def beta(self) -> float:
+        """The factor of rewards: 1 without a loss that has a beta."""
+        return float(self.options.get("beta", 1.0))
+
+    @property
     def ld_alpha(self) -> float:
         return float(self.options.get("ld_alpha", 1.0))
 
@@ -81,17 +86,15 @@ class Objective:
 
     def rewards(self, pairs: PairLogps) -> tuple[Tensor, Tensor]:
         """Implicit rewards: beta times the log-ratio or, without a reference, the sum (cpo) or mean log-probability."""
-        beta = float(self.options.get("beta", 1.0))
         if self.needs_reference:
-            return beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
+            return self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
         if "cpo" in self.weights:
-            return beta * pairs.chosen_logps, beta * pairs.rejected_logps
-        return beta * pairs.chosen_mean_logps, beta * pairs.rejected_mean_logps
+            return self.beta * pairs.chosen_logps, self.beta * pairs.rejected_logps
+        return self.beta * pairs.chosen_mean_logps, self.beta * pairs.rejected_mean_logps
 
     def zero_reward(self, pairs: PairLogps) -> Tensor:
         """The reward that separates desirable from undesirable answers: beta times KTO's KL, or 0."""
-        beta = float(self.options.get("beta", 1.0))
-        return beta * pairs.kl if self.reads_kl else torch.zeros_like(pairs.chosen_logps[0])
+        return self.beta * pairs.kl if self.reads_kl else torch.zeros_like(pairs.chosen_logps[0])
 
     def start_values(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Mean of each loss while the policy equals its reference; without losses that have no such value."""
@@ -109,12 +112,12 @@ class Objective:
         check_rows(self.weights, bool((columns.sign != 0).any()))
         if not UNPAIRED.isdisjoint(self.weights):
             return self._check_balance(columns)
-        has_labels, has_scores = (columns.label != 1.0).any(), (columns.margin != 0.0).any()
-        if has_labels and READS_LABEL.isdisjoint(self.weights):
+        if (columns.label != 1.0).any() and READS_LABEL.isdisjoint(self.weights):
             raise ValueError(
                 f"the pairs have labels, and loss {', '.join(self.weights)} ignores them: choose one of "
                 f"{', '.join(sorted(READS_LABEL))}, or prepare the pairs without labels"
             )
+        has_scores = (columns.margin != 0.0).any()
         if self.margin_scale is not None and not has_scores:
             raise ValueError(
                 "train.margin is `scores`, but no pair has scores: set train.margin and train.margin_scale to null, or "

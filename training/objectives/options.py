@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Option = float | bool | str
-_OF_LOSSES = ("beta", "label_smoothing", "gamma", "length_normalization", "reference", "tau", "cpo_alpha")
 _OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
-_OF_PAIRS = ("margin", "margin_scale", "ld_alpha", "wpo")
+_OF_PAIRS = ("f_divergence", "f_alpha", "margin", "margin_scale", "ld_alpha", "wpo")
 _OF_UNPAIRED = ("desirable_weight", "undesirable_weight")
-OPTIONS = (*_OF_LOSSES, "dpop_lambda", *_OF_UNPAIRED, "f_divergence", "f_alpha", *_OF_BETA, *_OF_PAIRS)
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-_F = ("f_divergence", "f_alpha")
 
 
 @dataclass(frozen=True)
@@ -22,15 +19,19 @@ class LossOptions:
     required: tuple[str, ...] = ("beta",)
     optional: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *self.required, *self.optional
+
 
 LOSS_OPTIONS = {
-    "sigmoid": LossOptions(optional=("label_smoothing", "gamma", "length_normalization", *_F)),
-    "sigmoid_norm": LossOptions(optional=("label_smoothing", "gamma", *_F)),
-    "hinge": LossOptions(optional=_F),
-    "ipo": LossOptions(optional=_F),
-    "ipo_sum": LossOptions(optional=_F),
-    "robust": LossOptions(required=("beta", "label_smoothing"), optional=_F),
-    "exo_pair": LossOptions(required=("beta", "label_smoothing"), optional=_F),
+    "sigmoid": LossOptions(optional=("label_smoothing", "gamma", "length_normalization")),
+    "sigmoid_norm": LossOptions(optional=("label_smoothing", "gamma")),
+    "hinge": LossOptions(),
+    "ipo": LossOptions(),
+    "ipo_sum": LossOptions(),
+    "robust": LossOptions(required=("beta", "label_smoothing")),
+    "exo_pair": LossOptions(required=("beta", "label_smoothing")),
     "nca_pair": LossOptions(),
     "bco_pair": LossOptions(),
     "sppo_hard": LossOptions(),
@@ -38,7 +39,7 @@ LOSS_OPTIONS = {
     "aot_unpaired": LossOptions(optional=("label_smoothing",)),
     "apo_zero": LossOptions(),
     "apo_down": LossOptions(),
-    "discopop": LossOptions(optional=("tau", *_F)),
+    "discopop": LossOptions(optional=("tau",)),
     "dpop": LossOptions(optional=("dpop_lambda",)),
     "kto": LossOptions(optional=_OF_UNPAIRED),
     "apo_zero_unpaired": LossOptions(optional=_OF_UNPAIRED),
@@ -47,12 +48,14 @@ LOSS_OPTIONS = {
     "orpo": LossOptions(),
     "sft": LossOptions(required=()),
 }
+OPTIONS = (*dict.fromkeys(name for own in LOSS_OPTIONS.values() for name in own.names), *_OF_BETA, *_OF_PAIRS)
 REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
 UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # for rows with one answer, desirable or undesirable
 SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
 READS_LABEL = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})
 READS_MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
-ADAPTS_BETA = frozenset({"dpop", *(name for name, own in LOSS_OPTIONS.items() if "f_divergence" in own.optional)})
+READS_DIVERGENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "robust", "exo_pair", "discopop"})
+ADAPTS_BETA = READS_DIVERGENCE | {"dpop"}
 
 
 def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option]) -> bool:
@@ -61,8 +64,7 @@ def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option])
 
 def options_of(loss: str, options: Mapping[str, Option]) -> dict[str, Option]:
     """The options that are arguments of the loss."""
-    own = (*LOSS_OPTIONS[loss].required, *LOSS_OPTIONS[loss].optional)
-    return {option: value for option, value in options.items() if option in own}
+    return {option: value for option, value in options.items() if option in LOSS_OPTIONS[loss].names}
 
 
 def check(weights: Mapping[str, float], options: Mapping[str, Option]) -> None:
@@ -124,6 +126,8 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
 def _has_effect(option: str, loss: str, options: Mapping[str, Option]) -> bool:
     if option == "wpo":  # of both responses
         return loss not in UNPAIRED
+    if option in ("f_divergence", "f_alpha"):
+        return loss in READS_DIVERGENCE
     if option in ("margin", "margin_scale"):
         return loss in READS_MARGIN
     if option in _OF_BETA:

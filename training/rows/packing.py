@@ -105,10 +105,9 @@ def _columns(pair: Pair, number: int, tokens: int, targets: int) -> dict[str, np
     """A pair's part of each tensor of a row, after `tokens` tokens and `targets` targets of other pairs."""
     n, c, r, shared = len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids), pair.shared_prefix
     assert min(n, c, r) > 0, f"pair {pair.id} has an empty part"
-    ref_logps = _join(pair.ref_chosen_logps, pair.ref_rejected_logps) if pair.ref_chosen_logps is not None else None
-    assert ref_logps is None or len(ref_logps) == c + r, (
-        f"pair {pair.id}: {len(ref_logps)} reference values, not {c + r}"
-    )
+    has_reference = pair.ref_chosen_logps is not None
+    ref_logps = _join(pair.ref_chosen_logps, pair.ref_rejected_logps) if has_reference else np.zeros(c + r)
+    assert len(ref_logps) == c + r, f"pair {pair.id}: {len(ref_logps)} reference values, not {c + r}"
     masks = np.asarray(pair.chosen_mask, dtype=np.float32), np.asarray(pair.rejected_mask, dtype=np.float32)
     first, prefix, rest = n + c, n + shared, r - shared
     position = np.arange(first + rest)
@@ -130,7 +129,7 @@ def _columns(pair: Pair, number: int, tokens: int, targets: int) -> dict[str, np
         "response_index": np.repeat([2 * number, 2 * number + 1], [c, r]),
         "loss_mask": np.concatenate(masks),
         "counted_before": np.concatenate([np.cumsum(mask) - mask for mask in masks]),
-        "ref_logps": np.zeros(c + r, np.float32) if ref_logps is None else ref_logps.astype(np.float32),
+        "ref_logps": ref_logps.astype(np.float32),
     }
 
 

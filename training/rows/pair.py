@@ -27,9 +27,7 @@ class Pair:
     label: float = 1.0  # probability that chosen is the better response; 0.5 is a tie
     margin: float = 0.0  # score of chosen minus score of rejected; 0 if the data has no scores
     weight: float = 1.0  # in the mean loss
-    sign: float = (
-        0.0  # of an unpaired row: +1 its answer (chosen) is desirable, -1 undesirable; rejected answers another
-    )
+    sign: float = 0.0  # of an unpaired row: +1 if its answer (chosen) is desirable, -1 if not; rejected answers another
 
     def __len__(self) -> int:
         """Number of tokens in a row: the shared prefix counts once."""
@@ -47,13 +45,6 @@ class Pair:
         """Number of response tokens to predict; the shared prefix counts once."""
         return len(self) - len(self.prompt_ids)
 
-    @property
-    def attended_tokens(self) -> int:
-        """Number of (query, key) pairs in the attention: its cost."""
-        first, prefix = len(self.prompt_ids) + len(self.chosen_ids), len(self.prompt_ids) + self.shared_prefix
-        rest = len(self.rejected_ids) - self.shared_prefix
-        return first * (first + 1) // 2 + prefix * rest + rest * (rest + 1) // 2
-
 
 def pack(costs: Sequence[float], lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
     """Distribute items over rows of similar cost and at most `budget` tokens; a longer item gets a row of its own.
@@ -63,11 +54,10 @@ def pack(costs: Sequence[float], lengths: Sequence[int], budget: int, multiple: 
     """
     fewest = max(1, math.ceil(sum(min(length, budget) for length in lengths) / budget))
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
-    for count in range(math.ceil(fewest / multiple) * multiple, len(lengths) + multiple, multiple):
-        rows = _distribute(order, costs, lengths, budget, count)
-        if rows is not None:
-            return rows
-    return [[item] for item in order] + [[] for _ in range(-len(order) % multiple)]
+    count = math.ceil(fewest / multiple) * multiple
+    while (rows := _distribute(order, costs, lengths, budget, count)) is None:
+        count += multiple
+    return rows
 
 
 def _distribute(

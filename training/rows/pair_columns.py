@@ -35,7 +35,7 @@ class PairColumns:
 
     @property
     def attended_tokens(self) -> np.ndarray:
-        """Pair.attended_tokens"""
+        """Number of (query, key) pairs in the attention: its cost."""
         first, prefix = self.prompt + self.chosen, self.prompt + self.shared_prefix
         rest = self.rejected - self.shared_prefix
         return first * (first + 1) // 2 + prefix * rest + rest * (rest + 1) // 2

@@ -71,15 +71,17 @@ def kernel_calls(row: PackedRow) -> list[KernelCall]:
     for prompt, chosen, rejected in row.part_lengths:
         lengths += [(prompt + chosen, prompt + chosen), (rejected, prompt + rejected)]
     long = [n for n, (queries, keys) in enumerate(lengths) if queries == keys >= LONG]
-    found = []
+    calls = []
     for alone, group in groupby(range(len(lengths)), lambda n: n if n in long else None):
         numbers = list(group)
         queries, keys = zip(*(lengths[n] for n in numbers), strict=True)
-        bounds = slice(numbers[0], numbers[-1] + 2)
-        cu_seqlens = [cu[bounds] - cu[bounds.start] for cu in (row.cu_seqlens_q, row.cu_seqlens_k)]
-        varlen = None if alone is not None else (cu_seqlens[0], cu_seqlens[1])
-        found.append(KernelCall(sum(queries), sum(keys), max(keys), varlen))
-    return found
+        cu_seqlens = None
+        if alone is None:
+            first, end = numbers[0], numbers[-1] + 2
+            cu_seqlens_q, cu_seqlens_k = row.cu_seqlens_q[first:end], row.cu_seqlens_k[first:end]
+            cu_seqlens = (cu_seqlens_q - cu_seqlens_q[0], cu_seqlens_k - cu_seqlens_k[0])
+        calls.append(KernelCall(sum(queries), sum(keys), max(keys), cu_seqlens))
+    return calls
 
 
 def row_mask(row: PackedRow) -> Tensor:

@@ -202,12 +202,6 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def score_pairs(scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device) -> list[Scores]:
-    """Log-probabilities of each pair's chosen and rejected tokens, in the order of the pairs."""
-    scores = score_rank_share(scorer, pairs, row_tokens, device, rank=0, world=1)
-    return [scores[index] for index in range(len(pairs))]
-
-
 @torch.no_grad()
 def score_rank_share(
     scorer: nn.Module, pairs: Sequence[Pair], row_tokens: int, device: torch.device, *, rank: int, world: int
@@ -219,12 +213,7 @@ def score_rank_share(
         computed = [row_logps(scorer, row.to(device)).logps for row in rows]
         for row, logps in zip(rows, computed, strict=True):
             if not row.is_filler:
-                _split_by_response(row, pairs, logps.tolist(), scores)
+                lengths = row.response_index.bincount().tolist()
+                responses = [part.tolist() for part in logps.cpu().split(lengths)]
+                scores |= zip(row.pair_indices, zip(responses[0::2], responses[1::2], strict=True), strict=True)
     return scores
-
-
-def _split_by_response(row: PackedRow, pairs: Sequence[Pair], logps: list[float], scores: dict[int, Scores]) -> None:
-    for index in row.pair_indices:
-        chosen, rejected = len(pairs[index].chosen_ids), len(pairs[index].rejected_ids)
-        scores[index] = (logps[:chosen], logps[chosen : chosen + rejected])
-        logps = logps[chosen + rejected :]

@@ -1,7 +1,6 @@
 """Select the fastest scoring path whose log-probabilities match the model's plain forward passes."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,38 +17,25 @@ from training.scoring.recurrent import follow_segments, recurrent_layers
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _FALLBACKS = {
-    "fused": "",
     "packed": "the model's own vocabulary head is used, which keeps each row's logits",
     "padded": "each response is computed after its own prompt in padded batches",
     "plain": "each response is computed alone, with the model's own vocabulary head",
 }
 
 
-def _to_stderr(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
-
-
-def make_scorer(
-    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
-) -> Scorer:
-    """A scorer of the model, or the scorer itself, on its fastest correct path; a fallback is passed to `notify`."""
-    scorer = model if isinstance(model, Scorer) else Scorer(model)
-    if note := select_scoring_path(scorer, pairs, device):
-        notify(note)
-    return scorer
-
-
 @contextmanager
-def scoring(
-    model: nn.Module, pairs: Sequence[Pair], device: torch.device, notify: Callable[[str], None] = _to_stderr
-) -> Iterator[Scorer]:
-    """A scorer for the duration of the block, which restores the model's attention, so that it can generate."""
-    causal = (model if isinstance(model, Scorer) else Scorer(model)).causal
-    own, training = causal.config._attn_implementation, model.training
+def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> Iterator[tuple[Scorer, str | None]]:
+    """A scorer of the model, or the model itself if it is one, and a note if its path is a slower one.
+
+    The end of the block restores the model's attention, so that it can generate.
+    """
+    scorer = model if isinstance(model, Scorer) else Scorer(model)
+    own, training = scorer.causal.config._attn_implementation, model.training
     try:
-        yield make_scorer(model.eval(), pairs, device, notify)
+        model.eval()
+        yield scorer, select_scoring_path(scorer, pairs, device)
     finally:
-        causal.set_attn_implementation(own)
+        scorer.causal.set_attn_implementation(own)
         model.train(training)
 
 
@@ -82,10 +68,10 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
         scorer.path = "plain"
         causal.set_attn_implementation(own)
     model.train(training)
-    fallback = _FALLBACKS[scorer.path]
-    if not fallback:
+    if not reasons:
         return None
-    return f"{type(causal).__name__} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
+    name, fallback = type(causal).__name__, _FALLBACKS[scorer.path]
+    return f"{name} takes a slower path: {fallback} ({'; '.join(dict.fromkeys(reasons))})"
 
 
 def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], device: torch.device) -> None:
@@ -104,8 +90,8 @@ def share_tokens(scorer: Scorer, group: SequenceGroup, pairs: Sequence[Pair], de
     heads = scorer.causal.config.get_text_config().num_attention_heads
     if heads % group.size:
         raise ValueError(
-            f"actor_train.sequence_parallel is {group.size}, but {name} has {heads} attention heads, which so many "
-            f"ranks cannot share: set it to a divisor of {heads}"
+            f"actor_train.sequence_parallel is {group.size}, but {name} has {heads} attention heads, which "
+            f"{group.size} ranks cannot share: set it to a divisor of {heads}"
         )
     scorer.model.eval()
     row = build_row([shorten(pair) for pair in (shortest(pairs), longest(pairs))], (0, 1)).to(device)
@@ -189,10 +175,13 @@ def position_difference(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
         chosen_mask=middle.rejected_mask,
         rejected_mask=middle.chosen_mask,
     )
-    rows = [build_row(order, range(3)).to(device) for order in ([first, middle, last], [swapped, last, first])]
-    before, after = (row_logps(scorer, row).logps for row in rows)
-    (chosen, rejected), (rejected_moved, chosen_moved) = (
-        [values[row.response_index == number] for number in numbers]
-        for row, values, numbers in zip(rows, (before, after), ((2, 3), (0, 1)), strict=True)
-    )
+
+    def response_logps(order: Sequence[Pair], number: int) -> list[Tensor]:
+        """Of chosen and rejected of the row's pair with this number."""
+        row = build_row(order, range(3)).to(device)
+        logps = row_logps(scorer, row).logps
+        return [logps[row.response_index == index] for index in (2 * number, 2 * number + 1)]
+
+    chosen, rejected = response_logps([first, middle, last], 1)
+    rejected_moved, chosen_moved = response_logps([swapped, last, first], 0)
     return (torch.cat([chosen, rejected]) - torch.cat([chosen_moved, rejected_moved])).abs().mean().item()

@@ -17,8 +17,10 @@ def recompute_layers(model: Any, offload: bool, kept: Any = LONG_ATTENTION) -> N
     With `offload`, the inputs are in host memory, and nothing else is kept. With `kept` None, only the inputs are.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    function = _offloaded if offload else partial(_keeping, kept) if kept else None
-    for module in model.modules() if function else []:
+    if not offload and not kept:
+        return
+    function = _offloaded if offload else partial(_keeping, kept)
+    for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = function
 
@@ -37,7 +39,7 @@ def _keeping(operation: Any, layer: Any, *inputs: Any) -> Any:
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> int:
-    """Let MLPs compute so many tokens of a row at a time, in the backward pass too. Returns the number of MLPs.
+    """Let MLPs compute `tokens` tokens of a row at a time, in the backward pass too. Returns the number of MLPs.
 
     An MLP's values between its projections are several times as wide as the hidden state: for a long row they are the
     largest tensors of a layer.

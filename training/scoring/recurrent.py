@@ -133,8 +133,8 @@ class RowSegments:
             indexes.append(index.flatten())
             mask = self._to_device(is_token) if pads_first and not is_token.all() else None
             batches.append(Batch(is_token.shape, mask, self._to_device(prompts), {}))
-        given = map(self._to_device, (np.concatenate(indexes), positions))
-        return Split(batches[: len(members)], batches[len(members) :], *given)
+        index = self._to_device(np.concatenate(indexes))
+        return Split(batches[: len(members)], batches[len(members) :], index, self._to_device(positions))
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -273,10 +273,10 @@ def _scan(
     of_args, of_options = list(map(batches, args)), {name: batches(value) for name, value in options.items()}
 
     def compute(number: int, batch: Batch, **states: Any) -> Any:
-        given = {name: values[number] for name, values in of_options.items()} | batch.boundaries | states
-        if "chunk_size" in given:
-            given["chunk_size"] = _chunk_size(given["chunk_size"], batch.shape[1])
-        return scan(*(values[number] for values in of_args), **given)
+        own = {name: values[number] for name, values in of_options.items()} | batch.boundaries | states
+        if "chunk_size" in own:
+            own["chunk_size"] = _chunk_size(own["chunk_size"], batch.shape[1])
+        return scan(*(values[number] for values in of_args), **own)
 
     whole = {initial: None, returns_final: True}
     ends = [compute(number, batch, **whole) for number, batch in enumerate(split.prompts)]

@@ -26,17 +26,17 @@ def load_split(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         split_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=False), group)
-    found: Any = None
+    result: Any = None
     for turn in range(group.size):  # a node has memory for one whole model, not for one per rank
         if turn == group.rank:
             try:
-                found = _load_part(load, group, probe, device)
+                result = _load_part(load, group, probe, device)
             except ValueError as error:  # each rank meets it in its turn
-                found = error
+                result = error
         dist.barrier()
-    if isinstance(found, ValueError):
-        raise found
-    return found
+    if isinstance(result, ValueError):
+        raise result
+    return result
 
 
 def _load_part(
@@ -71,10 +71,10 @@ def check_split(model: nn.Module, group: TensorGroup, probe: Pair, expected: Ten
         raise
     except RuntimeError as error:  # of shapes that do not fit
         raise ValueError(f"actor_train.tensor_parallel {group.size} fails in {name} ({error}). Set it to 1") from error
-    difference = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
-    off = group.sum(difference if group.rank == 0 else torch.zeros_like(difference)).item()
-    if off > logp_tolerance(model) and off > logp_tolerance(model, rounding_noise(model, [probe], device)):
+    own = (values - expected.to(device)).abs().mean().nan_to_num(torch.inf)
+    change = group.sum(own if group.rank == 0 else torch.zeros_like(own)).item()  # of the first rank
+    if change > logp_tolerance(model) and change > logp_tolerance(model, rounding_noise(model, [probe], device)):
         raise ValueError(
-            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of {name} by {off:.2g} a token: "
-            "transformers' plan to split it is wrong for this model. Set it to 1"
+            f"actor_train.tensor_parallel {group.size} changes the log-probabilities of {name} by {change:.2g} a "
+            "token: transformers' plan to split it is wrong for this model. Set it to 1"
         )
