@@ -1,7 +1,6 @@
 """Join a torch.distributed process group through DeepSpeed, on GPUs (NCCL) or CPUs (gloo)."""
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,8 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
         # The stages set this in the environment. Other launchers may have initialised CUDA already, so set it directly.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if "RANK" not in os.environ and not dist.is_initialized():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        # Port 0 is any free port.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     with _without_mlflow():
         import deepspeed
 
@@ -70,9 +70,3 @@ def _set_deterministic(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at the first matrix product
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])

@@ -213,8 +213,8 @@ def _check_convertible(path: Path, state: Mapping[str, Any], settings: Settings)
         return
     describe = "{} workers under ZeRO-{} with tensor_parallel {}".format
     raise ValueError(
-        f"the checkpoint {path} is of {describe(*saved)}, and this training has {describe(*wanted)}: DeepSpeed cannot convert "
-        f"{part}. Set {keys} of actor_train in infra/cluster.yaml to the checkpoint's values, {start_again}"
+        f"the checkpoint {path} is of {describe(*saved)}, and this training has {describe(*wanted)}: DeepSpeed cannot "
+        f"convert {part}. Set {keys} of actor_train in infra/cluster.yaml to the checkpoint's values, {start_again}"
     )
 
 

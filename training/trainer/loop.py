@@ -22,9 +22,9 @@ from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
 from training.rows import batches
 from training.rows.pair import Pair
+from training.rows.step_loader import StepBatch, StepLoader
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
-from training.trainer.dataloader import StepBatch, StepLoader
 from training.trainer.guards import PreemptionSignal
 from training.trainer.moving_reference import FILE as REFERENCE_FILE
 from training.trainer.moving_reference import MovingReference

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from training.distributed.tensor_parallel import parts
-from training.trainer.dataloader import StepBatch
+from training.rows.step_loader import StepBatch
 
 # Dense bfloat16 FLOP/s of GPUs, from their datasheets, by a part of the name that CUDA gives them.
 DATASHEET = {
