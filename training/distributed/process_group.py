@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,12 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
     if "RANK" not in os.environ and not dist.is_initialized():
         # Port 0 is any free port.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    with _without_mlflow():
-        import deepspeed
+    # DeepSpeed's tuner, which we do not use, imports MLflow if it can: a fifth of a worker's CPU time to start.
+    mlflow = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # an import fails
+    import deepspeed
 
+    if mlflow is None:
+        del sys.modules["mlflow"]
     if not on_gpu:  # otherwise DeepSpeed compiles a shared-memory kernel for minutes
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed requires float16 instructions of a CPU; torch computes float16 on any CPU, only slower.
@@ -49,19 +50,6 @@ def max_over_ranks(count: int) -> int:
     largest = torch.tensor(count, device="cuda" if torch.cuda.is_available() else "cpu")
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
-
-
-@contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """DeepSpeed's tuner, which we do not use, imports MLflow if it can: a fifth of a worker's CPU time to start."""
-    if "mlflow" in sys.modules:
-        yield
-        return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # an import fails
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
 
 
 def _set_deterministic(deterministic: bool) -> None:

@@ -38,19 +38,13 @@ class TensorGroup:
         name = self.group.group_name
         return collectives.wait_tensor(collectives.all_reduce(values.contiguous(), "sum", name))
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
+    def gather(self, part: Tensor, dim: int = -1) -> Tensor:
         name = self.group.group_name
         gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(part.contiguous(), self.size, name))
         return torch.cat(gathered.chunk(self.size), dim)
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def own(self, whole: Tensor, dim: int = -1) -> Tensor:
         return whole.chunk(self.size, dim)[self.rank].contiguous()
-
-    def gather_features(self, part: Tensor) -> Tensor:
-        return self.gather(part, -1)
-
-    def own_features(self, whole: Tensor) -> Tensor:
-        return self.own(whole, -1)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.group
@@ -118,7 +112,7 @@ class ColumnLinear(nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         group = self.group
         out = super().forward(_Exchange.apply(values, _same, group.sum))  # all parts of the layer have this input
-        return _Exchange.apply(out, group.gather_features, group.own_features) if self.is_whole_outside else out
+        return _Exchange.apply(out, group.gather, group.own) if self.is_whole_outside else out
 
 
 class RowLinear(nn.Linear):
@@ -130,7 +124,7 @@ class RowLinear(nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         group = self.group
         if self.is_whole_outside:
-            values = _Exchange.apply(values, group.own_features, group.gather_features)
+            values = _Exchange.apply(values, group.own, group.gather)
         out = _Exchange.apply(nn.functional.linear(values, self.weight), group.sum, _same)
         return out if self.bias is None else out + self.bias
 

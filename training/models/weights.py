@@ -68,8 +68,8 @@ def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_size: str) -> None:
-    """Write files of at most `shard_size` (or one larger tensor), named as transformers does."""
-    max_size, size = in_bytes(shard_size), 0
+    """Write files of at most `shard_size` (5GB, 500MB) or one larger tensor, named as transformers does."""
+    max_size, size = int(shard_size[:-2]) * UNITS[shard_size[-2:]], 0
     shard: dict[str, Tensor] = {}
     shards: list[tuple[Path, dict[str, int]]] = []
     for name, tensor in tensors:
@@ -101,8 +101,3 @@ def _rename(shards: list[tuple[Path, dict[str, int]]], folder: Path) -> None:
     total = sum(size for _, sizes in shards for size in sizes.values())
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def in_bytes(size: str) -> int:
-    """Bytes of a size like 5GB, 500MB or 100KB (export.max_shard_size)."""
-    return int(size[:-2]) * UNITS[size[-2:]]

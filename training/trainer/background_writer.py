@@ -60,7 +60,8 @@ class BackgroundWriter:
             buffer.copy_(storage)
         buffers = dict(zip(storages, self._buffers, strict=True))
         # deepcopy takes these instead of copying the tensors itself.
-        return copy.deepcopy(state, {id(tensor): _on(buffers, tensor) for tensor in tensors})
+        copies = {id(tensor): _with_storage(tensor, buffers[tensor.untyped_storage()._cdata]) for tensor in tensors}
+        return copy.deepcopy(state, copies)
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -87,9 +88,8 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield from _tensors(child)
 
 
-def _on(buffers: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
-    """The tensor on its copied storage: tensors that shared memory still do, so torch.save writes it once."""
-    storage = buffers[tensor.untyped_storage()._cdata]
+def _with_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """The tensor on a copied storage: tensors that shared memory still do, so torch.save writes it once."""
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
