@@ -90,8 +90,8 @@ def packages(report: Report, lock: Path) -> None:
 
 
 def machine(report: Report) -> None:
+    from training.cuda_compat import mismatch, stack
     from training.evaluation.hardware import gpus  # both load torch, and `dpo doctor` prints its first lines before
-    from training.trainer.cuda_compat import mismatch, stack
 
     memory = psutil.virtual_memory().available / GIB
     report.ok(f"{os.cpu_count()} CPUs, {memory:.0f} GiB of memory free")

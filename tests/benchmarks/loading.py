@@ -63,7 +63,7 @@ def write_pairs(root: Path, count: int) -> None:
 def measure(root: Path) -> dict[str, float]:
     import torch
 
-    from training.trainer.dataloader import StepLoader
+    from training.rows.step_loader import StepLoader
 
     before, begun, cpu = own_memory(), time.monotonic(), time.process_time()
     pairs = PairTable(open_table(pairs_file("train", root)))

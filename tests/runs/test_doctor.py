@@ -23,7 +23,7 @@ from tasks.doctor import capacity, checks, network_checks, stale_locks
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc
 from tests.support.workspaces import make_workspace
-from training.trainer.cuda_compat import Stack, mismatch
+from training.cuda_compat import Stack, mismatch
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 
+from tests.support.settings import KEY
 from training.trainer import background_writer, checkpoint, checkpoint_files
 from training.trainer.background_writer import BackgroundWriter
 
@@ -110,12 +111,13 @@ def test_a_training_that_fails_still_leaves_the_checkpoint_in_its_writer():
 
 def test_rank_0_publishes_when_every_rank_has_written_its_files(tmp_path):
     checkpoint_files.claim(tmp_path, "mine")
-    aside = tmp_path / ".step-00000010.mine"
+    new = checkpoint.NewCheckpoint(tmp_path, "mine", 10, 2, (), KEY)
+    aside = new.temporary
     aside.mkdir()
     (aside / f"{checkpoint.PART}0.json").write_text('{"a.pt": "1"}')
     late = threading.Timer(0.5, lambda: (aside / f"{checkpoint.PART}1.json").write_text('{"b.pt": "2"}'))
     late.start()
-    assert checkpoint._hashes_of_all(aside, tmp_path, "mine", 2) == {"a.pt": "1", "b.pt": "2"}
+    assert checkpoint._hashes_of_all(new, 2) == {"a.pt": "1", "b.pt": "2"}
     assert list(aside.iterdir()) == []
 
 
@@ -123,4 +125,4 @@ def test_rank_0_stops_waiting_when_a_newer_run_takes_over(tmp_path):
     checkpoint_files.claim(tmp_path, "mine")
     threading.Timer(0.5, lambda: checkpoint_files.claim(tmp_path, "newer")).start()
     with pytest.raises(RuntimeError, match="a newer run has taken over"):
-        checkpoint._hashes_of_all(tmp_path / "aside", tmp_path, "mine", 2)
+        checkpoint._hashes_of_all(checkpoint.NewCheckpoint(tmp_path, "mine", 10, 2, (), KEY), 2)

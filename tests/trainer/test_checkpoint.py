@@ -10,13 +10,14 @@ from training.trainer import checkpoint, checkpoint_files
 
 def make_checkpoint(folder, step: int, attempt: str = "mine", keep: int = 2, best=(), state=None) -> None:
     """The part of `save` after every rank has written its files."""
-    aside = folder / f".step-{step:08d}.{attempt}"
+    new = checkpoint.NewCheckpoint(folder, attempt, step, keep, best, KEY)
+    aside = new.temporary
     (aside / "state").mkdir(parents=True)
     (aside / "state" / "rank0.pt").write_bytes(bytes(range(100)) * step)
     if state:
         (aside / "state.json").write_text(json.dumps(state))
     hashes = checkpoint._hashes(aside, [path for path in aside.rglob("*") if path.is_file()])
-    checkpoint._publish(aside, folder, attempt, step, hashes, keep, best, KEY)
+    checkpoint._publish(new, hashes)
 
 
 def names(folder) -> list[str]:

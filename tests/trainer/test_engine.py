@@ -406,9 +406,9 @@ MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
     "more-ranks-muon": ("muon", 1, 2, {"optimizer": "muon"}),
     "muon-to-adamw": ("muon", 1, 1, {}),
 }
-OTHER_ZERO = "was saved under ZeRO-{}, and actor_train.zero_stage in infra/cluster.yaml is {}"
+OTHER_ZERO = "{} workers under ZeRO-{} with tensor_parallel 1: DeepSpeed cannot convert between ZeRO-3 and"
 REFUSED = {
-    "zero3-to-2-full": OTHER_ZERO.format(3, 2),
+    "zero3-to-2-full": OTHER_ZERO.format(1, 2),
     "more-ranks-zero2-to-3-lora": OTHER_ZERO.format(2, 3),
     "more-ranks-muon": "DeepSpeed cannot convert the state of muon. Set num_workers and zero_stage",
     "muon-to-adamw": "contains the state of muon, and train.optimizer is adamw: set train.optimizer to muon",

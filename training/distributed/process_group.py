@@ -1,10 +1,7 @@
 """Join a torch.distributed process group through DeepSpeed, on GPUs (NCCL) or CPUs (gloo)."""
 
 import os
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,10 +17,14 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
         # The stages set this in the environment. Other launchers may have initialised CUDA already, so set it directly.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if "RANK" not in os.environ and not dist.is_initialized():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    with _without_mlflow():
-        import deepspeed
+        # Port 0 is any free port.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # DeepSpeed's tuner, which we do not use, imports MLflow if it can: a fifth of a worker's CPU time to start.
+    mlflow = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # an import fails
+    import deepspeed
 
+    if mlflow is None:
+        del sys.modules["mlflow"]
     if not on_gpu:  # otherwise DeepSpeed compiles a shared-memory kernel for minutes
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed requires float16 instructions of a CPU; torch computes float16 on any CPU, only slower.
@@ -51,28 +52,9 @@ def max_over_ranks(count: int) -> int:
     return int(largest)
 
 
-@contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """DeepSpeed's tuner, which we do not use, imports MLflow if it can: a fifth of a worker's CPU time to start."""
-    if "mlflow" in sys.modules:
-        yield
-        return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # an import fails
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
-
-
 def _set_deterministic(deterministic: bool) -> None:
     """Allow only kernels with a fixed order of summation; an operation without one raises."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it at the first matrix product
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])

@@ -8,6 +8,7 @@ gradient of its own input, so a layer with an adapter is only three linear layer
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from training.distributed.data_parallel import set_group_size
 
+Exchange = Callable[[Tensor], Tensor]
 collectives = torch.ops._c10d_functional  # torch can compile them
 COLUMN, ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 _USE_ZERO_3 = "Set it to 1, and actor_train.zero_stage to 3 if the model is too large for a GPU"
@@ -36,12 +38,12 @@ class TensorGroup:
         name = self.group.group_name
         return collectives.wait_tensor(collectives.all_reduce(values.contiguous(), "sum", name))
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
+    def gather(self, part: Tensor, dim: int = -1) -> Tensor:
         name = self.group.group_name
         gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(part.contiguous(), self.size, name))
         return torch.cat(gathered.chunk(self.size), dim)
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def own(self, whole: Tensor, dim: int = -1) -> Tensor:
         return whole.chunk(self.size, dim)[self.rank].contiguous()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
@@ -84,49 +86,21 @@ def tensor_group() -> TensorGroup | None:
     return _group
 
 
-class _CopyInput(torch.autograd.Function):
-    """The input of all ranks' parts of a layer: the sum of their gradients is its gradient."""
+class _Exchange(torch.autograd.Function):
+    """`forward` of the values, and `backward` of their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
+    def forward(ctx: Any, values: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.exchange = backward
+        return forward(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange(gradient), None, None
 
 
-class _SumOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
-        return group.sum(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.gather(values, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.own(gradient, -1), None
-
-
-class _OwnInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.own(values, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradient, -1), None
+def _same(values: Tensor) -> Tensor:
+    return values.view_as(values)
 
 
 class ColumnLinear(nn.Linear):
@@ -136,8 +110,9 @@ class ColumnLinear(nn.Linear):
     is_whole_outside: bool
 
     def forward(self, values: Tensor) -> Tensor:
-        out = super().forward(_CopyInput.apply(values, self.group))
-        return _GatherOutput.apply(out, self.group) if self.is_whole_outside else out
+        group = self.group
+        out = super().forward(_Exchange.apply(values, _same, group.sum))  # all parts of the layer have this input
+        return _Exchange.apply(out, group.gather, group.own) if self.is_whole_outside else out
 
 
 class RowLinear(nn.Linear):
@@ -147,8 +122,10 @@ class RowLinear(nn.Linear):
     is_whole_outside: bool
 
     def forward(self, values: Tensor) -> Tensor:
-        values = _OwnInput.apply(values, self.group) if self.is_whole_outside else values
-        out = _SumOutput.apply(nn.functional.linear(values, self.weight), self.group)
+        group = self.group
+        if self.is_whole_outside:
+            values = _Exchange.apply(values, group.own, group.gather)
+        out = _Exchange.apply(nn.functional.linear(values, self.weight), group.sum, _same)
         return out if self.bias is None else out + self.bias
 
 

@@ -119,13 +119,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]])
     writer.add_add_bos_token(False)  # the chat template adds it
-    for add, number in (
-        (writer.add_bos_token_id, tokenizer.bos_token_id),
-        (writer.add_eos_token_id, tokenizer.eos_token_id),
-        (writer.add_pad_token_id, tokenizer.pad_token_id),
-    ):
+    for name in ("bos", "eos", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
-            add(number)
+            getattr(writer, f"add_{name}_token_id")(number)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
@@ -177,7 +174,7 @@ def _tensor_type(name: str, shape: tuple[int, ...], config: Any, kind: str) -> g
 def _is_sensitive(name: str, config: Any) -> bool:
     """The head, and the value and down projections of the first and last eighth of the layers and every third between.
 
-    So chooses llama.cpp for its mixtures `_m`.
+    llama.cpp chooses the same tensors for its `_m` mixtures.
     """
     if name == ("token_embd.weight" if config.tie_word_embeddings else "output.weight"):
         return True
@@ -204,17 +201,12 @@ def quantize(values: numpy.ndarray, quantization: gguf.GGMLQuantizationType) -> 
     block, size = gguf.GGML_QUANT_SIZES[quantization]
     source = numpy.ascontiguousarray(values, dtype=numpy.float32)
     target = numpy.empty((rows, columns // block * size), dtype=numpy.uint8)
-    chunk = ctypes.CDLL(library.__file__).ggml_quantize_chunk
-    chunk.restype = ctypes.c_size_t
-    written = chunk(
-        ctypes.c_int(quantization),
-        source.ctypes.data_as(ctypes.c_void_p),
-        target.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int64(0),
-        ctypes.c_int64(rows),
-        ctypes.c_int64(columns),
-        ctypes.c_void_p(),  # no importance matrix
-    )
+    quantize_chunk = ctypes.CDLL(library.__file__).ggml_quantize_chunk
+    # Type, source, target, first value, rows, columns, importance matrix.
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, count, count, count, pointer]
+    quantize_chunk.restype = ctypes.c_size_t
+    written = quantize_chunk(quantization, source.ctypes.data, target.ctypes.data, 0, rows, columns, None)
     if written != target.nbytes:
         raise RuntimeError(f"ggml wrote {written} bytes of {quantization.name}, not {target.nbytes}")
     return target

@@ -24,10 +24,6 @@ GREEDY_TOKENS = 16
 # hundredths to tenths of a nat; above this limit the two are different models.
 MAX_QUANTIZATION_KL = 1.0
 
-Load = Callable[
-    [Path, Path | None, str], AbstractContextManager[Any]
-]  # (model folder, adapter folder, dtype) to a model
-
 
 class ModelChanged(ValueError):
     """The exported model differs from the trained one."""
@@ -106,7 +102,7 @@ def quantization_difference(
 
 
 def _fingerprint(
-    load: Load,
+    load: Callable[[Path, Path | None, str], AbstractContextManager[Any]],  # (model folder, adapter folder, dtype)
     folder: Path,
     adapter: Path | None,
     dtype: str,

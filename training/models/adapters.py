@@ -20,9 +20,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from training.models import weights
+from training.models.loading import empty_model, load_config
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
@@ -76,15 +77,9 @@ def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
     modules = [name for name, _ in model.named_modules()]
     for wanted in names:
         if not any(f".{name}".endswith(f".{wanted}") for name in modules):
-            raise ValueError(
-                f"adapter.modules_to_save: the model has no module {wanted}; it has {_last_parts(modules)}"
-            )
-
-
-def _last_parts(modules: Sequence[str]) -> str:
-    return ", ".join(
-        sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""})
-    )
+            last_parts = {name.rpartition(".")[2] for name in modules}
+            known = ", ".join(sorted(part for part in last_parts if part and not part.isdigit()))
+            raise ValueError(f"adapter.modules_to_save: the model has no module {wanted}; it has {known}")
 
 
 @torch.no_grad()
@@ -135,9 +130,7 @@ def merged_tensors(base: Path, adapter: Path | None, dtype: torch.dtype | None) 
     In `dtype`, or each in its own precision. peft merges the layers of a model on the meta device; each layer gets its
     weight only while it is merged.
     """
-    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = empty_model(load_config(base))
     float32_modules = _float32_modules(model, dtype)
     layers = _mergers(model, base, adapter) if adapter else {}
     for name, tensor in weights.read(base):
@@ -186,6 +179,7 @@ def _tensor_name(name: str, tensors: Mapping[str, object]) -> str:
     return matches[0]
 
 
+@torch.no_grad()
 def _merged(layer: Any, state: dict[str, Tensor], prefix: str, weight: Tensor) -> Tensor:
     """Merge in float32 and round once. Before and after, the layer's parameters are on the meta device."""
     parts = {"base_layer.weight": weight.float()}
@@ -196,19 +190,12 @@ def _merged(layer: Any, state: dict[str, Tensor], prefix: str, weight: Tensor) -
             if value is None:
                 raise ValueError(f"the adapter has no tensor {prefix}{key}")
             parts[name] = value.float()
-    empty = {name: layer.get_parameter(name) for name in parts}
-    _assign(layer, {name: nn.Parameter(value, requires_grad=False) for name, value in parts.items()})
+    layer.load_state_dict(parts, strict=False, assign=True)
     layer.merge(safe_merge=True)
     merged: Tensor = layer.base_layer.weight.data.to(weight.dtype)
     layer.merged_adapters.clear()
-    _assign(layer, empty)
+    layer.to("meta")
     return merged
-
-
-def _assign(layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        owner, _, last = name.rpartition(".")
-        setattr(layer.get_submodule(owner), last, parameter)
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dtype | None, shard_size: str) -> None:
@@ -225,9 +212,8 @@ def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dt
 
 def write_config(base: Path, dtype: str | None, target: Path) -> None:
     """Write the base model's config and generation config with another precision."""
-    config = AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).__name__]
+    config = load_config(base)
+    config.architectures = [type(empty_model(config)).__name__]
     config.dtype = dtype or config.dtype
     config.save_pretrained(target)
     if (base / GENERATION).exists():
@@ -296,5 +282,5 @@ def _relative_to_base(state: Mapping[str, Tensor], initial: Mapping[str, Tensor]
 def _with_tied(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tied parameters under their other names, which peft asks for."""
     names = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {**{name: state[names[id(p)]].clone() for name, p in every if names[id(p)] in state}, **state}
+    aliases = model.named_parameters(remove_duplicate=False)
+    return {**{name: state[names[id(p)]].clone() for name, p in aliases if names[id(p)] in state}, **state}

@@ -24,23 +24,20 @@ def chat_pieces(tokenizer: Any) -> ChatPieces | None:
     """None if there is no template, or if it changes the texts."""
     if not tokenizer.chat_template:
         return None
-    prompt = _render(tokenizer, [{"role": "user", "content": USER}])
+    user = {"role": "user", "content": USER}
+    prompt = render(tokenizer, [user], add_generation_prompt=True)
     if prompt.count(USER) != 1:
         return None
     start, after = prompt.split(USER)
     before_system = after_system = None
     try:
-        with_system = _render(tokenizer, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}])
+        with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, user], add_generation_prompt=True)
         if with_system.count(SYSTEM) == with_system.count(USER) == 1 and with_system.endswith(USER + after):
             before_system, rest = with_system.split(SYSTEM)
             after_system = rest.split(USER)[0]
     except Exception:  # a template may reject a system message with any exception
         pass
     return ChatPieces(start, after, before_system, after_system, [tokenizer.eos_token])
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    return render(tokenizer, messages, add_generation_prompt=True)
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:

@@ -6,21 +6,21 @@ Reads headers, no weights. What is wrong is a ValueError with one sentence that 
 import re
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from training.limits import bounded
+from training.models.chat import render
+from training.models.loading import load_config
 from training.models.tokenizer import load_tokenizer
 from training.models.weights import read_shapes
 
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-RENDER_SECONDS, RENDER_BYTES = 10.0, 1 << 30
 
 
 def check_folder(folder: Path, template: str = "auto") -> None:
     """ValueError with one sentence if the model cannot be trained; reads headers and the tokenizer, no weights."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = load_config(folder)
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"its config.json cannot be used: {_first_line(error)}") from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -67,9 +67,8 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "There."}]
     try:
-        with bounded(RENDER_SECONDS, RENDER_BYTES):
-            tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-            whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        render(tokenizer, chat[:1], add_generation_prompt=True)
+        whole = render(tokenizer, chat)
         problem = "" if all(turn["content"] in whole for turn in chat) else "the text of a turn is missing"
     except Exception as error:
         problem = _first_line(error)

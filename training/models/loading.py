@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
@@ -16,6 +16,16 @@ from training.models.fp8 import use_fp8
 from training.models.remote_code import reject_hub_kernels
 
 logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model on the meta device, without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def load_model(
@@ -53,7 +63,7 @@ def disable_dropout(model: nn.Module) -> None:
     """Set all dropout probabilities to 0: a policy in training mode must be the same function as its reference.
 
     Architectures keep the probabilities in modules, in attributes for functional calls, and in configurations.
-    training/scoring/parity.py checks at start-up that none is left.
+    training/trainer/start_checks.py checks at start-up that none is active.
     """
     for module in model.modules():
         if isinstance(module, _DropoutNd):

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -135,9 +136,7 @@ def _train(
 
 def _batch(examples: list[tuple[list[int], int]], pad: int) -> tuple[Tensor, Tensor]:
     """Right-padded token ids and labels, both (batch, tokens); labels of prompt tokens and padding are ignored."""
-    width = max(len(ids) for ids, _ in examples)
-    inputs = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
-    labels = torch.tensor(
-        [[IGNORED] * prompt + ids[prompt:] + [IGNORED] * (width - len(ids)) for ids, prompt in examples]
-    )
+    inputs = pad_sequence([torch.tensor(ids) for ids, _ in examples], batch_first=True, padding_value=pad)
+    targets = [torch.tensor([IGNORED] * prompt + ids[prompt:]) for ids, prompt in examples]
+    labels = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
     return inputs, labels

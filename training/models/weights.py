@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -44,22 +44,16 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _header(path: Path) -> dict[str, list[int]]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        content = file.read(length) if length <= size else b""
-    if start == b"version ":
-        raise ValueError(f"{path.name} is a Git LFS pointer and holds no weights. Run `git lfs pull` in its folder")
+    """The shape of each tensor in a file. safetensors checks the header and the file's size."""
     try:
-        tensors = {name: entry for name, entry in json.loads(content).items() if name != "__metadata__"}
-        end = 8 + length + max(entry["data_offsets"][1] for entry in tensors.values())
-        shapes = {name: entry["shape"] for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path.name} is no safetensors file or was cut off in its header. Fetch it again") from None
-    if end > size:
-        raise ValueError(f"{path.name} was cut off: it has {size} of {end} bytes. Fetch it again")
-    return shapes
+        with safe_open(path, "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except SafetensorError as error:
+        with path.open("rb") as start:
+            is_pointer = start.read(8) == b"version "
+        problem = f"is no safetensors file or was cut off ({error}). Fetch it again"
+        pointer = "is a Git LFS pointer and holds no weights. Run `git lfs pull` in its folder"
+        raise ValueError(f"{path.name} {pointer if is_pointer else problem}") from None
 
 
 def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -74,8 +68,8 @@ def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_size: str) -> None:
-    """Write files of at most `shard_size` (or one larger tensor), named as transformers does."""
-    max_size, size = in_bytes(shard_size), 0
+    """Write files of at most `shard_size` (5GB, 500MB) or one larger tensor, named as transformers does."""
+    max_size, size = int(shard_size[:-2]) * UNITS[shard_size[-2:]], 0
     shard: dict[str, Tensor] = {}
     shards: list[tuple[Path, dict[str, int]]] = []
     for name, tensor in tensors:
@@ -107,8 +101,3 @@ def _rename(shards: list[tuple[Path, dict[str, int]]], folder: Path) -> None:
     total = sum(size for _, sizes in shards for size in sizes.values())
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def in_bytes(size: str) -> int:
-    """Bytes of a size like 5GB, 500MB or 100KB (export.max_shard_size)."""
-    return int(size[:-2]) * UNITS[size[-2:]]

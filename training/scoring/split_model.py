@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import TensorGroup, split_layers
+from training.models.loading import empty_model, load_config
 from training.rows.pair import Pair
 from training.rows.pair_columns import shortest
 from training.scoring.logps import Scorer, logp_tolerance, plain_logps, rounding_noise
@@ -23,9 +23,7 @@ def load_split(
 
     The values are those of the group's first rank. ValueError on all ranks if the model cannot be split. A collective.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        split_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=False), group)
+    split_layers(empty_model(load_config(folder)), group)
     result: Any = None
     for turn in range(group.size):  # a node has memory for one whole model, not for one per rank
         if turn == group.rank:

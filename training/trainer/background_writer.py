@@ -46,18 +46,22 @@ class BackgroundWriter:
 
     def copy(self, state: Any) -> Any | None:
         """A copy of the state in host memory; None if that has too little room. Not while a function runs."""
-        storages = {storage._cdata: storage for storage in _storages(state)}
+        tensors = list(_tensors(state))
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        sizes = [storage.nbytes() for storage in storages.values()]
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if sum(storage.nbytes() for storage in storages.values()) * local_ranks > MEMORY_SHARE * free_memory():
+        if sum(sizes) * local_ranks > MEMORY_SHARE * free_memory():
             self._buffers = []
             return None
-        sizes = [storage.nbytes() for storage in storages.values()]
         if sizes != [buffer.nbytes() for buffer in self._buffers]:  # copying into new memory takes longer
             self._buffers = []
             self._buffers = [torch.UntypedStorage(size) for size in sizes]
         for buffer, storage in zip(self._buffers, storages.values(), strict=True):
             buffer.copy_(storage)
-        return _rebuild(state, dict(zip(storages, self._buffers, strict=True)))
+        buffers = dict(zip(storages, self._buffers, strict=True))
+        # deepcopy takes these instead of copying the tensors itself.
+        copies = {id(tensor): _with_storage(tensor, buffers[tensor.untyped_storage()._cdata]) for tensor in tensors}
+        return copy.deepcopy(state, copies)
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -77,26 +81,16 @@ class BackgroundWriter:
             self._thread.join(PATIENCE)
 
 
-def _storages(state: Any) -> Iterator[torch.UntypedStorage]:
+def _tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
-        yield state.untyped_storage()
+        yield state
     for child in state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ():
-        yield from _storages(child)
+        yield from _tensors(child)
 
 
-def _rebuild(state: Any, copies: dict[int, torch.UntypedStorage]) -> Any:
-    """The same structure on the copied storages: tensors that shared memory still do, so torch.save writes it once."""
-    if isinstance(state, Tensor):
-        storage = copies[state.untyped_storage()._cdata]
-        return torch.empty(0, dtype=state.dtype).set_(storage, state.storage_offset(), state.shape, state.stride())
-    if isinstance(state, dict):
-        result = copy.copy(state)  # keeps the attributes of its class
-        result.update({name: _rebuild(child, copies) for name, child in state.items()})
-        return result
-    if isinstance(state, list | tuple):
-        children = [_rebuild(child, copies) for child in state]
-        return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
-    return copy.deepcopy(state)
+def _with_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """The tensor on a copied storage: tensors that shared memory still do, so torch.save writes it once."""
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def free_memory() -> int:

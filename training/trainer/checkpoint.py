@@ -39,26 +39,40 @@ TAG = "state"
 PART = ".part-"  # files in the temporary folder: the hashes of what each rank has written
 
 
+@dataclass(frozen=True)
+class NewCheckpoint:
+    """A checkpoint that a run writes into a temporary folder, and publishes when all ranks have written their files."""
+
+    folder: Path  # of the training
+    attempt: str
+    step: int
+    keep: int  # how many of the newest checkpoints stay in the folder
+    best: Collection[int]  # steps whose checkpoints stay, too
+    key: bytes
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f".step-{self.step:08d}.{self.attempt}"
+
+    def check_attempt(self) -> None:
+        if (self.folder / "attempt").read_text() != self.attempt:
+            raise RuntimeError(f"a newer run has taken over {self.folder}; this one stops without writing")
+
+
 def save(
     engine: Any,
     writer: BackgroundWriter,
-    folder: Path,
-    attempt: str,
-    step: int,
+    new: NewCheckpoint,
     state: dict[str, Any],
-    keep: int,
-    best: Collection[int],
-    key: bytes,
-    tensors: Mapping[str, dict[str, Tensor]] | None = None,
+    tensors: Mapping[str, dict[str, Tensor]],
 ) -> None:
-    """Write a checkpoint with `state`, which is plain JSON; keep the newest `keep` and those of the steps in `best`.
+    """Write a checkpoint with `state`, which is plain JSON.
 
     A collective that returns when every rank has copied its part to host memory, or has written it where that has no
     room. `tensors`, by file, are complete on rank 0. The writer has the errors of the rest.
     """
     writer.wait()
-    temporary = folder / f".step-{step:08d}.{attempt}"
-    world, rank = dist.get_world_size(), dist.get_rank()
+    temporary, world, rank = new.temporary, dist.get_world_size(), dist.get_rank()
     files: dict[str, Any] = {}
     engine.checkpoint_engine.save = lambda state_dict, path: files.update({path: state_dict})
     if rank == 0:  # DeepSpeed lets the other ranks wait for rank 0 first
@@ -66,8 +80,7 @@ def save(
     engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
     if rank == 0:
         sizes = {"world": world, "zero": engine.zero_optimization_stage(), "tensor": engine.mp_world_size}
-        client = {"step": step, **sizes, **state}
-        (temporary / "state.json").write_text(json.dumps(client))
+        (temporary / "state.json").write_text(json.dumps({"step": new.step, **sizes, **state}))
     paths, copied = [Path(path) for path in files], writer.copy(files)
     if copied is None:
         _write(files)
@@ -75,15 +88,14 @@ def save(
 
     def write() -> None:
         _write(copied or {})
+        small: list[Path] = []
         if rank == 0:
-            for name, content in (tensors or {}).items():
+            for name, content in tensors.items():
                 save_file(content, temporary / name)
-        small = (path for path in temporary.rglob("*") if path.is_file() and rank == 0 and not _is_part(path))
-        own = {*paths, *small}
-        write_atomically(temporary / f"{PART}{rank}.json", json.dumps(_hashes(temporary, own)))
+            small = [path for path in temporary.rglob("*") if path.is_file() and not _is_part(path)]
+        write_atomically(temporary / f"{PART}{rank}.json", json.dumps(_hashes(temporary, {*paths, *small})))
         if rank == 0:
-            hashes = _hashes_of_all(temporary, folder, attempt, world)
-            _publish(temporary, folder, attempt, step, hashes, keep, best, key)
+            _publish(new, _hashes_of_all(new, world))
 
     writer.start(write)
 
@@ -105,16 +117,34 @@ def _hashes(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path) for path in files}
 
 
-def _hashes_of_all(temporary: Path, folder: Path, attempt: str, world: int) -> dict[str, str]:
+def _hashes_of_all(new: NewCheckpoint, world: int) -> dict[str, str]:
     """Wait until every rank has written its files; their hashes."""
-    parts = [temporary / f"{PART}{rank}.json" for rank in range(world)]
+    parts = [new.temporary / f"{PART}{rank}.json" for rank in range(world)]
     while not all(part.exists() for part in parts):
-        _check_attempt(folder, attempt)
+        new.check_attempt()
         time.sleep(0.2)
     hashes = {name: digest for part in parts for name, digest in json.loads(part.read_text()).items()}
     for part in parts:
         part.unlink()
     return hashes
+
+
+def _publish(new: NewCheckpoint, hashes: Mapping[str, str]) -> None:
+    new.check_attempt()
+    folder, temporary = new.folder, new.temporary
+    content = json.dumps({"step": new.step, "files": dict(sorted(hashes.items()))}, indent=1)
+    write_atomically(temporary / MANIFEST, content)
+    write_atomically(temporary / MAC, mac_of(content.encode(), new.key) + "\n")
+    target = folder / f"step-{new.step:08d}"
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+    sync(folder)
+    best_names = {f"step-{number:08d}" for number in new.best}
+    for old in sorted(folder.glob("step-*"))[: -new.keep]:
+        if old.name not in best_names:
+            shutil.rmtree(old)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
 @dataclass(frozen=True)
@@ -134,58 +164,58 @@ def find(folder: Path, settings: Settings, key: bytes) -> Checkpoint | None:
     ValueError on all ranks if DeepSpeed has no conversion, or if a training to continue has no intact checkpoint. A
     collective.
     """
-    shared: list[Any] = [None]
+    result: list[Checkpoint | ValueError | None] = [None]
     if dist.get_rank() == 0:
-        own = next(whole_checkpoints(folder, key), None)
-        newest = own or next(whole_checkpoints(folder / START, key), None)
-        if newest:
-            state = read_state(newest)
-            universal = (state["world"], state["zero"]) != (dist.get_world_size(), settings.zero_stage)
-            convert = universal and not _mismatch(newest, state, settings)
-            load_path = _convert_to_universal(newest) if convert else newest
-            shared = [Checkpoint(newest, state, load_path, universal, own is not None)]
-        elif (folder / START).exists():  # starting at step 0 would be another training
-            shared = [ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")]
-    dist.broadcast_object_list(shared)
-    (checkpoint,) = shared
-    if isinstance(checkpoint, Exception):
-        raise checkpoint
-    if checkpoint and (problem := _mismatch(checkpoint.path, checkpoint.state, settings)):
-        raise ValueError(f"{problem}, or train.resume_from_checkpoint to never to start again")
-    return checkpoint
+        try:
+            result = [_find(folder, settings, key)]
+        except ValueError as error:
+            result = [error]
+    dist.broadcast_object_list(result)
+    if isinstance(result[0], ValueError):
+        raise result[0]
+    return result[0]
 
 
-def _mismatch(path: Path, state: Mapping[str, Any], settings: Settings) -> str | None:
-    """Why this training cannot load a checkpoint, and what to set; None if it can, or after a conversion."""
-    world, zero, tensor = state["world"], state["zero"], state.get("tensor", 1)
-    zero_stage, tensor_parallel = settings.zero_stage, settings.tensor_parallel
-    saved, wanted = (world, zero, tensor), (dist.get_world_size(), zero_stage, tensor_parallel)
+def _find(folder: Path, settings: Settings, key: bytes) -> Checkpoint | None:
+    own = next(whole_checkpoints(folder, key), None)
+    newest = own or next(whole_checkpoints(folder / START, key), None)
+    if newest is None and (folder / START).exists():  # starting at step 0 would be another training
+        raise ValueError(f"the checkpoint in {folder / START} is damaged: start the training again")
+    if newest is None:
+        return None
+    state = read_state(newest)
+    _check_convertible(newest, state, settings)
+    universal = (state["world"], state["zero"]) != (dist.get_world_size(), settings.zero_stage)
+    load_path = _convert_to_universal(newest) if universal else newest
+    return Checkpoint(newest, state, load_path, universal, own is not None)
+
+
+def _check_convertible(path: Path, state: Mapping[str, Any], settings: Settings) -> None:
+    """ValueError if this training cannot load a checkpoint, not even after a conversion: what to set."""
+    start_again = "or train.resume_from_checkpoint to never to start again"
     optimizer = state.get("optimizer", "adamw")
     if (optimizer == "muon") != (settings.optimizer == "muon"):
-        return (
+        raise ValueError(
             f"the checkpoint {path} contains the state of {optimizer}, and train.optimizer is {settings.optimizer}: "
-            f"set train.optimizer to {optimizer}"
+            f"set train.optimizer to {optimizer}, {start_again}"
         )
-    if optimizer == "muon" and saved != wanted:
-        return (
-            f"the checkpoint {path} contains the parts of {world} workers under ZeRO-{zero}, and this training has "
-            f"{wanted[0]} workers under ZeRO-{zero_stage}: DeepSpeed cannot convert the state of muon. Set num_workers "
-            "and zero_stage of actor_train in infra/cluster.yaml to the checkpoint's values"
-        )
-    if saved != wanted and max(tensor, tensor_parallel) > 1:
-        return (
-            f"the checkpoint {path} contains the parts of {world} workers under ZeRO-{zero} with tensor_parallel "
-            f"{tensor}, and this training has {wanted[0]} workers under ZeRO-{zero_stage} with tensor_parallel "
-            f"{tensor_parallel}: split layers cannot be converted. Set num_workers, zero_stage and tensor_parallel of "
-            "actor_train in infra/cluster.yaml to the checkpoint's values"
-        )
-    if (zero == 3) != (zero_stage == 3):
-        return (
-            f"the checkpoint {path} was saved under ZeRO-{zero}, and actor_train.zero_stage in infra/cluster.yaml is "
-            f"{zero_stage}: DeepSpeed cannot convert a checkpoint between ZeRO-3 and ZeRO-1 or ZeRO-2. Set zero_stage "
-            f"to {zero}"
-        )
-    return None
+    saved = (state["world"], state["zero"], state.get("tensor", 1))
+    wanted = (dist.get_world_size(), settings.zero_stage, settings.tensor_parallel)
+    if saved == wanted:
+        return
+    if optimizer == "muon":
+        part, keys = "the state of muon", "num_workers and zero_stage"
+    elif max(saved[2], wanted[2]) > 1:
+        part, keys = "split layers", "num_workers, zero_stage and tensor_parallel"
+    elif (saved[1] == 3) != (wanted[1] == 3):
+        part, keys = "between ZeRO-3 and ZeRO-1 or ZeRO-2", "zero_stage"
+    else:
+        return
+    describe = "{} workers under ZeRO-{} with tensor_parallel {}".format
+    raise ValueError(
+        f"the checkpoint {path} is of {describe(*saved)}, and this training has {describe(*wanted)}: DeepSpeed cannot "
+        f"convert {part}. Set {keys} of actor_train in infra/cluster.yaml to the checkpoint's values, {start_again}"
+    )
 
 
 def load(engine: Any, checkpoint: Checkpoint) -> None:
@@ -209,34 +239,3 @@ def _convert_to_universal(path: Path) -> Path:
     if done.returncode:
         raise RuntimeError(f"DeepSpeed could not convert {path} for another number of workers: {done.stderr[-2000:]}")
     return target
-
-
-def _publish(
-    temporary: Path,
-    folder: Path,
-    attempt: str,
-    step: int,
-    hashes: Mapping[str, str],
-    keep: int,
-    best: Collection[int],
-    key: bytes,
-) -> None:
-    _check_attempt(folder, attempt)
-    content = json.dumps({"step": step, "files": dict(sorted(hashes.items()))}, indent=1)
-    write_atomically(temporary / MANIFEST, content)
-    write_atomically(temporary / MAC, mac_of(content.encode(), key) + "\n")
-    target = folder / f"step-{step:08d}"
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(temporary, target)
-    sync(folder)
-    best_names = {f"step-{number:08d}" for number in best}
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        if old.name not in best_names:
-            shutil.rmtree(old)
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
-
-
-def _check_attempt(folder: Path, attempt: str) -> None:
-    if (folder / "attempt").read_text() != attempt:
-        raise RuntimeError(f"a newer run has taken over {folder}; this one stops without writing")

@@ -1,4 +1,4 @@
-"""The files of checkpoints, without torch: who may publish them, and which are whole and were made with our key.
+"""The files of checkpoints, without torch: which attempt may publish them, and which are intact and authentic.
 
 DeepSpeed unpickles a checkpoint, which can run any code. So a key authenticates the manifest of hashes (HMAC-SHA256):
 a process that can write the folder but does not have the key cannot make a checkpoint that we load.

@@ -81,16 +81,13 @@ def initialize(
 
 
 def _import_muon_uncompiled() -> None:
-    """DeepSpeed imports its Muon for every optimizer. Its functions are compiled, and loading torch's compiler for
-    them would take every worker three seconds."""
+    """DeepSpeed imports its Muon for each optimizer. Loading torch's compiler for its functions would take 3 s."""
     from deepspeed.runtime import compiler
 
-    compiled = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = compiled
+    compiled, compiler.compile = compiler.compile, lambda: lambda function: function
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+    compiler.compile = compiled
 
 
 def _use_fused_grad_norm(optimizer: Any) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,24 @@ class PreemptionSignal:
         return preempted
 
 
+class Monitor:
+    """Part of a run's state. Checkpoints contain the attributes in `STATE`; the others are options of the run."""
+
+    STATE: ClassVar[tuple[str, ...]]
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name in self.STATE:
+            setattr(self, name, state[name])
+
+
 @dataclass
-class SkippedSteps:
+class SkippedSteps(Monitor):
     """Updates that all ranks skipped because a gradient was not finite on one of them."""
 
+    STATE = ("total", "in_a_row", "pairs")
     limit: int
     total: int = 0
     in_a_row: int = 0
@@ -65,12 +79,6 @@ class SkippedSteps:
         """Count a step that float16's loss scaling skipped to find its scale: normal, and no reason to stop."""
         self.total += 1
 
-    def state(self) -> dict[str, Any]:
-        return {"total": self.total, "in_a_row": self.in_a_row, "pairs": self.pairs}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.total, self.in_a_row, self.pairs = state["total"], state["in_a_row"], list(state["pairs"])
-
 
 def nonfinite_pairs(rows: Sequence[tuple[tuple[int, ...], Tensor]], pairs: Sequence[Pair]) -> list[str]:
     """Ids of the pairs on all ranks whose losses are not finite. A collective, called only after a skipped step."""
@@ -86,9 +94,10 @@ def nonfinite_pairs(rows: Sequence[tuple[tuple[int, ...], Tensor]], pairs: Seque
 
 
 @dataclass
-class Alarms:
+class Alarms(Monitor):
     """Alarms from the logged means, the same on every rank. Each is reported once, when it starts."""
 
+    STATE = ("chosen", "raised")
     kl_limit: float | None
     chosen: list[float] = field(default_factory=list)  # the last chosen log-probabilities
     raised: list[str] = field(default_factory=list)
@@ -117,17 +126,12 @@ class Alarms:
         self.raised = [*self.raised, *new]
         return new
 
-    def state(self) -> dict[str, Any]:
-        return {"chosen": self.chosen, "raised": self.raised}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.chosen, self.raised = list(state["chosen"]), list(state["raised"])
-
 
 @dataclass
-class BestPolicy:
+class BestPolicy(Monitor):
     """The best evaluations so far by a metric, and how many evaluations did not improve on it."""
 
+    STATE = ("value", "step", "since", "ranked")
     metric: str | None
     patience: int | None
     keep: int  # number of the best checkpoints to keep
@@ -143,7 +147,7 @@ class BestPolicy:
         value = values[self.metric]
         sign = -1.0 if self.metric.rsplit("/", 1)[-1] in LOWER_IS_BETTER else 1.0
         others = [entry for entry in self.ranked if entry[1] != step]
-        ranked = sorted([*others, (value, step)], key=lambda entry: _nan_last(-sign * entry[0]))
+        ranked = sorted([*others, (value, step)], key=lambda entry: (math.isnan(entry[0]), -sign * entry[0]))
         self.ranked = ranked[: self.keep]
         if self.value is None or sign * value > sign * self.value:
             self.value, self.step, self.since = value, step, 0
@@ -153,20 +157,9 @@ class BestPolicy:
 
     @property
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are among the best."""
-        return [step for _, step in self.ranked]
+        """Steps whose checkpoints are among the best. A resumed run may keep fewer than the checkpoint has ranked."""
+        return [step for _, step in self.ranked[: self.keep]]
 
     @property
     def out_of_patience(self) -> bool:
         return self.patience is not None and self.since >= self.patience
-
-    def state(self) -> dict[str, Any]:
-        return {"value": self.value, "step": self.step, "since": self.since, "ranked": self.ranked}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.value, self.step, self.since = state["value"], state["step"], state["since"]
-        self.ranked = [(value, step) for value, step in state["ranked"]][: self.keep]
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value

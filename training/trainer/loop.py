@@ -22,9 +22,9 @@ from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
 from training.rows import batches
 from training.rows.pair import Pair
+from training.rows.step_loader import StepBatch, StepLoader
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
-from training.trainer.dataloader import StepBatch, StepLoader
 from training.trainer.guards import PreemptionSignal
 from training.trainer.moving_reference import FILE as REFERENCE_FILE
 from training.trainer.moving_reference import MovingReference
@@ -59,31 +59,27 @@ def train(
     speed = Speed(run.policy.module.causal, run.device, run.world, run.state.window.sums())
     preemption = PreemptionSignal(stop_requested, run.device)
     with run.writer:
-        _train(run, last_step, speed, preemption)
-
-
-def _train(run: "TrainRun", last_step: int, speed: Speed, preemption: PreemptionSignal) -> None:
-    for batch in run.loader.steps(run.done, last_step, *data_rank(), run.device):
-        zeros = run.step(batch)
-        run.writer.check()
-        speed.count(batch)
-        if run.log_due() and (means := run.state.window.means()):
-            run.report(means, {**run.health(zeros), **speed.since(means)})
-        if run.eval_due():
-            with speed.paused():
-                run.run_eval()
-        if run.should_stop():
-            break
-        if run.save_due():
-            with speed.paused():
+        for batch in run.loader.steps(run.done, last_step, *data_rank(), run.device):
+            zeros = run.step(batch)
+            run.writer.check()
+            speed.count(batch)
+            if run.log_due() and (means := run.state.window.means()):
+                run.report(means, {**run.health(zeros), **speed.since(means)})
+            if run.eval_due():
+                with speed.paused():
+                    run.run_eval()
+            if run.should_stop():
+                break
+            if run.save_due():
+                with speed.paused():
+                    run.save()
+            if preemption.check() and run.done < run.total_steps:
                 run.save()
-        if preemption.check() and run.done < run.total_steps:
-            run.save()
-            run.writer.wait()
-            dist.barrier()  # rank 0 has published it
-            run.notify(f"a worker was asked to stop: the checkpoint of step {run.done} is saved")
-            raise Preempted
-    run.finish()
+                run.writer.wait()
+                dist.barrier()  # rank 0 has published it
+                run.notify(f"a worker was asked to stop: the checkpoint of step {run.done} is saved")
+                raise Preempted
+        run.finish()
 
 
 class TrainRun:
@@ -100,7 +96,7 @@ class TrainRun:
         self.notify: Notify = notify if self.rank == 0 else _silent
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-        self._check_settings(pairs)
+        self._check_settings()
         self.state, self.folder = TrainState(settings, self.device), Path(settings.folder)
         self.resumed = checkpoint.find(self.folder, settings, key)
         universal = self.resumed is not None and self.resumed.universal
@@ -108,29 +104,29 @@ class TrainRun:
         self.moving = MovingReference(self.policy, **settings.reference_update) if settings.reference_update else None
         if self.moving:
             self.notify(self.moving.cost())
-        self._restore_or_check(pairs)
+        self._restore_or_check()
         hidden = self.policy.module.causal.config.get_text_config().hidden_size
         sizes = (settings.global_batch_size, settings.row_tokens, settings.seed)
         self.loader = StepLoader(pairs, hidden, *sizes, settings.objective.reads_kl)
         self.total_steps = batches.total_steps(
             len(pairs), settings.global_batch_size, settings.epochs, settings.max_steps
         )
-        self.eval_every = eval_interval(settings, len(pairs), self.total_steps)
+        self.eval_interval = eval_interval(settings, len(pairs), self.total_steps)
         self.done = self.resumed.state["step"] if self.resumed else 0
         self.evaluated_at, self.saved_at = -1, self.done if self.resumed and self.resumed.own else -1
         self.learning_rate = 0.0  # of the last step
         self.writer = BackgroundWriter()  # of checkpoints
 
-    def _check_settings(self, pairs: Sequence[Pair]) -> None:
-        if note := self.settings.objective.check_pairs(pairs):
+    def _check_settings(self) -> None:
+        if note := self.settings.objective.check_pairs(self.pairs):
             self.notify(note)
-        memory.check_fits(self.settings, pairs, self.world, self.device)
+        memory.check_fits(self.settings, self.pairs, self.world, self.device)
         if self.settings.dtype == "float16" and gpu_has_bfloat16():
             self.notify(
                 "this GPU has bfloat16, which needs no loss scaling: consider train.dtype bfloat16 instead of float16"
             )
 
-    def _restore_or_check(self, pairs: Sequence[Pair]) -> None:
+    def _restore_or_check(self) -> None:
         """Load the checkpoint, or check that the policy starts as the reference. A collective."""
         settings = self.settings
         if self.resumed:
@@ -148,7 +144,7 @@ class TrainRun:
         elif settings.objective.needs_reference:
             gradients = settings.zero_stage < 3  # not through the engine, which expects a backward pass after it
             policy = self.policy.module if gradients else self.policy
-            largest = check_start(policy, settings.objective, pairs, settings.row_tokens, self.device, gradients)
+            largest = check_start(policy, settings.objective, self.pairs, settings.row_tokens, self.device, gradients)
             self.notify(
                 f"the policy starts as the reference: tokens within {largest['token']:.1g}, "
                 f"loss within {largest['loss']:.1g}"
@@ -171,8 +167,7 @@ class TrainRun:
         return self.done % self.settings.logging_steps == 0 or self.done == self.total_steps
 
     def eval_due(self) -> bool:
-        every = self.eval_every
-        return every is not None and self.done % every == 0 and self.done < self.total_steps
+        return self.eval_interval is not None and self.done % self.eval_interval == 0 and self.done < self.total_steps
 
     def save_due(self) -> bool:
         at_interval = self.done % self.settings.save_steps == 0
@@ -235,10 +230,10 @@ class TrainRun:
         loss_scale = engine.loss_scale_state(self.policy)
         state = {**self.state.state(), "loss_scale": loss_scale, "origin": settings.origin}
         state["optimizer"] = settings.optimizer
-        tensors = {REFERENCE_FILE: self.moving.gathered()} if self.moving else None
-        keep, best = settings.keep_checkpoints, list(self.state.best.steps)
-        where = self.folder, settings.attempt, self.done
-        checkpoint.save(self.policy, self.writer, *where, state, keep, best, self.key, tensors)
+        tensors = {REFERENCE_FILE: self.moving.gathered()} if self.moving else {}
+        kept = settings.keep_checkpoints, self.state.best.steps
+        new = checkpoint.NewCheckpoint(self.folder, settings.attempt, self.done, *kept, self.key)
+        checkpoint.save(self.policy, self.writer, new, state, tensors)
         self.log(self.done, {"checkpoint_seconds": time.monotonic() - begun})
         self.saved_at = self.done
 
@@ -264,12 +259,10 @@ class TrainRun:
 
 def eval_interval(settings: Settings, pairs: int, steps: int) -> int | None:
     """Steps between two evaluations of the held-out pairs."""
-    every = settings.eval_steps
-    if every == "epoch":
+    interval = settings.eval_steps
+    if interval == "epoch":
         return batches.steps_per_epoch(pairs, settings.global_batch_size)
-    if isinstance(every, float):
-        return math.ceil(every * steps)
-    return every  # type: ignore[return-value]
+    return math.ceil(interval * steps) if isinstance(interval, float) else interval  # type: ignore[return-value]
 
 
 def _silent(*_: Any) -> None:

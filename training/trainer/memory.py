@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from training.distributed.tensor_parallel import split_features
 from training.models.dtypes import DTYPES
+from training.models.loading import empty_model, load_config
 from training.rows.batches import pair_costs, step_pairs, total_steps
 from training.rows.pair import Pair, pack
 from training.rows.pair_columns import columns_of
@@ -72,6 +72,9 @@ class Sizes:
     split: int = 0  # number of the parameters, and of the trainable ones, that tensor parallelism splits
     trainable_split: int = 0
 
+    def weight_bytes(self, value_bytes: int) -> float:
+        return (self.parameters - self.quantized) * value_bytes + self.quantized * self.quantized_bytes
+
     def of_rank(self, ranks: int) -> "Sizes":
         """What each of the ranks has that share every layer."""
         return replace(
@@ -103,9 +106,10 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     logits = _logit_bytes(sizes, targets, value_bytes)
     # The logits are freed before the backward pass reaches the layers: only the larger of the two counts.
     backward = max(0.0, tokens * _backward_values(live, settings) * value_bytes - logits)
+    update = 4.0 if value_bytes == 4 else value_bytes + 4.0  # flat and float32 copies of the gradients
     return Estimate(
         {
-            "weights": _weight_bytes(sizes, value_bytes) * whole,
+            "weights": sizes.weight_bytes(value_bytes) * whole,
             "gradients": sizes.trainable * value_bytes * (shard if settings.zero_stage > 1 else 1),
             "reference copy": sizes.trainable * value_bytes * whole if settings.reference_update else 0.0,
             "buckets": 0.0 if settings.zero_stage == 3 else 2.0 * min(BUCKET, sizes.trainable) * value_bytes,
@@ -113,16 +117,10 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "rows": rows,
             "logits": logits,
             "backward": backward,
-            # The update needs flat and float32 copies of the gradients, after rows, logits and backward are freed.
-            "update": max(0.0, states * _update_bytes(value_bytes) - rows - logits - backward),
+            "update": max(0.0, states * update - rows - logits - backward),  # which are freed before it
             "overhead": OVERHEAD,
         }
     )
-
-
-def _update_bytes(value_bytes: int) -> float:
-    """Per parameter: DeepSpeed makes the gradients flat, and then float32 if they are not."""
-    return 4.0 if value_bytes == 4 else value_bytes + 4.0
 
 
 def _largest_row(pairs: Sequence[Pair], settings: Settings, hidden: int, world: int) -> tuple[int, int]:
@@ -181,22 +179,25 @@ def _logit_bytes(sizes: Sizes, targets: int, value_bytes: int) -> float:
 
 def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str | None = None) -> Sizes:
     """Sizes of the model in a folder, from its configuration, without loading weights."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    config = load_config(folder)
+    model = empty_model(config)
     text, head = config.get_text_config(), model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    parameters = sum(p.numel() for p in model.parameters())
-    whole = _size_of(model, adapter.get("modules_to_save", ())) if adapter else 0
-    adapted, split = _adapted(linears, adapter) if adapter else [], split_features(model)
-    split_parameters = sum(m.weight.numel() for m in split)
+    split, copied = split_features(model), 0
+    trainable = parameters = sum(p.numel() for p in model.parameters())
+    trainable_split = split_parameters = sum(m.weight.numel() for m in split)
+    if adapter:
+        adapted, rank = _adapted(linears, adapter), adapter["rank"]
+        copied = _size_of(model, adapter.get("modules_to_save", ()))
+        trainable = copied + rank * sum(m.in_features + m.out_features for m in adapted)
+        trainable_split = rank * sum(split.get(m, 0) for m in adapted)
     heads = getattr(text, "num_attention_heads", None) or 0  # recurrent models may have none
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     active = getattr(text, "num_experts_per_tok", None) if (experts := _expert_size(model)) else None
     return Sizes(
-        parameters=parameters + whole,
-        trainable=_adapter_size(adapted, adapter) + whole if adapter else parameters,
+        parameters=parameters + copied,
+        trainable=trainable,
         quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
         quantized_bytes=QUANTIZED_BYTES[quantization],
         layers=text.num_hidden_layers,
@@ -208,7 +209,7 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         routed=(active or 0) * text.hidden_size,
         recurrent=_recurrent_features(model, text.hidden_size) / text.num_hidden_layers,
         split=split_parameters,
-        trainable_split=sum(adapter["rank"] * split.get(m, 0) for m in adapted) if adapter else split_parameters,
+        trainable_split=trainable_split,
     )
 
 
@@ -226,15 +227,7 @@ def _recurrent_features(model: nn.Module, hidden: int) -> int:
 
 def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> float:
     """Bytes of the model in a folder when it is loaded to sample or to score."""
-    return _weight_bytes(model_sizes(folder, None, quantization), DTYPES[dtype].itemsize)
-
-
-def _weight_bytes(sizes: Sizes, value_bytes: int) -> float:
-    return (sizes.parameters - sizes.quantized) * value_bytes + sizes.quantized * sizes.quantized_bytes
-
-
-def _adapter_size(adapted: Sequence[nn.Linear], adapter: dict[str, Any]) -> int:
-    return sum(adapter["rank"] * (m.in_features + m.out_features) for m in adapted)
+    return model_sizes(folder, None, quantization).weight_bytes(DTYPES[dtype].itemsize)
 
 
 def _adapted(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> list[nn.Linear]:

@@ -5,7 +5,7 @@ Bytes of the two moments per parameter: `adamw` 8 (float32), `adamw_bf16` 4, `ad
 Moments change by less than a bfloat16 can tell: the second one by a thousandth per step. Rounded to the nearest value
 they would stand still. Rounded up or down at random, in proportion to the distance, they are right on average. 8 bits
 are too coarse for that, the noise would add up. Instead, 256 consecutive values share a float32 scale, their largest
-magnitude, which moves freely; a byte is the place in a table of numbers up to 1 (Dettmers et al. 2022).
+magnitude, which changes freely; a byte is an index into a table of numbers up to 1 (Dettmers et al. 2022).
 """
 
 import math

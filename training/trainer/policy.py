@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from training.distributed.sequence_parallel import sequence_group
-from training.distributed.tensor_parallel import TensorGroup, tensor_group
+from training.distributed.tensor_parallel import tensor_group
 from training.models import adapters, weights
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
@@ -42,7 +42,8 @@ def start_policy(
     )
     tensor, probe = tensor_group(), make_probe(pairs)
     if tensor:
-        model, expected = _load_part(settings, tensor, probe, device)
+        load = partial(build_policy, settings, torch.device("cpu"))
+        model, expected = load_split(Path(settings.model), load, tensor, probe, _placement(settings, device))
     else:
         with sharded_loading(config):
             model = build_policy(settings, device)
@@ -74,16 +75,12 @@ def start_policy(
     return policy
 
 
-def _load_part(settings: Settings, group: TensorGroup, probe: Pair, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """This rank's part of the policy, and the whole policy's values of the probe."""
-    placement = None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
-    load = partial(build_policy, settings, torch.device("cpu"))
-    return load_split(Path(settings.model), load, group, probe, placement)
+def _placement(settings: Settings, device: torch.device) -> torch.device | None:
+    return None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
 
 
 def build_policy(settings: Settings, device: torch.device) -> nn.Module:
-    placement = None if settings.zero_stage == 3 else device  # ZeRO-3 places the shards itself
-    model: Any = load_model(Path(settings.model), settings.dtype, placement, settings.quantization)
+    model: Any = load_model(Path(settings.model), settings.dtype, _placement(settings, device), settings.quantization)
     if settings.adapter:
         options = {name: value for name, value in settings.adapter.items() if name != "lora_plus_ratio"}
         model = adapters.add_adapter(model, **options, seed=settings.seed)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from training.distributed.tensor_parallel import parts
-from training.trainer.dataloader import StepBatch
+from training.rows.step_loader import StepBatch
 
 # Dense bfloat16 FLOP/s of GPUs, from their datasheets, by a part of the name that CUDA gives them.
 DATASHEET = {
@@ -37,10 +37,8 @@ class Flops:
     per_attended_token: float
 
     def of(self, batch: StepBatch) -> float:
-        counts = (batch.tokens, batch.targets, batch.attended_tokens)
-        return sum(
-            a * b for a, b in zip(counts, (self.per_token, self.per_target, self.per_attended_token), strict=True)
-        )
+        products = self.per_token * batch.tokens + self.per_target * batch.targets
+        return products + self.per_attended_token * batch.attended_tokens
 
 
 def model_flops(model: Any) -> Flops:
@@ -48,18 +46,17 @@ def model_flops(model: Any) -> Flops:
     config = model.config.get_text_config()
     head, inputs = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     heads = getattr(config, "num_attention_heads", None) or 0  # recurrent models may have none
-    layers = [
-        (name, p)
-        for name, p in model.named_parameters()
-        if p is not head and p is not inputs and "original_module" not in name and _dimensions(p) > 1
-    ]
+    per_token = 0.0
+    for name, parameter in model.named_parameters():
+        is_layer = parameter is not head and parameter is not inputs and "original_module" not in name
+        if is_layer and len(_shape(parameter)) > 1:  # norms and biases have one dimension
+            share = _active_share(config) if ".experts." in name else 1.0
+            per_token += _size(parameter) * _per_weight(parameter) * share
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     attention_layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     return Flops(
-        per_token=sum(
-            _size(p) * _per_weight(p) * (_active_share(config) if ".experts." in name else 1) for name, p in layers
-        ),
+        per_token=per_token,
         per_target=_size(head) * _per_weight(head),
         per_attended_token=12.0 * size * heads * attention_layers,
     )
@@ -118,18 +115,15 @@ def peaks(device: torch.device) -> dict[str, float]:
     return {"mfu": matrix_peak(device)} | ({"mfu_datasheet": datasheet} if datasheet else {})
 
 
-def _dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: norms and biases have one."""
-    if (packed := getattr(parameter, "quant_state", None)) is not None:
-        return len(packed.shape)
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole parameter: under ZeRO-3 the tensor is empty, and with 4 bits a byte holds two weights."""
+    packed = getattr(parameter, "quant_state", None)
+    return packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Number of weights of all ranks: under ZeRO-3 the tensor is empty, and with 4 bits a byte holds two of them."""
-    if (packed := getattr(parameter, "quant_state", None)) is not None:
-        return packed.shape.numel()
-    return parts(parameter) * (parameter.numel() or getattr(parameter, "ds_numel", 0))
+    """Number of weights of all ranks."""
+    return parts(parameter) * _shape(parameter).numel()
 
 
 def matrix_peak(device: torch.device, size: int = 8192) -> float:

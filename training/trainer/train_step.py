@@ -9,8 +9,8 @@ from torch import Tensor
 from training.objectives import global_batch
 from training.objectives.metrics import MetricWindow, row_loss
 from training.rows.pair import Pair
+from training.rows.step_loader import StepBatch
 from training.trainer import engine
-from training.trainer.dataloader import StepBatch
 from training.trainer.guards import Alarms, BestPolicy, SkippedSteps, nonfinite_pairs
 from training.trainer.moving_reference import MovingReference
 from training.trainer.settings import Settings

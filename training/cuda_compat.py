@@ -1,6 +1,5 @@
 """Check that torch's CUDA build works with the NVIDIA driver of this machine."""
 
-import shutil
 import subprocess
 from dataclasses import dataclass
 
@@ -31,8 +30,8 @@ def mismatch(installed: Stack) -> str | None:
             f"torch {installed.torch} is a CPU build, but this machine has an NVIDIA driver ({installed.driver}). "
             "Install the build of the same version for your CUDA"
         )
-    minimum = MIN_DRIVER.get(installed.cuda.split(".")[0])
-    if minimum and _major(installed.driver) < minimum:
+    minimum, major = MIN_DRIVER.get(installed.cuda.split(".")[0]), installed.driver.split(".")[0]
+    if minimum and major.isdecimal() and int(major) < minimum:
         return (
             f"torch {installed.torch} is built for CUDA {installed.cuda}, which needs driver {minimum} or newer; "
             f"this machine has {installed.driver}. Update the driver, or install a torch for an older CUDA"
@@ -47,16 +46,8 @@ def mismatch(installed: Stack) -> str | None:
 
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    except (subprocess.TimeoutExpired, OSError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.split() if done.returncode == 0 else []
-    return lines[0] if lines else None
-
-
-def _major(version: str) -> int:
-    first = version.split(".")[0]
-    return int(first) if first.isdecimal() else 0
+    return next(iter(done.stdout.split()), None)
