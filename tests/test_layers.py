@@ -25,7 +25,7 @@ HOMES = {
     "prefect": {"flows", "services", "cli"},
     "mlflow": {
         *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
-        *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store")),
+        "tasks/tracking/artifact_store.py",
         "tasks/feedback/traces.py",
     },
     "ray": {"tasks/cluster", "tasks/trainer/driver.py", "tasks/trainer/worker.py"},

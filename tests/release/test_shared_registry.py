@@ -143,7 +143,7 @@ def test_the_lock_is_exclusive_and_a_dead_holder_blocks_nobody(mlflow_server, tm
     def add_three() -> None:
         mine = MlflowClient(mlflow_server)
         for _ in range(3):
-            with lease.turn(mine, name) as held:
+            with lease.hold_lease(mine, name) as held:
                 before = int(count.read_text())
                 time.sleep(0.02)
                 held.check()
@@ -160,12 +160,12 @@ def test_the_lock_is_exclusive_and_a_dead_holder_blocks_nobody(mlflow_server, tm
         dead = f"1 1 {boot_id()} {child.pid} {start_time(child.pid)}"
         child.kill()
     client.set_registered_model_tag(name, f"{lease.PREFIX}dead", dead)
-    with lease.turn(client, name):
+    with lease.hold_lease(client, name):
         pass
     monkeypatch.setattr(lease, "LEASE", 1.0)  # of a process on another machine: only the timeout tells
     client.set_registered_model_tag(name, f"{lease.PREFIX}away", "1 1 another-machine 1 1")
     since = time.monotonic()
-    with lease.turn(client, name) as held:
+    with lease.hold_lease(client, name) as held:
         assert time.monotonic() - since > 1.0
         held.written -= lease.HOLD + 1
         with pytest.raises(Exception, match="Nothing more was written"):

@@ -101,7 +101,7 @@ def test_unreachable_at_start_then_make_sync(workspace, proxy, mlflow_server, mo
     assert took < 30
     said = capsys.readouterr().err
     assert "MLflow could not be reached; the metrics of train are kept in" in said
-    assert "The next run or `dpo sync` sends what is left. Reason: " in said
+    assert "The next run or `dpo sync` sends the rest. Reason: " in said
     assert not uploader.sync()
     assert "error: MLflow still refuses gone: " in capsys.readouterr().out
     proxy.start()
