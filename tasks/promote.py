@@ -30,6 +30,7 @@ from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_intact, require_intact_version
+from tasks.reports.headline import headlines
 from tasks.system.files import read_json, sha256, write_json
 from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics
@@ -37,12 +38,6 @@ from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Versi
 
 DECISION_TAGS = ("promoted", "reasons", "waiting", "champion_before")
 EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
-HEADLINES = {
-    "win_rate/rate": "win rate vs. base model",
-    "rewards/accuracies": "reward accuracy",
-    "rewards/margins": "reward margin",
-    "kl/answers": "KL per answer",
-}
 
 
 @dataclass(frozen=True)
@@ -96,11 +91,11 @@ def _register(model_registry: Registry, run: Run) -> Version:
 def _description(manifest: dict[str, Any], run: str) -> str:
     """Two lines for the version's page in MLflow: headline metrics, and the run, data and base model."""
     values = flatten_metrics(manifest["metrics"])
-    headlines = [f"{label} {values[name]:.4g}" for name, label in HEADLINES.items() if name in values]
+    metrics = [f"{label} {values[name]:.4g}" for name, label, _ in headlines(values)]
     data = manifest["data"]
     source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
     base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"
-    return f"{', '.join(headlines) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
+    return f"{', '.join(metrics) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
 
 
 def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Registry, version: Version) -> dict[str, Any]:
@@ -120,11 +115,7 @@ def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Regist
                 moves = Moves(aliases)
                 if decision["promoted"] and not decision["already"]:
                     details = _comparison_text(decision["comparison"], version, champion)
-                    run = version.tags.get("run", "")
-                    promotion = outbox.add(
-                        model_registry.name, version.number, alias, "it passed the gate", run, details
-                    )
-                    moves = promotion_moves(alias, version, champion, promotion.id)
+                    moves = promotion_moves(model_registry, version, champion, alias, "it passed the gate", details)
                     moves = replace(moves, aliases={**aliases, **moves.aliases})
                 model_registry.move(moves, lease)
                 return decision

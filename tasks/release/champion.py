@@ -16,11 +16,14 @@ from tasks.tracking.model_names import promote_params, registered_version
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
 
 
-def promotion_moves(alias: str, version: Version, champion: Version | None, promotion_id: str) -> Moves:
-    """The aliases and tags that make a version the champion."""
+def promotion_moves(
+    models: Registry, version: Version, champion: Version | None, alias: str, why: str, details: str = ""
+) -> Moves:
+    """Record a promotion in the outbox; the aliases and tags that make the version the champion."""
+    promotion = outbox.add(models.name, version.number, alias, why, version.tags.get("run", ""), details)
     before = champion.number if champion else None
     tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
-    tags[outbox.TAG] = promotion_id
+    tags[outbox.TAG] = promotion.id
     return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
 
 
@@ -38,14 +41,14 @@ def approve(name: str, by: str, reason: str = "") -> str:
             models.restore_weights(version, weights_of(models, version))
         with models.exclusively() as lease:
             version, champion = models.version(version.number) or version, models.at(params.alias)
-            what = f"{models.name} version {version.number}"
+            label = f"{models.name} version {version.number}"
             approved_by = version.tags.get("approved_by")
             if champion is not None and champion.number == version.number and approved_by:
-                return f"{what} is already {params.alias}, approved by {approved_by}{_copied(copies)}"
+                return f"{label} is already {params.alias}, approved by {approved_by}{_copied(copies)}"
             reasons = _reasons_against(params, models, version, champion)
             if reasons and not reason:
                 raise UserError(
-                    f"{what} was not approved: {reasons}. To promote it in spite of that, put your reason on record: "
+                    f"{label} was not approved: {reasons}. To promote it in spite of that, put your reason on record: "
                     f'`dpo approve {models.name}/{version.number} {by} --reason "..."`.'
                 )
             overruled = reasons if reason else ""
@@ -53,11 +56,10 @@ def approve(name: str, by: str, reason: str = "") -> str:
             tags = {"approved_by": by, "override_reason": reason if overruled else "", "overruled": overruled[:4000]}
             models.tag(version, tags)
             models.describe(version, why[0].upper() + why[1:])
-            promotion = outbox.add(models.name, version.number, params.alias, why, version.tags.get("run", ""))
-            models.move(promotion_moves(params.alias, version, champion, promotion.id), lease)
+            models.move(promotion_moves(models, version, champion, params.alias, why), lease)
         copies = outbox.complete(models, address)
     _update_decision(models, version, why)
-    return f"{what} is now {params.alias}, {why}{_copied(copies)}"
+    return f"{label} is now {params.alias}, {why}{_copied(copies)}"
 
 
 def _update_decision(models: Registry, version: Version, why: str) -> None:

@@ -116,7 +116,7 @@ def test_without_a_champion_the_absolute_limits_decide_and_an_export_is_register
         }
     assert version.tags["data_sha256"] == "d" * 64
     assert version.tags["commit"] == "c" * 40
-    assert figures.strip() == "reward accuracy 0.97"
+    assert figures.strip() == "prefers the chosen answer 0.97, repetition 0.01, length vs. base model 1"
     assert origin.endswith(f"data pairs.jsonl ({'d' * 12}), base demo ({'b' * 12})")
     assert "rewards/accuracies" not in version.tags  # few tags: the metrics are in the description
 
