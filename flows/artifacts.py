@@ -93,8 +93,8 @@ def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[s
         status = "FINISHED"
     finally:
         write_json(folder / "stages.json", states)
-        if figures := cost.figures(cluster, folder):
-            journal.Run(folder, journal.FLOW).summary(figures)
+        if costs := cost.metrics(cluster, folder):
+            journal.Run(folder, journal.FLOW).summary(costs)
         by_stage = {state["stage"]: state["state"] for state in states}
         pipeline_run.finish(folder, root=workspace.root, states=by_stage, status=status)
 

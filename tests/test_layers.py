@@ -50,7 +50,7 @@ HOMES = {
         "tasks/dataset/unpaired.py",
     },
     "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/card/histograms.py"},
-    "jinja2": {"tasks/reports/run_report.py", "tasks/system/markup.py"},
+    "jinja2": {"tasks/system/markup.py"},
     "gguf": {"training/exporting/gguf.py"},
     "lm_eval": {"training/evaluation/lm_eval_tasks.py"},
     "vllm": {"training/evaluation/vllm_sampling.py"},

@@ -120,18 +120,18 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
     journal("export", ("start", 0), ("end", 30))
     cluster = load_cluster(root)
     assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}
-    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5}
+    assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5}
     split = {**cluster.model_dump(), "evaluate": {**cluster.evaluate.model_dump(), "zero_stage": 3}}
     assert cost.gpus(Cluster.model_validate(split), "export") == 4  # the group shares the model
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours"
     assert "<th>GPU hours</th></tr>" in page(root, "run", STATES, logs=logs)
     write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})
     cluster = load_cluster(root)
-    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
+    assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours, 41.25 USD"
     assert "<td>the run</td><td>16.50</td><td>41.25</td>" in page(root, "run", STATES, logs=logs)
     write_cluster(root, {})
-    assert cost.figures(load_cluster(root), logs) == {}  # no GPUs
+    assert cost.metrics(load_cluster(root), logs) == {}  # no GPUs
     assert "GPU hours" not in page(root, "run", STATES, logs=logs)
 
 
