@@ -106,11 +106,9 @@ def parallel(axes: Sequence[tuple[str, Sequence[Any]]], path: Path) -> None:
     figure = _figure(max(6.0, 2.2 * len(axes)), 4.5)
     axis = figure.subplots()
     scales = [_scale(values) for _, values in axes]
-    for row in range(len(axes[-1][1])):
-        heights = [heights[row] for heights, _ in scales]
-        axis.plot(
-            range(len(axes)), heights, color=colormaps["viridis"](heights[-1]), marker="o", linewidth=2, alpha=0.8
-        )
+    for heights in zip(*(heights for heights, _ in scales), strict=True):
+        colour = colormaps["viridis"](heights[-1])
+        axis.plot(range(len(axes)), heights, color=colour, marker="o", linewidth=2, alpha=0.8)
     for x, (_, labels) in enumerate(scales):
         axis.axvline(x, color="black", linewidth=0.8)
         for height, text in labels:

@@ -109,8 +109,8 @@ def _comparisons(decision: dict[str, Any]) -> list[Table]:
 
 
 def _compared(metric: str, row: Mapping[str, float]) -> tuple[str, ...]:
-    interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
-    return metric, f"{row['ours']:.4g}", f"{row['theirs']:.4g}", f"{row['difference']:+.4f}", interval
+    bounds = f"{row['low']:+.4f} to {row['high']:+.4f}"
+    return metric, f"{row['ours']:.4g}", f"{row['theirs']:.4g}", f"{row['difference']:+.4f}", bounds
 
 
 def _drawn(figures: list[str]) -> list[Markup]:

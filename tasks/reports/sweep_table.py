@@ -7,6 +7,8 @@ import csv
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import filterfalse
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,12 @@ def interval(metrics: Mapping[str, float], metric: str) -> tuple[float | None, f
 
 def ranked(rows: Sequence[Row], goal: str) -> list[Row]:
     """The best first; runs without a value last, in their order."""
-    known = [row for row in rows if row["metric"] is not None and not math.isnan(row["metric"])]
-    unknown = [row for row in rows if row not in known]
-    sign = -1.0 if goal == "max" else 1.0
-    return sorted(known, key=lambda row: sign * row["metric"]) + unknown
+    measured = sorted(filter(_is_measured, rows), key=itemgetter("metric"), reverse=goal == "max")
+    return [*measured, *filterfalse(_is_measured, rows)]
+
+
+def _is_measured(row: Row) -> bool:
+    return row["metric"] is not None and not math.isnan(row["metric"])
 
 
 def not_told_apart(rows: Sequence[Row]) -> list[str]:
