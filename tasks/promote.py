@@ -30,11 +30,11 @@ from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_intact, require_intact_version
-from tasks.reports.headline import headlines
+from tasks.reports.headline import describe_decision, headlines
 from tasks.system.files import read_json, sha256, write_json
 from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics
-from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
+from tasks.tracking.registry import CHALLENGER, Moves, Registry, Version, registry, run_id
 
 DECISION_TAGS = ("promoted", "reasons", "waiting", "champion_before")
 EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
@@ -62,7 +62,10 @@ def promote(run: Run) -> None:
     run.tags({"model_version": f"{decision['model']} {version.number}", "promoted": _text(decision["promoted"])})
     run.summary({"promoted": float(decision["promoted"]), **_differences(decision)})
     run.artifact(METRICS / "promote.json")
-    print(f"promote: {sentence(decision)}", flush=True)
+    print(f"promote: {describe_decision(decision)}", flush=True)
+    if decision["promoted"] and decision["comparison"]:
+        changes = "; ".join(f"{name} {change(row)}" for name, row in decision["comparison"].items())
+        print(f"promote: against version {decision['champion_before']}: {changes}", flush=True)
     if decision["already"] and address and not copies:  # promote.push may have been set after the promotion
         copies = [push(MODEL, address)]
     for copy in copies:
@@ -119,9 +122,9 @@ def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Regist
                     moves = replace(moves, aliases={**aliases, **moves.aliases})
                 model_registry.move(moves, lease)
                 return decision
-        now = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
-        now = "another promotion spent the rest of the error budget" if is_same else now
-        print(f"promote: {now} in the meantime; comparing again", flush=True)
+        event = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
+        event = "another promotion spent the rest of the error budget" if is_same else event
+        print(f"promote: {event} in the meantime; comparing again", flush=True)
         version = model_registry.version(version.number) or version
 
 
@@ -170,23 +173,6 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
         "earlier": compared.regression.record() if compared.regression else None,
         **(test.record() if budget else {}),
     }
-
-
-def sentence(decision: dict[str, Any]) -> str:
-    what, address = (f"{decision['model']}{joint}{decision['version']}" for joint in (" version ", "/"))
-    if decision["already"]:
-        return f"{what} is already {decision['alias']}"
-    if decision["promoted"]:
-        before = decision["champion_before"]
-        changes = [f"{name} {change(row)}" for name, row in decision["comparison"].items()]
-        compared = f". Against version {before}: {'; '.join(changes)}" if changes else ""
-        return f"{what} is now {decision['alias']}" + (
-            f", and version {before} is {PREVIOUS}{compared}" if before else ""
-        )
-    if decision["waiting"]:
-        when = f" but was rolled back on {decision['rolled_back']}" if decision["rolled_back"] else ""
-        return f"{what} passed the gate{when} and waits for approval: `dpo approve {address} NAME`"
-    return f"{what} is registered and not promoted, because {'; '.join(decision['reasons'])}"
 
 
 def _compare_with(version: Version, workers: WorkerPool, params: Params, model_registry: Registry) -> Compared:

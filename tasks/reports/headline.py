@@ -65,5 +65,7 @@ def describe_decision(decision: dict[str, Any]) -> str:
         approved = f", {decision['approved']}" if "approved" in decision else ""
         return f"{version} is {decision['alias']}{approved}."
     if decision["waiting"]:
-        return f"{version} passed the gate and waits for approval."
+        rollback = f" but was rolled back on {decision['rolled_back']}" if decision.get("rolled_back") else ""
+        command = f"dpo approve {decision['model']}/{decision['version']} NAME"
+        return f"{version} passed the gate{rollback} and waits for approval: `{command}`."
     return f"{version} is not promoted, because {'; '.join(decision['reasons'])}."

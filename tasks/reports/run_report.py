@@ -119,10 +119,7 @@ def _drawn(figures: list[str]) -> list[Markup]:
 
 def _curves(root: Path) -> list[str]:
     steps = curves(root)
-    return [
-        plots.line_svg(title, {n: [(step, row[n]) for step, row in steps.items() if n in row] for n in names})
-        for title, names in CURVES
-    ]
+    return [plots.line_svg(title, plots.by_metric(steps, names)) for title, names in CURVES]
 
 
 def _speed(logs: Path | None) -> str:
