@@ -20,7 +20,7 @@ def promotion_moves(
     models: Registry, version: Version, champion: Version | None, alias: str, why: str, details: str = ""
 ) -> Moves:
     """Record a promotion in the outbox; the aliases and tags that make the version the champion."""
-    promotion = outbox.add(models.name, version.number, alias, why, version.tags.get("run", ""), details)
+    promotion = outbox.add(models.name, version.number, alias, why, version.run, details)
     before = champion.number if champion else None
     tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
     tags[outbox.TAG] = promotion.id
@@ -28,7 +28,7 @@ def promotion_moves(
 
 
 def approve(name: str, by: str, reason: str = "") -> str:
-    """Make a version that passed the gate and waits the champion; `by` is the person who approves.
+    """Make a version that waits for approval the champion; `by` is the person who approves.
 
     With a reason, that person overrides the gate. It takes a version and not a workspace, so that the model that was
     evaluated becomes champion, however much later.
@@ -51,9 +51,8 @@ def approve(name: str, by: str, reason: str = "") -> str:
                     f"{label} was not approved: {reasons}. To promote it in spite of that, put your reason on record: "
                     f'`dpo approve {models.name}/{version.number} {by} --reason "..."`.'
                 )
-            overruled = reasons if reason else ""
-            why = f"approved by {by}" + (f", who overrides the gate ({overruled}): {reason}" if overruled else "")
-            tags = {"approved_by": by, "override_reason": reason if overruled else "", "overruled": overruled[:4000]}
+            why = f"approved by {by}" + (f", who overrides the gate ({reasons}): {reason}" if reasons else "")
+            tags = {"approved_by": by, "override_reason": reason if reasons else "", "overruled": reasons[:4000]}
             models.tag(version, tags)
             models.describe(version, why[0].upper() + why[1:])
             models.move(promotion_moves(models, version, champion, params.alias, why), lease)
@@ -64,7 +63,7 @@ def approve(name: str, by: str, reason: str = "") -> str:
 
 def _update_decision(models: Registry, version: Version, why: str) -> None:
     """Record the approval where the run's report reads the decision."""
-    kept = home() / load_cluster().logging_dir / version.tags.get("run", "") / "results" / METRICS
+    kept = home() / load_cluster().logging_dir / version.run / "results" / METRICS
     for path in (folder / "promote.json" for folder in (METRICS, kept)):
         decision = recall(path)
         if (decision.get("model"), decision.get("version")) == (models.name, version.number):
@@ -78,7 +77,7 @@ def _reasons_against(params: Promote, models: Registry, version: Version, champi
         return version.tags.get("reasons") or "it does not wait for approval"
     if (champion.number if champion else "") != version.tags.get("champion_before", ""):
         now = f"version {champion.number} is {params.alias}" if champion else f"there is no {params.alias}"
-        return f"it was compared with another {params.alias}, and now {now}; running the pipeline again compares anew"
+        return f"it was compared with another {params.alias}, and now {now}; run the pipeline again to compare it"
     return ""
 
 

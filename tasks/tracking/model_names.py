@@ -37,7 +37,7 @@ def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]
         if version := _find(models, version_name):
             yield params, models, version
             return
-        versions = ", ".join(f"{version.number} (run {version.tags.get('run')})" for version in models.versions())
+        versions = ", ".join(f"{version.number} (run {version.run})" for version in models.versions())
         if version_name == params.alias and versions:
             raise NotRegistered(
                 f"{models.name} has no {params.alias}: no version passed the gate. Its versions: {versions}. "

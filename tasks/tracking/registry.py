@@ -56,8 +56,13 @@ class Moves:
 @dataclass(frozen=True)
 class Version:
     number: str
-    run_id: str
+    run_id: str  # MLflow's, of the run that has its artifacts
     tags: Mapping[str, str]
+
+    @property
+    def run(self) -> str:
+        """The pipeline run that made it; empty if another tool did."""
+        return self.tags.get("run", "")
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,14 @@ class Registry:
         return sorted(versions, key=lambda version: int(version.number))
 
     def version(self, number: str) -> Version | None:
-        return next((version for version in self.versions() if version.number == str(number)), None)
+        return next((version for version in self.versions() if version.number == number), None)
 
     def with_manifest(self, digest: str) -> Version | None:
         return next((version for version in self.versions() if version.tags.get("manifest_sha256") == digest), None)
 
     def of_run(self, name: str) -> Version | None:
         """The newest version that a pipeline run made."""
-        return next((version for version in reversed(self.versions()) if version.tags.get("run") == name), None)
+        return next((version for version in reversed(self.versions()) if version.run == name), None)
 
     def at(self, alias: str) -> Version | None:
         number = self.aliases().get(alias)
