@@ -10,7 +10,7 @@ from tasks.errors import UserError
 from tasks.release import outbox
 from tasks.release.verify import require_intact_version
 from tasks.runs.open_run import weights_of
-from tasks.system.files import read_json, recall, write_json
+from tasks.system.files import recall, write_json
 from tasks.system.processes import is_alive, this_process
 from tasks.tracking.model_names import promote_params, registered_version
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
@@ -137,10 +137,8 @@ def print_rollback(model: str | None) -> None:
 
 def _was_interrupted(model: str, champion: str) -> bool:
     """Whether a rollback to the current champion died before it printed its result."""
-    if not _note().exists():
-        return False
-    note = read_json(_note())
-    return (note["model"], note["to"]) == (model, champion) and not is_alive(note["by"])
+    note = recall(_note())
+    return (note.get("model"), note.get("to")) == (model, champion) and not is_alive(note["by"])
 
 
 def _note() -> Path:
