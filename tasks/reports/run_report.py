@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import Environment
 from markupsafe import Markup
 
 from tasks.config.metrics import interval
@@ -72,13 +71,13 @@ def page(
         "gpu_head": ("stage", "GPU hours", *([cluster.currency] if cluster.price_per_gpu_hour else [])),
         "gpu_costs": gpu_costs(cluster, logs) if logs else [],
     }
-    return redact(_environment().get_template("run_report.html").render(content))
+    return redact(_render(content))
 
 
-def _environment() -> Environment:
+def _render(content: Mapping[str, Any]) -> str:
     environment = templates(Path(__file__).parent, autoescape=True)
     environment.finalize = lambda value: value if isinstance(value, Markup) else printable(value)
-    return environment
+    return environment.get_template("run_report.html").render(content)
 
 
 def _headline(metrics: dict[str, Any]) -> list[dict[str, Any]]:
