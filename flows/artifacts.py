@@ -15,12 +15,12 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 
 from flows import embedded_server
 from services.mlflow_urls import mlflow_home, mlflow_link
-from tasks.config.metrics import accuracy_label
+from tasks.config.metrics import interval
 from tasks.config.params import load_cluster, load_params
 from tasks.config.paths import ROOT
 from tasks.redact import redact
 from tasks.reports import cost, run_report
-from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
+from tasks.reports.headline import decision_of, headlines, verdict
 from tasks.runs.records import RESULTS
 from tasks.runs.workspace import Workspace
 from tasks.system.files import recall, write_json
@@ -93,8 +93,8 @@ def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[s
         status = "FINISHED"
     finally:
         write_json(folder / "stages.json", states)
-        if figures := cost.figures(cluster, folder):
-            journal.Run(folder, journal.FLOW).summary(figures)
+        if costs := cost.metrics(cluster, folder):
+            journal.Run(folder, journal.FLOW).summary(costs)
         by_stage = {state["stage"]: state["state"] for state in states}
         pipeline_run.finish(folder, root=workspace.root, states=by_stage, status=status)
 
@@ -113,18 +113,16 @@ def _numbers(metrics: dict[str, Any]) -> tuple[str, str]:
     """Tables of the report's headline metrics and of all others; each metric once, with its interval."""
     elsewhere = ("samples/", "intervals/", "tables/")
     shown = {name: value for name, value in metrics.items() if not name.startswith(elsewhere)}
-    headline = {f"{name}/rate" if f"{name}/rate" in shown else name: label for name, label, _ in HEADLINE_METRICS}
-    headline["rewards/accuracies"] = accuracy_label(metrics)
-    first = [(label, shown[name], _interval(metrics, name)) for name, label in headline.items() if name in shown]
+    headline = {name: label for name, label, _ in headlines(shown)}
+    first = [(label, shown[name], _interval(metrics, name)) for name, label in headline.items()]
     rest = [(name, value, _interval(metrics, name)) for name, value in shown.items() if name not in headline]
     more = "## All held-out metrics\n\n" + table(("held-out", "", "95% interval"), rest) if rest else ""
     return table(("held-out", "", "95% interval"), first) if first else "", more
 
 
 def _interval(metrics: dict[str, Any], name: str) -> str:
-    rate = name.removesuffix("/rate")  # a rate has its bounds beside it
-    low, high = (metrics.get(f"intervals/{name}/{end}", metrics.get(f"{rate}/{end}")) for end in ("low", "high"))
-    return "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+    bounds = interval(metrics, name)
+    return f"{bounds[0]:.4g} to {bounds[1]:.4g}" if bounds else ""
 
 
 def _behaviour(metrics: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.reports import flywheel_report
+from tasks.runs.records import text_table
 from tasks.source import make_demo_model
 from tasks.system import processes
 from tasks.system.files import publish, read_json, recall, write_json
@@ -69,7 +70,7 @@ def flywheel(nights: int) -> None:
         done.append({"night": night, **champion, **_vote(folder, night, champion["version"])})
         write_json(state, {"nights": done})
     _dpo("raters", MODEL)
-    print(flywheel_report.table(done))
+    print(text_table(flywheel_report.rows(done), flywheel_report.HEAD))
     print(f"\nReport: {flywheel_report.write(done, folder)}")
 
 

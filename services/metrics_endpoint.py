@@ -31,6 +31,7 @@ from tasks.redact import redact
 from tasks.release import outbox
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
+from tasks.tracking import registry as model_registry
 
 USER, PASSWORD = "reader", "DPO_METRICS_PASSWORD"
 TIMEOUT = 4.0  # seconds for a response of Prefect or MLflow; Prometheus itself gives up after ten
@@ -163,11 +164,9 @@ def _prefect_access() -> Mapping[str, str]:
 
 
 def champions(cluster: Cluster) -> Metrics:
-    from tasks.tracking import registry_queries  # imports mlflow, which takes seconds; /health must not wait for it
-
     gate = load_params(home() / "params.yaml").promote
     names = [*gate.require, *gate.limits, *gate.max_regression]
-    models = registry_queries.champions(_mlflow_address(cluster), gate.alias, names)
+    models = model_registry.champions(_mlflow_address(cluster), gate.alias, names)
     versions = [({"model": entry.model, "run": entry.run}, float(entry.version)) for entry in models]
     registered = [({"model": entry.model}, entry.since) for entry in models]
     values = [

@@ -30,19 +30,14 @@ from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_intact, require_intact_version
+from tasks.reports.headline import describe_decision, headlines
 from tasks.system.files import read_json, sha256, write_json
 from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics
-from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, Registry, Version, registry, run_id
+from tasks.tracking.registry import CHALLENGER, Moves, Registry, Version, registry, run_id
 
 DECISION_TAGS = ("promoted", "reasons", "waiting", "champion_before")
 EVALUATION = ("evaluate.json", "samples.jsonl", "pairs.jsonl")
-HEADLINES = {
-    "win_rate/rate": "win rate vs. base model",
-    "rewards/accuracies": "reward accuracy",
-    "rewards/margins": "reward margin",
-    "kl/answers": "KL per answer",
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,10 @@ def promote(run: Run) -> None:
     run.tags({"model_version": f"{decision['model']} {version.number}", "promoted": _text(decision["promoted"])})
     run.summary({"promoted": float(decision["promoted"]), **_differences(decision)})
     run.artifact(METRICS / "promote.json")
-    print(f"promote: {sentence(decision)}", flush=True)
+    print(f"promote: {describe_decision(decision)}", flush=True)
+    if decision["promoted"] and decision["comparison"]:
+        changes = "; ".join(f"{name} {change(row)}" for name, row in decision["comparison"].items())
+        print(f"promote: against version {decision['champion_before']}: {changes}", flush=True)
     if decision["already"] and address and not copies:  # promote.push may have been set after the promotion
         copies = [push(MODEL, address)]
     for copy in copies:
@@ -96,11 +94,11 @@ def _register(model_registry: Registry, run: Run) -> Version:
 def _description(manifest: dict[str, Any], run: str) -> str:
     """Two lines for the version's page in MLflow: headline metrics, and the run, data and base model."""
     values = flatten_metrics(manifest["metrics"])
-    headlines = [f"{label} {values[name]:.4g}" for name, label in HEADLINES.items() if name in values]
+    metrics = [f"{label} {values[name]:.4g}" for name, label, _ in headlines(values)]
     data = manifest["data"]
     source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
     base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"
-    return f"{', '.join(headlines) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
+    return f"{', '.join(metrics) or 'not evaluated'}  \nRun {plain(run)}, {source}, {base}"
 
 
 def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Registry, version: Version) -> dict[str, Any]:
@@ -120,17 +118,13 @@ def _decide_and_move(workers: WorkerPool, params: Params, model_registry: Regist
                 moves = Moves(aliases)
                 if decision["promoted"] and not decision["already"]:
                     details = _comparison_text(decision["comparison"], version, champion)
-                    run = version.tags.get("run", "")
-                    promotion = outbox.add(
-                        model_registry.name, version.number, alias, "it passed the gate", run, details
-                    )
-                    moves = promotion_moves(alias, version, champion, promotion.id)
+                    moves = promotion_moves(model_registry, version, champion, alias, "it passed the gate", details)
                     moves = replace(moves, aliases={**aliases, **moves.aliases})
                 model_registry.move(moves, lease)
                 return decision
-        now = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
-        now = "another promotion spent the rest of the error budget" if is_same else now
-        print(f"promote: {now} in the meantime; comparing again", flush=True)
+        event = f"version {champion.number} became {alias}" if champion else f"the alias {alias} was removed"
+        event = "another promotion spent the rest of the error budget" if is_same else event
+        print(f"promote: {event} in the meantime; comparing again", flush=True)
         version = model_registry.version(version.number) or version
 
 
@@ -179,23 +173,6 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
         "earlier": compared.regression.record() if compared.regression else None,
         **(test.record() if budget else {}),
     }
-
-
-def sentence(decision: dict[str, Any]) -> str:
-    what, address = (f"{decision['model']}{joint}{decision['version']}" for joint in (" version ", "/"))
-    if decision["already"]:
-        return f"{what} is already {decision['alias']}"
-    if decision["promoted"]:
-        before = decision["champion_before"]
-        changes = [f"{name} {change(row)}" for name, row in decision["comparison"].items()]
-        compared = f". Against version {before}: {'; '.join(changes)}" if changes else ""
-        return f"{what} is now {decision['alias']}" + (
-            f", and version {before} is {PREVIOUS}{compared}" if before else ""
-        )
-    if decision["waiting"]:
-        when = f" but was rolled back on {decision['rolled_back']}" if decision["rolled_back"] else ""
-        return f"{what} passed the gate{when} and waits for approval: `dpo approve {address} NAME`"
-    return f"{what} is registered and not promoted, because {'; '.join(decision['reasons'])}"
 
 
 def _compare_with(version: Version, workers: WorkerPool, params: Params, model_registry: Registry) -> Compared:

@@ -26,7 +26,7 @@ from tasks.models import (
     local_path,
     registered_name,
 )
-from tasks.release.start_model import copy_start_model
+from tasks.release.start_model import start_version
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
@@ -154,7 +154,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
     """The base model's manifest. data/base holds the files only if this stage makes them."""
     address, revision = params.model, None
     if address.startswith(REGISTRY):
-        version = copy_start_model(address, base)
+        version = start_version(address, base)
         address, revision = version or (str(registered_name(address)[1]), None)  # the revision is the manifest's hash
     if address == "demo":
         make_demo_model(base, params.seed)

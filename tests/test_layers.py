@@ -25,7 +25,7 @@ HOMES = {
     "prefect": {"flows", "services", "cli"},
     "mlflow": {
         *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
-        *(f"tasks/tracking/{name}.py" for name in ("registry_queries", "artifact_store")),
+        "tasks/tracking/artifact_store.py",
         "tasks/feedback/traces.py",
     },
     "ray": {"tasks/cluster", "tasks/trainer/driver.py", "tasks/trainer/worker.py"},
@@ -50,7 +50,7 @@ HOMES = {
         "tasks/dataset/unpaired.py",
     },
     "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/card/histograms.py"},
-    "jinja2": {"tasks/reports/run_report.py", "tasks/system/markup.py"},
+    "jinja2": {"tasks/system/markup.py"},
     "gguf": {"training/exporting/gguf.py"},
     "lm_eval": {"training/evaluation/lm_eval_tasks.py"},
     "vllm": {"training/evaluation/vllm_sampling.py"},

@@ -105,6 +105,14 @@ def _why_not(params: "Params", name: str, measured: Collection[str]) -> str:
     return f"which this configuration does not measure. {hint}"
 
 
+def interval(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
+    """The 95% interval of a metric, by the flat names of evaluate.json. A rate has its bounds beside it."""
+    for prefix in (f"intervals/{name}", name.removesuffix("/rate")):
+        if f"{prefix}/low" in metrics:
+            return metrics[f"{prefix}/low"], metrics[f"{prefix}/high"]
+    return None
+
+
 def accuracy_label(metrics: Mapping[str, Any]) -> str:
     """What rewards/accuracies counts: pairs, or unpaired rows."""
     return "rates the answer as its label" if "rewards/auc" in metrics else "prefers the chosen answer"

@@ -29,7 +29,6 @@ from tasks.runs.commits import git
 from tasks.runs.retention import RegisteredVersion, Run, all_runs, registered_versions
 from tasks.system.files import recall, write_json
 from tasks.tracking import artifact_store
-from tasks.tracking.mlflow_client import absolute_uri
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client
 
 EVERY = 10**9  # runs that `gc` keeps
@@ -147,7 +146,7 @@ def _delete(cluster: Cluster, found: Found) -> None:
     if runs:
         run_ids = [run_id for name in sorted(runs) for run_id in _mlflow_runs(name)]  # gc deletes the folders
         gc.delete_garbage(EVERY, runs)
-        client = open_client(absolute_uri(cluster.tracking_uri), None)
+        client = open_client(cluster)
         for run_id in run_ids:
             artifact_store.delete_all(client, run_id)
     for folder in ("blame", "registry"):  # texts of pairs, and copies of versions

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tasks.config.metrics import accuracy_label
+from tasks.config.metrics import ACCURACY, accuracy_label, interval
 from tasks.config.params import Params
 from tasks.system.markup import templates
 from tasks.tracking.journal import flatten_metrics
@@ -14,7 +14,7 @@ TEMPLATE = "model_card.md.jinja"
 NEEDS_YAML_QUOTES = re.compile(r"[^\w./@-]")  # the card's header is YAML
 LICENSE_ID = re.compile(r"[\w.+-]+")
 HEADLINES = {
-    "rewards/accuracies": "prefers the chosen answer",
+    ACCURACY: "prefers the chosen answer",
     "rewards/margins": "reward margin",
     "win_rate/rate": "win rate against the base model",
     "win_rate/length_controlled/rate": "the same at equal length",
@@ -45,11 +45,7 @@ def _headlines(values: dict[str, float]) -> list[tuple[str, str]]:
     rows = []
     for name, text in HEADLINES.items():
         if name in values:
-            parent = name.rpartition("/")[0]
-            low, high = (
-                values.get(f"intervals/{name}/{end}", values.get(f"{parent}/{end}")) for end in ("low", "high")
-            )
-            interval = f" ({low:.4g} to {high:.4g})" if low is not None and high is not None else ""
-            text = accuracy_label(values) if name == "rewards/accuracies" else text
-            rows.append((text, f"{values[name]:.4g}{interval}"))
+            label = accuracy_label(values) if name == ACCURACY else text
+            bounds = interval(values, name)
+            rows.append((label, f"{values[name]:.4g}" + (f" ({bounds[0]:.4g} to {bounds[1]:.4g})" if bounds else "")))
     return rows

@@ -10,22 +10,25 @@ from tasks.errors import UserError
 from tasks.release import outbox
 from tasks.release.verify import require_intact_version
 from tasks.runs.open_run import weights_of
-from tasks.system.files import read_json, recall, write_json
+from tasks.system.files import recall, write_json
 from tasks.system.processes import is_alive, this_process
 from tasks.tracking.model_names import promote_params, registered_version
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
 
 
-def promotion_moves(alias: str, version: Version, champion: Version | None, promotion_id: str) -> Moves:
-    """The aliases and tags that make a version the champion."""
+def promotion_moves(
+    models: Registry, version: Version, champion: Version | None, alias: str, why: str, details: str = ""
+) -> Moves:
+    """Record a promotion in the outbox; the aliases and tags that make the version the champion."""
+    promotion = outbox.add(models.name, version.number, alias, why, version.run, details)
     before = champion.number if champion else None
     tags = {"promoted": "true", "promoted_over": before or "", "rolled_back": "", "waiting": "false"}
-    tags[outbox.TAG] = promotion_id
+    tags[outbox.TAG] = promotion.id
     return Moves({PREVIOUS: before, alias: version.number}, {version.number: tags})
 
 
 def approve(name: str, by: str, reason: str = "") -> str:
-    """Make a version that passed the gate and waits the champion; `by` is the person who approves.
+    """Make a version that waits for approval the champion; `by` is the person who approves.
 
     With a reason, that person overrides the gate. It takes a version and not a workspace, so that the model that was
     evaluated becomes champion, however much later.
@@ -38,31 +41,29 @@ def approve(name: str, by: str, reason: str = "") -> str:
             models.restore_weights(version, weights_of(models, version))
         with models.exclusively() as lease:
             version, champion = models.version(version.number) or version, models.at(params.alias)
-            what = f"{models.name} version {version.number}"
+            label = f"{models.name} version {version.number}"
             approved_by = version.tags.get("approved_by")
             if champion is not None and champion.number == version.number and approved_by:
-                return f"{what} is already {params.alias}, approved by {approved_by}{_copied(copies)}"
+                return f"{label} is already {params.alias}, approved by {approved_by}{_copied(copies)}"
             reasons = _reasons_against(params, models, version, champion)
             if reasons and not reason:
                 raise UserError(
-                    f"{what} was not approved: {reasons}. To promote it in spite of that, put your reason on record: "
+                    f"{label} was not approved: {reasons}. To promote it in spite of that, put your reason on record: "
                     f'`dpo approve {models.name}/{version.number} {by} --reason "..."`.'
                 )
-            overruled = reasons if reason else ""
-            why = f"approved by {by}" + (f", who overrides the gate ({overruled}): {reason}" if overruled else "")
-            tags = {"approved_by": by, "override_reason": reason if overruled else "", "overruled": overruled[:4000]}
+            why = f"approved by {by}" + (f", who overrides the gate ({reasons}): {reason}" if reasons else "")
+            tags = {"approved_by": by, "override_reason": reason if reasons else "", "overruled": reasons[:4000]}
             models.tag(version, tags)
             models.describe(version, why[0].upper() + why[1:])
-            promotion = outbox.add(models.name, version.number, params.alias, why, version.tags.get("run", ""))
-            models.move(promotion_moves(params.alias, version, champion, promotion.id), lease)
+            models.move(promotion_moves(models, version, champion, params.alias, why), lease)
         copies = outbox.complete(models, address)
     _update_decision(models, version, why)
-    return f"{what} is now {params.alias}, {why}{_copied(copies)}"
+    return f"{label} is now {params.alias}, {why}{_copied(copies)}"
 
 
 def _update_decision(models: Registry, version: Version, why: str) -> None:
     """Record the approval where the run's report reads the decision."""
-    kept = home() / load_cluster().logging_dir / version.tags.get("run", "") / "results" / METRICS
+    kept = home() / load_cluster().logging_dir / version.run / "results" / METRICS
     for path in (folder / "promote.json" for folder in (METRICS, kept)):
         decision = recall(path)
         if (decision.get("model"), decision.get("version")) == (models.name, version.number):
@@ -76,7 +77,7 @@ def _reasons_against(params: Promote, models: Registry, version: Version, champi
         return version.tags.get("reasons") or "it does not wait for approval"
     if (champion.number if champion else "") != version.tags.get("champion_before", ""):
         now = f"version {champion.number} is {params.alias}" if champion else f"there is no {params.alias}"
-        return f"it was compared with another {params.alias}, and now {now}; running the pipeline again compares anew"
+        return f"it was compared with another {params.alias}, and now {now}; run the pipeline again to compare it"
     return ""
 
 
@@ -136,10 +137,8 @@ def print_rollback(model: str | None) -> None:
 
 def _was_interrupted(model: str, champion: str) -> bool:
     """Whether a rollback to the current champion died before it printed its result."""
-    if not _note().exists():
-        return False
-    note = read_json(_note())
-    return (note["model"], note["to"]) == (model, champion) and not is_alive(note["by"])
+    note = recall(_note())
+    return (note.get("model"), note.get("to")) == (model, champion) and not is_alive(note["by"])
 
 
 def _note() -> Path:

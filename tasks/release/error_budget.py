@@ -17,7 +17,7 @@ from tasks.config.params import ErrorBudget
 from tasks.errors import UserError
 from tasks.evaluation.compare import Paired
 from tasks.evaluation.evidence import betting_test, prompts_for_lead, sign_test
-from tasks.tracking.lease import Turn
+from tasks.tracking.lease import Lease
 from tasks.tracking.registry import Registry, Version
 
 ANCHOR = "anchor"  # the alias, which also keeps `dpo gc` from deleting the version
@@ -88,18 +88,18 @@ def _prompts_needed(lead: float, decided: float, level: float, chance: float) ->
 
 def lost_too_much(budget: ErrorBudget, paired: Mapping[str, Paired], anchor: str) -> list[str]:
     """A reason unless the model is shown to lose less than `max_loss` against the anchor."""
-    found = paired.get(budget.metric)
-    if found is None or found.reach is None:
+    values = paired.get(budget.metric)
+    if values is None or values.reach is None:
         return [f"{budget.metric} was not compared with the anchor, version {anchor}"]
-    differences, needed = found.by_prompt(), _level(budget)
-    p, level = betting_test(differences, budget.max_loss, found.reach), budget.alpha / budget.tests
+    differences, level = values.by_prompt(), budget.alpha / budget.tests
+    p = betting_test(differences, budget.max_loss, values.reach)
     if p <= level:
         return []
     count = len(differences)
     more = f". If the difference stays, about {count * log(level) / log(p):,.0f} prompts show it" if p < 1 else ""
     return [
         f"{budget.metric} is not shown to be less than {budget.max_loss:g} below that of the anchor, version "
-        f"{anchor}: {differences.mean():+.4g} on {count} prompts, p = {p:.2g}, and {needed} is needed" + more
+        f"{anchor}: {differences.mean():+.4g} on {count} prompts, p = {p:.2g}, and {_level(budget)} is needed" + more
     ]
 
 
@@ -137,7 +137,7 @@ def exhausted(budget: ErrorBudget, notes: Mapping[str, str], tag: str, level: fl
     ]
 
 
-def spend(budget: ErrorBudget | None, models: Registry, decision: Mapping[str, Any], held: Turn) -> bool:
+def spend(budget: ErrorBudget | None, models: Registry, decision: Mapping[str, Any], lease: Lease) -> bool:
     """Record the test of a decision before the aliases move; False if another promotion has spent what it needs."""
     if budget is None:
         return True
@@ -146,12 +146,11 @@ def spend(budget: ErrorBudget | None, models: Registry, decision: Mapping[str, A
     if tag and exhausted(budget, notes, tag, level):
         return False
     for old in (name for name in notes if name.startswith(TEST) and name not in spent):
-        models.note(old, None, held)
+        models.note(old, None, lease)
     if tag and level > spent.get(tag, (None, 0.0))[1]:
-        models.note(tag, f"{_today()} {level!r}", held)
-    if budget.anchor == "first" and PINNED not in notes:
-        for number in anchor_alias(decision).values():
-            models.note(PINNED, number, held)
+        models.note(tag, f"{_today()} {level!r}", lease)
+    if budget.anchor == "first" and PINNED not in notes and (aliases := anchor_alias(decision)):
+        models.note(PINNED, aliases[ANCHOR], lease)
     return True
 
 
@@ -163,15 +162,15 @@ def anchor_alias(decision: Mapping[str, Any]) -> dict[str, str]:
 
 def _spent(notes: Mapping[str, str]) -> dict[str, tuple[date, float]]:
     """Day and level of each test of the last 365 days, by its tag."""
-    tests = {tag: value.split() for tag, value in notes.items() if tag.startswith(TEST)}
+    values = {tag: value.split() for tag, value in notes.items() if tag.startswith(TEST)}
     try:
-        found = {tag: (date.fromisoformat(day), float(level)) for tag, (day, level) in tests.items()}
+        tests = {tag: (date.fromisoformat(day), float(level)) for tag, (day, level) in values.items()}
     except ValueError as error:
         raise UserError(
             f"A tag {TEST}* of the registered model is not a day and a level ({error}): somebody edited it in MLflow. "
             "Restore or delete the tag there, then run this again."
         ) from error
-    return {tag: test for tag, test in found.items() if _today() - test[0] < WINDOW}
+    return {tag: test for tag, test in tests.items() if _today() - test[0] < WINDOW}
 
 
 def _today() -> date:

@@ -1,6 +1,5 @@
 """The manifest of an export, without the hashes of its files: data, base model, params, metrics, code, environment."""
 
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +9,7 @@ from tasks.config.params import Params
 from tasks.config.paths import BASE, METRICS, PAIRS, POLICY, RAW, REFERENCE, ROOT, SAMPLE
 from tasks.models import sft_manifest
 from tasks.system.files import hash_files, read_json, recall, sha256
+from tasks.tracking.results import git_output
 
 CODE = ("cli", "flows", "services", "tasks", "training", "dvc.yaml", "requirements.lock")
 PACKAGES = ("torch", "transformers", "peft", "deepspeed", "ray", "datasets", "gguf")
@@ -40,8 +40,8 @@ def _environment() -> dict[str, Any]:
 
     lock = ROOT / "requirements.lock"
     return {
-        "commit": _git("rev-parse", "HEAD") or "unknown",
-        "clean": _git("status", "--porcelain", "--untracked-files=no", "--", *CODE) == "",
+        "commit": git_output(ROOT, "rev-parse", "HEAD") or "unknown",
+        "clean": git_output(ROOT, "status", "--porcelain", "--untracked-files=no", "--", *CODE) == "",
         "python": ".".join(map(str, sys.version_info[:3])),
         "packages": {name: version(name) for name in PACKAGES},
         "requirements_lock_sha256": sha256(lock) if lock.exists() else None,
@@ -59,12 +59,3 @@ def licence(folder: Path) -> str | None:
     files = sorted(path for pattern in LICENCES for path in folder.glob(pattern) if path.is_file())
     lines = files[0].read_text(errors="replace").split("\n") if files else []
     return next((line.strip()[:80] for line in lines if line.strip()), None)
-
-
-def _git(*arguments: str) -> str | None:
-    """The output of a git command; None outside a git checkout."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -67,7 +67,7 @@ def _sign_version(name: str) -> str:
         folder, what = models.fetch(version, "model"), f"{models.name} version {version.number}"
         _require_no_problems(version_problems(models, version, folder, False), what)
         write_signature(folder, Path(temporary) / SIGNATURE)
-        models.store(version, "model", Path(temporary) / SIGNATURE)
+        models.store(version, Path(temporary) / SIGNATURE)
     return f"{what}: signed by key {signing.public_key()[:16]}"
 
 

@@ -1,4 +1,4 @@
-"""The report of the flywheel's demo: win rate night by night, and each version's way from votes to weights."""
+"""The report of `dpo flywheel`: win rate night by night, and the votes, data and weights of each version."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,14 +22,14 @@ HEAD = (
 )
 
 
-def rows(nights: Sequence[Night]) -> list[list[str]]:
+def rows(nights: Sequence[Night]) -> list[tuple[str, ...]]:
     counts = [sum(night["votes"].values()) for night in nights]
     return [_row(night, sum(counts[:number])) for number, night in enumerate(nights)]
 
 
-def _row(night: Night, votes_before: int) -> list[str]:
+def _row(night: Night, votes_before: int) -> tuple[str, ...]:
     rate, votes = night["win_rate"], night["votes"]
-    return [
+    return (
         str(night["night"]),
         night["version"] or "base model",
         _start(night["start"]),
@@ -38,7 +38,7 @@ def _row(night: Night, votes_before: int) -> list[str]:
         f"{votes.get('second', 0)} / {votes.get('tie', 0) + votes.get('both_bad', 0)} / {votes.get('first', 0)}",
         night["data"][:12],
         night["weights"][:12],
-    ]
+    )
 
 
 def _start(model: str) -> str:
@@ -47,14 +47,8 @@ def _start(model: str) -> str:
     return f"version {registered}" if registered.isdecimal() else "base model" if model else ""
 
 
-def table(nights: Sequence[Night]) -> str:
-    lines = [list(HEAD), *rows(nights)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
 def write(nights: Sequence[Night], folder: Path) -> Path:
-    """The page, and its picture as a file of its own."""
+    """The page, and its figure as a file of its own."""
     points = [(night["night"], night["win_rate"]) for night in nights]
     plots.win_rates(points, folder / "flywheel.svg")
     picture = (folder / "flywheel.svg").read_text()

@@ -1,18 +1,19 @@
-"""A run in one sentence, from what it left in data/metrics."""
+"""A run in one sentence, and its headline metrics, from data/metrics."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.config.metrics import accuracy_label
+from tasks.config.metrics import ACCURACY, accuracy_label, interval
 from tasks.config.paths import METRICS, MODEL
-from tasks.system.files import read_json, sha256
+from tasks.system.files import recall, sha256
 from tasks.tracking.journal import flatten_metrics
 
-# (metric, label, whether it is a share) of the figures that the report and Prefect's result show first.
+# (metric, label, whether it is a share) of the metrics that the report, Prefect and MLflow's registry show first.
 HEADLINE_METRICS = (
-    ("win_rate", "win rate vs. base model", True),
-    ("win_rate/length_controlled", "win rate at equal length", True),
-    ("rewards/accuracies", "prefers the chosen answer", True),
+    ("win_rate/rate", "win rate vs. base model", True),
+    ("win_rate/length_controlled/rate", "win rate at equal length", True),
+    (ACCURACY, "prefers the chosen answer", True),
     ("rewards/margins", "reward margin", False),
     ("kl/answers", "KL to the base model, nats per answer", False),
     ("calibration/expected_error", "calibration error", False),
@@ -21,10 +22,15 @@ HEADLINE_METRICS = (
 )
 
 
+def headlines(metrics: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """The headline metrics among these flat names, each with its label and whether it is a share."""
+    labels = {ACCURACY: accuracy_label(metrics)}
+    return [(name, labels.get(name, label), share) for name, label, share in HEADLINE_METRICS if name in metrics]
+
+
 def decision_of(root: Path) -> dict[str, Any]:
     """The registry's decision about the export in `root`; empty where it was about another export."""
-    path, manifest = root / METRICS / "promote.json", root / MODEL / "manifest.json"
-    decision = read_json(path) if path.exists() else {}
+    decision, manifest = recall(root / METRICS / "promote.json"), root / MODEL / "manifest.json"
     return {} if manifest.exists() and decision.get("manifest_sha256") != sha256(manifest) else decision
 
 
@@ -38,15 +44,17 @@ def _quality(metrics: dict[str, Any]) -> str:
     if "win_rate/rate" in values:
         low, high = values["win_rate/low"], values["win_rate/high"]
         result = "Better than" if low > 0.5 else "Worse than" if high < 0.5 else "No clear difference from"
-        rate = values["win_rate/rate"]
-        return f"{result} its base model: wins {rate:.1%} ({low:.1%} to {high:.1%}) of judged prompts."
-    if "rewards/accuracies" in values:
-        bounds = metrics.get("intervals", {}).get("rewards/accuracies")
-        interval = f" ({bounds['low']:.1%} to {bounds['high']:.1%})" if bounds else ""
+        return f"{result} its base model: wins {share(values, 'win_rate/rate')} of judged prompts."
+    if ACCURACY in values:
         rows = "rows, both labels counted alike" if "rewards/auc" in values else "pairs"
-        share = f"{values['rewards/accuracies']:.1%}{interval}"
-        return f"{accuracy_label(values).capitalize()} in {share} of held-out {rows}."
+        return f"{accuracy_label(values).capitalize()} in {share(values, ACCURACY)} of held-out {rows}."
     return "Not evaluated."
+
+
+def share(values: Mapping[str, float], name: str) -> str:
+    """A metric in percent, with its interval if it has one."""
+    bounds = interval(values, name)
+    return f"{values[name]:.1%}" + (f" ({bounds[0]:.1%} to {bounds[1]:.1%})" if bounds else "")
 
 
 def describe_decision(decision: dict[str, Any]) -> str:
@@ -57,5 +65,7 @@ def describe_decision(decision: dict[str, Any]) -> str:
         approved = f", {decision['approved']}" if "approved" in decision else ""
         return f"{version} is {decision['alias']}{approved}."
     if decision["waiting"]:
-        return f"{version} passed the gate and waits for approval."
+        rollback = f" but was rolled back on {decision['rolled_back']}" if decision.get("rolled_back") else ""
+        command = f"dpo approve {decision['model']}/{decision['version']} NAME"
+        return f"{version} passed the gate{rollback} and waits for approval: `{command}`."
     return f"{version} is not promoted, because {'; '.join(decision['reasons'])}."

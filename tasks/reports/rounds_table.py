@@ -1,6 +1,5 @@
-"""What the rounds of `dpo rounds` came to: a row per round, read from the small results of its run."""
+"""The results of `dpo rounds`: a row per round, from the results folder of its run."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -10,10 +9,18 @@ from tasks.config.params import load_params
 from tasks.config.paths import METRICS, SAMPLE
 from tasks.evaluation import judges
 from tasks.reports.headline import describe_decision
-from tasks.system.files import recall
+from tasks.system.files import read_json_lines, recall
 
-COLUMNS = {"round": "round", "run": "run", "start": "starts from", "pairs": "pairs", "win_rate": "win rate vs. start"}
-COLUMNS |= {"win_rate_first": "vs. first start", "accuracy": "accuracy", "promoted": "promoted"}
+COLUMNS = {
+    "round": "round",
+    "run": "run",
+    "start": "starts from",
+    "pairs": "pairs",
+    "win_rate": "win rate vs. start",
+    "win_rate_first": "vs. first start",
+    "accuracy": "accuracy",
+    "promoted": "promoted",
+}
 
 
 def row(number: int, run: str, start: str, results: Path, first: Path) -> dict[str, Any]:
@@ -48,15 +55,15 @@ def _against_first(results: Path, first: Path) -> float | None:
 
 def _answers(results: Path, model: str) -> dict[str, dict[str, Any]]:
     path = results / METRICS / "samples.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {line["prompt"]: line[model] for line in lines}
+    return {line["prompt"]: line[model] for line in read_json_lines(path)} if path.exists() else {}
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The rows as text, in the order of COLUMNS."""
-    words = {None: "", True: "yes", False: "no"}
+    return [tuple(_text(row[name]) for name in COLUMNS) for row in rows]
 
-    def text(value: Any) -> str:
-        return words[value] if value is None or isinstance(value, bool) else str(value)
 
-    return [tuple(f"{v:.3f}" if isinstance(v := row[name], float) else text(v) for name in COLUMNS) for row in rows]
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

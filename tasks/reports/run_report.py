@@ -3,7 +3,6 @@
 `dpo report` writes .scratch/report.html from the workspace; the flow writes one for each run.
 """
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -11,24 +10,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tasks.config.metrics import accuracy_label
+from tasks.config.metrics import interval
 from tasks.config.params import load_cluster
 from tasks.config.paths import CARD, METRICS, MODEL
 from tasks.errors import UserError
 from tasks.redact import redact
 from tasks.reports import plots
 from tasks.reports.cost import costs, gpu_costs
-from tasks.reports.headline import HEADLINE_METRICS, decision_of, verdict
-from tasks.system.files import read_json
-from tasks.system.markup import printable
+from tasks.reports.headline import decision_of, headlines, verdict
+from tasks.system.files import read_json_lines, recall
+from tasks.system.markup import printable, templates
 from tasks.tracking.journal import flatten_metrics, read_lines
-from tasks.tracking.results import curves
+from tasks.tracking.results import curves, read_csv
 
 EXAMPLES = 8  # sampled answers, and pairs with a negative margin
-LONGEST_TEXT = 1500  # characters
 OUTCOMES = {1.0: "won", 0.0: "lost", 0.5: "tied"}
 CURVES = (
     *plots.PANELS,
@@ -37,7 +34,7 @@ CURVES = (
     ("gradient norm", ("grad_norm",)),
     ("learning rate", ("learning_rate",)),
 )
-SPEED = "pairs_per_second"  # in the run's journal: train.csv is a result, and a speed is no part of it
+SPEED = "pairs_per_second"  # in the run's journal; train.csv is a result and has no speeds
 Table = tuple[Sequence[str], list[Sequence[Any]]]
 
 
@@ -50,8 +47,8 @@ def page(
     links: Mapping[str, str | None] = MappingProxyType({}),
 ) -> str:
     """`links`: addresses of this run elsewhere, by name; one that is no web page (a branch) is shown as text."""
-    metrics, decision = _json(root / METRICS / "evaluate.json"), decision_of(root)
-    manifest, pairs = _json(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
+    metrics, decision = recall(root / METRICS / "evaluate.json"), decision_of(root)
+    manifest, pairs = recall(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
     promoted, sentence = verdict(metrics, decision)
     cluster = load_cluster(root)
     content = {
@@ -67,40 +64,29 @@ def page(
         "samples": _samples(_json_lines(root / METRICS / "samples.jsonl")),
         "evaluated_pairs": bool(pairs),
         "wrong_pairs": [pair for pair in pairs if pair["margin"] <= 0][:EXAMPLES],
-        "data": _data(_json(root / CARD / "report.json")),
+        "data": _data(recall(root / CARD / "report.json")),
         "lineage": _lineage(manifest, decision),
         "params": json.dumps(manifest.get("params"), indent=2, ensure_ascii=False),
         "costs": costs(root, states, logs=logs),
         "gpu_head": ("stage", "GPU hours", *([cluster.currency] if cluster.price_per_gpu_hour else [])),
         "gpu_costs": gpu_costs(cluster, logs) if logs else [],
     }
-    return redact(_environment().get_template("run_report.html").render(content))
+    return redact(_render(content))
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
-    )
-    environment.filters["shorten"] = lambda text: text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
-    return environment
+def _render(content: Mapping[str, Any]) -> str:
+    environment = templates(Path(__file__).parent, autoescape=True)
+    environment.finalize = lambda value: value if isinstance(value, Markup) else printable(value)
+    return environment.get_template("run_report.html").render(content)
 
 
 def _headline(metrics: dict[str, Any]) -> list[dict[str, Any]]:
     values, shown = flatten_metrics(metrics), []
-    for name, label, is_share in HEADLINE_METRICS:
-        value = values.get(f"{name}/rate", values.get(name))
-        if value is None:
-            continue
-        low, high = (values.get(f"{name}/{end}", values.get(f"intervals/{name}/{end}")) for end in ("low", "high"))
-        form = ".1%" if is_share else ".3g"
-        label = accuracy_label(values) if name == "rewards/accuracies" else label
-        metric: dict[str, Any] = {"label": label, "value": f"{value:{form}}", "low": None, "bar": None}
-        if low is not None and high is not None:
+    for name, label, is_share in headlines(values):
+        form, bounds = ".1%" if is_share else ".3g", interval(values, name)
+        metric: dict[str, Any] = {"label": label, "value": f"{values[name]:{form}}", "low": None, "bar": None}
+        if bounds:
+            low, high = bounds
             metric |= {"low": f"{low:{form}}", "high": f"{high:{form}}"}
             metric["bar"] = (f"{low:.1%}", f"{max(0.0, 1 - high):.1%}") if is_share else None
         shown.append(metric)
@@ -115,22 +101,15 @@ def _comparisons(decision: dict[str, Any]) -> list[Table]:
         f"on {champion}'s own held-out pairs": earlier.get("comparison"),
     }
     return [
-        (
-            (name, "this", champion, "difference", "95% interval"),
-            [
-                (
-                    metric,
-                    f"{row['ours']:.4g}",
-                    f"{row['theirs']:.4g}",
-                    f"{row['difference']:+.4f}",
-                    f"{row['low']:+.4f} to {row['high']:+.4f}",
-                )
-                for metric, row in comparison.items()
-            ],
-        )
+        ((name, "this", champion, "difference", "95% interval"), [_compared(*item) for item in comparison.items()])
         for name, comparison in sets.items()
         if comparison
     ]
+
+
+def _compared(metric: str, row: Mapping[str, float]) -> tuple[str, ...]:
+    bounds = f"{row['low']:+.4f} to {row['high']:+.4f}"
+    return metric, f"{row['ours']:.4g}", f"{row['theirs']:.4g}", f"{row['difference']:+.4f}", bounds
 
 
 def _drawn(figures: list[str]) -> list[Markup]:
@@ -139,10 +118,7 @@ def _drawn(figures: list[str]) -> list[Markup]:
 
 def _curves(root: Path) -> list[str]:
     steps = curves(root)
-    return [
-        plots.line_svg(title, {n: [(step, row[n]) for step, row in steps.items() if n in row] for n in names})
-        for title, names in CURVES
-    ]
+    return [plots.line_svg(title, plots.by_metric(steps, names)) for title, names in CURVES]
 
 
 def _speed(logs: Path | None) -> str:
@@ -153,7 +129,7 @@ def _speed(logs: Path | None) -> str:
 
 
 def _held_out(root: Path) -> list[str]:
-    bins, margins = (_csv(root / METRICS / name) for name in ("calibration.csv", "margins.csv"))
+    bins, margins = (read_csv(root / METRICS / name) for name in ("calibration.csv", "margins.csv"))
     return [
         plots.line_svg(
             "calibration: confidence and accuracy",
@@ -177,7 +153,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
 
 
 def _samples(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A mix: won, lost and tied ones in turn, as far as there are any, then those without a verdict."""
+    """A mix: won, lost and tied samples in turn, then those without a verdict."""
     groups = [[line for line in lines if line.get("outcome") == outcome] for outcome in (1.0, 0.0, 0.5)]
     mixed = [line for row in zip_longest(*groups) for line in row if line is not None]
     rest = [line for line in lines if line.get("outcome") not in OUTCOMES]
@@ -203,34 +179,23 @@ def _data(report: dict[str, Any]) -> list[tuple[str, Any]]:
 def _lineage(manifest: dict[str, Any], decision: dict[str, Any]) -> list[tuple[str, str]]:
     if not manifest:
         return []
-    made = manifest["made"]
+    build = manifest["made"]
     return [
         ("manifest sha256", decision.get("manifest_sha256", "")),
         ("data", f"{manifest['data']['source']} ({manifest['data']['sha256']})"),
         ("base model", f"{manifest['base']['model']} ({manifest['base']['sha256']})"),
-        ("code", f"{made['commit']}, {'clean' if made['clean'] else 'with uncommitted changes'}"),
-        ("environment", ", ".join(f"{name} {number}" for name, number in made["packages"].items())),
-        ("hardware", ", ".join(f"{name} {value}" for name, value in made["hardware"].items())),
+        ("code", f"{build['commit']}, {'clean' if build['clean'] else 'with uncommitted changes'}"),
+        ("environment", ", ".join(f"{name} {number}" for name, number in build["packages"].items())),
+        ("hardware", ", ".join(f"{name} {value}" for name, value in build["hardware"].items())),
     ]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _csv(path: Path) -> list[dict[str, float]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return read_json_lines(path) if path.exists() else []
 
 
 def write() -> None:
-    """The report of what this workspace holds."""
+    """Write the report of this workspace's last result."""
     if not (METRICS / "evaluate.json").exists():
         raise UserError("There is no result yet (data/metrics/evaluate.json). Run `dpo run`, or `dvc repro`.")
     target = Path(".scratch/report.html")

@@ -1,11 +1,14 @@
-"""What the runs of a sweep came to: their metrics, the best by one of them, a table, and a figure.
+"""The results of a sweep: the metrics of its runs, the best run by one of them, a table, and a figure.
 
 Metrics are read from the runs' journals under the names that MLflow shows.
 """
 
 import csv
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from itertools import filterfalse
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,12 @@ Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why
 
 def metrics_of(folder: Path) -> dict[str, float]:
     """The final values of a pipeline run, from its folder of journals."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for journal in sorted(folder.glob("*.jsonl")):
         for line in read_lines(journal)[0]:
             if line["kind"] == "summary":
-                found |= {name: float(value) for name, value in line["values"].items()}
-    return found
+                metrics |= {name: float(value) for name, value in line["values"].items()}
+    return metrics
 
 
 def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
@@ -33,20 +36,19 @@ def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
 
 
 def interval(metrics: Mapping[str, float], metric: str) -> tuple[float | None, float | None]:
-    """Of a metric of evaluate.json, where it has one."""
-    place = f"eval/intervals/{metric.removeprefix('eval/')}"
-    return metrics.get(f"{place}/low"), metrics.get(f"{place}/high")
+    """The interval of a metric of evaluate.json, if it has one."""
+    prefix = f"eval/intervals/{metric.removeprefix('eval/')}"
+    return metrics.get(f"{prefix}/low"), metrics.get(f"{prefix}/high")
 
 
 def ranked(rows: Sequence[Row], goal: str) -> list[Row]:
     """The best first; runs without a value last, in their order."""
-    sign = -1.0 if goal == "max" else 1.0
+    measured = sorted(filter(_is_measured, rows), key=itemgetter("metric"), reverse=goal == "max")
+    return [*measured, *filterfalse(_is_measured, rows)]
 
-    def place(row: Row) -> tuple[bool, float]:
-        known = row["metric"] is not None and not math.isnan(row["metric"])
-        return (not known, sign * row["metric"] if known else 0.0)
 
-    return sorted(rows, key=place)
+def _is_measured(row: Row) -> bool:
+    return row["metric"] is not None and not math.isnan(row["metric"])
 
 
 def not_told_apart(rows: Sequence[Row]) -> list[str]:
@@ -59,9 +61,7 @@ def not_told_apart(rows: Sequence[Row]) -> list[str]:
 
 
 def show(rows: Sequence[Row], metric: str, lines: Sequence[str]) -> None:
-    """On the terminal, with what to do next below."""
-    import sys
-
+    """On the terminal, with the next steps below."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -90,7 +90,7 @@ def _varied(rows: Sequence[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row], metric: str, folder: Path) -> list[Path]:
-    """sweep.csv and the figure, for MLflow and whoever wants to look further."""
+    """Write sweep.csv and the figure."""
     names = _varied(rows)
     table = folder / "sweep.csv"
     with table.open("w", newline="") as file:

@@ -3,7 +3,6 @@
 The flow runs `python -m tasks.reports.terminal`.
 """
 
-import json
 import os
 import sys
 from contextlib import suppress
@@ -14,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tasks.config.metrics import accuracy_label
+from tasks.config.metrics import ACCURACY, accuracy_label
 from tasks.config.params import load_cluster
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words
-from tasks.reports.headline import decision_of, describe_decision
+from tasks.reports.headline import decision_of, describe_decision, share
 from tasks.runs import commits
-from tasks.system.files import read_json
+from tasks.system.files import read_json, read_json_lines
+from tasks.tracking.journal import flatten_metrics
 
 SAMPLES = 3
 LABELS = {"kind": "answers kindly", "correct": "answers correctly", "finished": "ends by itself", "words": "words"}
@@ -34,8 +34,7 @@ def main() -> None:
     metrics = read_json(METRICS / "evaluate.json")
     console.print()
     console.print(_metrics_table(metrics))
-    samples = [json.loads(line) for line in (METRICS / "samples.jsonl").read_text().splitlines()]
-    if samples:
+    if samples := read_json_lines(METRICS / "samples.jsonl"):
         console.print(_samples_table(samples))
     _print_locations(console)
 
@@ -49,18 +48,13 @@ def _metrics_table(metrics: dict[str, Any]) -> Table:
     for name in (name for name in LABELS if name in samples["base"]):
         before, after = samples["base"][name], samples["policy"][name]
         table.add_row(f"{LABELS[name]} (sampled)", _value(name, before), _value(name, after))
-    if "rate" in (won := metrics.get("win_rate", {})):
-        table.add_row(f"win rate vs. base model{_interval(won)}", "-", f"{won['rate']:.1%}")
-    bounds = metrics.get("intervals", {}).get("rewards/accuracies")
-    label = f"{accuracy_label(metrics)}{_interval(bounds)}, {metrics['pairs']:.0f} pairs"
-    table.add_row(label, "-", f"{metrics['rewards/accuracies']:.1%}")
-    if "rewards/margins" in metrics:  # unpaired rows may have one label alone
-        table.add_row("reward margin", "0", f"{metrics['rewards/margins']:.2f}")
+    values = flatten_metrics(metrics)
+    if "win_rate/rate" in values:
+        table.add_row("win rate vs. base model", "-", share(values, "win_rate/rate"))
+    table.add_row(f"{accuracy_label(values)}, {values['pairs']:.0f} pairs", "-", share(values, ACCURACY))
+    if "rewards/margins" in values:  # unpaired rows may have one label alone
+        table.add_row("reward margin", "0", f"{values['rewards/margins']:.2f}")
     return table
-
-
-def _interval(bounds: dict[str, float] | None) -> str:
-    return f" ({bounds['low']:.1%} to {bounds['high']:.1%})" if bounds else ""
 
 
 def _value(name: str, value: float) -> str:
@@ -88,16 +82,18 @@ def _short(text: str, limit: int = 300) -> str:
 
 
 def _print_locations(console: Console) -> None:
-    console.print(f"model      {_model()}", soft_wrap=True, markup=False)
-    console.print(f"registry   {describe_decision(decision_of(Path()))}", soft_wrap=True, markup=False)
-    if chat := _chat_command():
-        console.print(f"chat       {chat}", soft_wrap=True, markup=False)
-    console.print(f"metrics    {_metrics_commands()}", soft_wrap=True, markup=False)
-    if cost := _cost():
-        console.print(f"cost       {cost}")
-    if (page := _report()) is not None:
-        console.print(f"report     {page}", soft_wrap=True)
-    console.print("pages      dpo up (MLflow and Prefect: runs, curves, models)")
+    lines = {
+        "model": _model(),
+        "registry": describe_decision(decision_of(Path())),
+        "chat": _chat_command(),
+        "metrics": _metrics_commands(),
+        "cost": _cost(),
+        "report": _report(),
+        "pages": "dpo up (MLflow and Prefect: runs, curves, models)",
+    }
+    for name, text in lines.items():
+        if text:
+            console.print(f"{name:<10} {text}", soft_wrap=True, markup=False)
 
 
 def _model() -> str:
@@ -129,14 +125,14 @@ def _metrics_commands() -> str:
 
 
 def _cost() -> str:
-    """Of the current flow run; empty where it held no GPU."""
+    """GPU hours of the current flow run; empty if it held no GPU."""
     cluster, name = load_cluster(), os.environ.get("DPO_RUN")
     hours = sum(gpu_hours(cluster, home() / cluster.logging_dir / name).values()) if name else 0.0
     return in_words(cluster, hours) if hours else ""
 
 
 def _report() -> Path | None:
-    """Of the current flow run, or of the last `dpo report`."""
+    """The page of the current flow run, or of the last `dpo report`."""
     runs = home() / load_cluster().logging_dir
     candidates = [runs / os.environ.get("DPO_RUN", "") / "report.html", Path(".scratch/report.html")]
     return next((path for path in candidates if path.exists()), None)

@@ -14,8 +14,7 @@ from tasks.runs import commits, records
 from tasks.runs.commits import git
 from tasks.runs.records import RunRecord
 from tasks.system.files import recall, sha256
-from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry
-from tasks.tracking.registry_queries import tagged_runs
+from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
 
 RECENT = "recent"
 TAG = "keep"  # of a run or a version in MLflow

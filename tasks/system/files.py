@@ -90,6 +90,11 @@ def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text())
 
 
+def read_json_lines(path: str | Path) -> list[Any]:
+    """One value a line. A text may contain other line separators of Unicode, so `splitlines` would be wrong."""
+    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
+
+
 def recall(path: str | Path) -> dict[str, Any]:
     """A JSON object that can be recomputed: empty where the file is missing or damaged."""
     try:

@@ -1,4 +1,4 @@
-"""MLflow's experiment that our runs stand in, and how its page shows them: columns and charts, as one shared view.
+"""The MLflow experiment of our runs, and how its page shows them: columns and charts, as one shared view.
 
 The view is a tag of the experiment in the format that MLflow's own "Share" button writes.
 """
@@ -76,13 +76,14 @@ TAGS = {
 }
 
 
-def experiment(client: Any, name: str, artifacts: Path | None) -> str:
-    """Its id; made where there is none. `artifacts` is where a store without a server keeps them."""
-    found = client.get_experiment_by_name(name) or make_experiment(client, name, artifacts)
+def experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
+    """The id of the experiment, created at first use. `artifacts` is where a store without a server keeps them."""
+    experiment = client.get_experiment_by_name(name) or make_experiment(client, name, artifacts)
     for tag, value in TAGS.items():
-        if found.tags.get(tag) is None or (found.tags[tag] != value and "View" in tag):  # a person's note stays
-            client.set_experiment_tag(found.experiment_id, tag, value)
-    return str(found.experiment_id)
+        current = experiment.tags.get(tag)
+        if current is None or (current != value and "View" in tag):  # an edited note stays
+            client.set_experiment_tag(experiment.experiment_id, tag, value)
+    return str(experiment.experiment_id)
 
 
 def make_experiment(client: Any, name: str, artifacts: Path | None) -> Any:
@@ -91,7 +92,7 @@ def make_experiment(client: Any, name: str, artifacts: Path | None) -> Any:
     location = artifacts.resolve().as_uri() if artifacts else None
     try:
         client.create_experiment(name, artifact_location=location)
-    except MlflowException:  # another run made it a moment ago
+    except MlflowException:  # another run created it a moment ago
         if client.get_experiment_by_name(name) is None:
             raise
     return client.get_experiment_by_name(name)

@@ -1,11 +1,10 @@
 """The journal of a stage: JSON lines on disk, which another process sends to MLflow (uploader.py).
 
-So a tracking server that is slow or down never delays a stage. What was not sent is sent by the next stage, the next
-run or `dpo sync`.
+So a tracking server that is slow or down never delays a stage. The next stage, the next run or `dpo sync` sends the
+lines that could not be sent.
 """
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -14,8 +13,10 @@ from typing import Any
 
 from tasks.redact import redacted
 from tasks.system.files import recall
+from tasks.system.lock import file_lock
 
 FLOW = "flow"  # the journal of the pipeline run itself
+UPLOADER_LOCK = "forward.lock"  # in the run's folder; the uploader holds it
 
 
 class Run:
@@ -26,7 +27,7 @@ class Run:
         self.journal = folder / f"{stage}.jsonl"
         self.logged = last_steps(self.journal)
         self._file = self.journal.open("a", buffering=1)
-        if _ends_inside_a_line(self.journal):  # a killed stage left half a line
+        if self.journal.read_bytes()[-1:] not in (b"", b"\n"):  # a killed stage wrote half a line
             self._file.write("\n")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -55,7 +56,7 @@ class Run:
         self.write("dataset", name=name, digest=digest, source=source, rows=rows)
 
     def artifact(self, path: Path) -> None:
-        """Copies the file into the run's folder first: the workspace may be gone when it is sent."""
+        """A file, copied into the run's folder first: the workspace may be gone when it is sent."""
         if not path.resolve().is_relative_to(self.folder.resolve()):
             copy = self.folder / "artifacts" / self.stage / path.name
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -82,15 +83,8 @@ def read_lines(journal: Path, offset: int = 0) -> tuple[list[dict[str, Any]], in
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         return json.loads(line)
-    except ValueError:  # the half that a killed stage left behind
+    except ValueError:  # half a line of a killed stage
         return None
-
-
-def _ends_inside_a_line(journal: Path) -> bool:
-    with journal.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")
 
 
 def last_steps(journal: Path) -> dict[str, int]:
@@ -113,8 +107,14 @@ def unsent(folder: Path) -> bool:
     return any(read_lines(path, offset)[1] > offset for path, offset in offsets.items())
 
 
+def is_sending(folder: Path) -> bool:
+    """Whether an uploader is working on the run."""
+    with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
+        return not acquired
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"beta": 0.1}} as {"train.beta": 0.1}."""
+    """{"train": {"beta": 0.1}} becomes {"train.beta": 0.1}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         nested = isinstance(value, dict) and value

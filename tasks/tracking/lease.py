@@ -1,13 +1,13 @@
-"""A lock on a registered model that works across machines: `with turn(client, name) as held:`.
+"""A lock on a registered model that works across machines: `with hold_lease(client, name) as lease:`.
 
 MLflow has no compare-and-set, but its tags are registers that every client reads and writes whole. So this is Lamport's
 bakery algorithm on tags of the registered model, one tag per claimant: take a number above all others, then wait until
-no lower number is left. It excludes two holders without any clock.
+there is no lower number. It excludes two holders without any clock.
 
-A process that dies leaves its claim. Claims of dead processes on this machine are removed at once; a claim of another
-machine is removed after it has not changed for LEASE seconds of the observer's own monotonic clock. A holder stops
-writing after HOLD seconds, so a removed claim belongs to a holder that writes no more, unless one of its requests was
-under way for LEASE - HOLD seconds.
+A process that dies leaves its claim behind. Claims of dead processes on this machine are removed at once; a claim of
+another machine is removed after it has not changed for LEASE seconds of the observer's own monotonic clock. A holder
+stops writing after HOLD seconds, so a removed claim belongs to a holder that writes no more, unless one of its requests
+was under way for LEASE - HOLD seconds.
 """
 
 import os
@@ -15,8 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.errors import UserError
 from tasks.system.processes import boot_id, start_time
@@ -27,26 +26,14 @@ BEAT = 20.0  # seconds after which a waiting claimant renews its claim
 POLL = 0.2  # seconds
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     number: int  # 0: still choosing one
-    beat: int
     process: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Claim":
-        try:
-            number, beat, process = text.split(" ", 2)
-            return cls(int(number), int(beat), process)
-        except ValueError:  # not written by us: it goes once it has not changed for LEASE seconds
-            return cls(0, 0, text)
-
-    def __str__(self) -> str:
-        return f"{self.number} {self.beat} {self.process}"
+    text: str  # of the tag; it changes with each renewal
 
 
-class Turn:
-    """A claimant, and the holder once its turn has come."""
+class Lease:
+    """A claim on the lock, and the lock itself once no lower number is before it."""
 
     def __init__(self, client: Any, name: str) -> None:
         self.client, self.name = client, name
@@ -54,7 +41,7 @@ class Turn:
         self.number, self.beat, self.written = 0, 0, 0.0
 
     def check(self) -> None:
-        """Before each write: UserError if others may consider this holder dead."""
+        """Call before each write: UserError if others may consider this holder dead."""
         if time.monotonic() - self.written > HOLD:
             raise UserError(
                 f"The registry needed more than {HOLD:.0f} s for a few calls, so another promotion of {self.name} may "
@@ -65,39 +52,39 @@ class Turn:
         """Write the claim; returns False if others may have removed it as dead meanwhile."""
         before, self.written = self.written, time.monotonic()
         self.number, self.beat = number, self.beat + 1
-        self.client.set_registered_model_tag(self.name, self.key, str(Claim(number, self.beat, self.process)))
+        self.client.set_registered_model_tag(self.name, self.key, f"{number} {self.beat} {self.process}")
         return self.beat == 1 or time.monotonic() - before < LEASE
 
     def release(self) -> None:
-        with suppress(Exception):  # a registry that does not answer: whoever comes next sees that this process is gone
+        with suppress(Exception):  # no answer: the next claimant notices that this process has ended
             self.client.delete_registered_model_tag(self.name, self.key)
 
 
 @contextmanager
-def turn(client: Any, name: str) -> Iterator[Turn]:
-    while not (held := _claim(client, name)):
+def hold_lease(client: Any, name: str) -> Iterator[Lease]:
+    while not (lease := _claim(client, name)):
         pass
     try:
-        yield held
+        yield lease
     finally:
-        held.release()
+        lease.release()
 
 
-def _claim(client: Any, name: str) -> Turn | None:
-    """The turn, once no claim is before ours; None where ours may have been removed while we waited."""
-    mine, seen = Turn(client, name), dict[str, tuple[str, float]]()
+def _claim(client: Any, name: str) -> Lease | None:
+    """The lease, once no claim is before ours; None where ours may have been removed while we waited."""
+    mine, seen = Lease(client, name), dict[str, tuple[str, float]]()
     try:
         mine.renew(0)
         number = 1 + max((claim.number for claim in _claims(client, name).values()), default=0)
-        good = mine.renew(number)
-        while good and (before := _before(mine, _claims(client, name))):
+        is_valid = mine.renew(number)
+        while is_valid and (before := _before(mine, _claims(client, name))):
             for key, claim in before.items():
                 if _is_dead(key, claim, seen):
                     client.delete_registered_model_tag(name, key)
             time.sleep(POLL)
             if time.monotonic() - mine.written > BEAT:
-                good = mine.renew(number)
-        if good and mine.renew(number):
+                is_valid = mine.renew(number)
+        if is_valid and mine.renew(number):
             return mine
     except BaseException:
         mine.release()
@@ -106,25 +93,32 @@ def _claim(client: Any, name: str) -> Turn | None:
     return None
 
 
-def _before(mine: Turn, claims: dict[str, Claim]) -> dict[str, Claim]:
-    """Whoever still chooses may choose a number below ours."""
+def _before(mine: Lease, claims: dict[str, Claim]) -> dict[str, Claim]:
+    """The claims that go first. A claimant that still chooses (0) may choose a number below ours."""
     ours = (mine.number, mine.key)
     return {key: claim for key, claim in claims.items() if key != mine.key and (claim.number, key) < ours}
 
 
 def _claims(client: Any, name: str) -> dict[str, Claim]:
     tags = client.get_registered_model(name).tags
-    return {key: Claim.parse(value) for key, value in tags.items() if key.startswith(PREFIX)}
+    return {key: _parse(value) for key, value in tags.items() if key.startswith(PREFIX)}
+
+
+def _parse(text: str) -> Claim:
+    try:
+        number, _, process = text.split(" ", 2)
+        return Claim(int(number), process, text)
+    except ValueError:  # not written by us: removed after it has not changed for LEASE seconds
+        return Claim(0, text, text)
 
 
 def _is_dead(key: str, claim: Claim, seen: dict[str, tuple[str, float]]) -> bool:
-    if is_gone(claim.process):
-        return True
-    text, since = seen.get(key, ("", 0.0))
-    if text != str(claim):
-        seen[key] = (str(claim), time.monotonic())
-        return False
-    return time.monotonic() - since > LEASE
+    """`seen` has the last text of each claim and when it appeared."""
+    now = time.monotonic()
+    text, since = seen.get(key, ("", now))
+    if text != claim.text:
+        seen[key], since = (claim.text, now), now
+    return is_gone(claim.process) or now - since > LEASE
 
 
 def this_process() -> str:

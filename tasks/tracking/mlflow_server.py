@@ -6,8 +6,8 @@ password of each user:
 
     admin      everything, users included
     writer     everything but users: the commands of this repository
-    forwarder  runs, their figures and artifacts, no registry: tasks/tracking/uploader.py
-    reader     looks, and changes nothing
+    forwarder  runs, their metrics and artifacts, no registry: tasks/tracking/uploader.py
+    reader     reads, and changes nothing
 """
 
 import os
@@ -22,16 +22,16 @@ GRANTS = {
     "writer": {"experiment": "MANAGE", "registered_model": "MANAGE"},
     "forwarder": {"experiment": "EDIT"},
 }
-LOOKS = ("GET", "HEAD", "OPTIONS")
-# What MLflow's pages ask for with POST.
+READS = ("GET", "HEAD", "OPTIONS")
+# Paths that MLflow's pages read with POST.
 SEARCHES = re.compile(r"/(search|search-[a-z-]+|batchGet\w*|batch-get|query|metrics|graphql|get-history-bulk[a-z-]*)$")
 REGISTRY = re.compile(r"/mlflow/(registered-models|model-versions|model-registry)(/|$)")
 ACCOUNTS = re.compile(r"/mlflow/(users|roles|webhooks)(/|$)|^/signup")
 
 
 def may(user: str, method: str, path: str) -> bool:
-    """Beyond MLflow's own permissions, which let every user make experiments and registered models."""
-    if user == "admin" or method in LOOKS:
+    """Beyond MLflow's own permissions, which let every user create experiments and registered models."""
+    if user == "admin" or method in READS:
         return True
     if user == "reader" or ACCOUNTS.search(path):
         return bool(SEARCHES.search(path))
@@ -39,13 +39,13 @@ def may(user: str, method: str, path: str) -> bool:
 
 
 def authenticate() -> Any:
-    """MLflow's `authorization_function`: who asks, or a refusal."""
+    """MLflow's `authorization_function`: the login of a request, or a refusal."""
     from flask import Response, request
     from mlflow.server.auth import authenticate_request_basic_auth, make_forbidden_response
 
-    found = authenticate_request_basic_auth()
-    if isinstance(found, Response) or may(str(found.username), request.method, request.path):
-        return found
+    login = authenticate_request_basic_auth()
+    if isinstance(login, Response) or may(str(login.username), request.method, request.path):
+        return login
     return make_forbidden_response()
 
 
@@ -65,7 +65,7 @@ def configure(users: str) -> None:
 
 
 def make_users(passwords: dict[str, str]) -> None:
-    """Each with the password of the environment, also where it had another one before."""
+    """Create the users; one that exists gets the new password."""
     from mlflow.server import auth
 
     os.environ["MLFLOW_AUTH_ADMIN_PASSWORD"] = passwords["admin"]

@@ -1,8 +1,8 @@
 """Writes the lines of a journal to MLflow.
 
-Any line may come twice: a forwarder that dies between sending it and noting that leaves it to the next one. So a run is
-found again by its mark, a metric carries the time of its line (the same name, step, time and value is one point to
-MLflow), and a final value that is there already is not logged again.
+Any line may come twice: an uploader that dies between sending a line and recording that sends it again. So a run is
+looked up by its mark, a metric carries the time of its line (MLflow stores equal name, step, time and value as one
+point), and a final value that MLflow already has is not logged again.
 """
 
 import json
@@ -10,8 +10,7 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,21 @@ from typing import Any
 from tasks.redact import redact
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.lock import file_lock
-from tasks.tracking.experiment import experiment
-from tasks.tracking.journal import FLOW, flatten, read_lines
+from tasks.tracking.experiment import experiment_id
+from tasks.tracking.journal import FLOW, flatten, last_steps, read_lines
 from tasks.tracking.mlflow_client import CONFIGURATION, without_retries
 
 Line = dict[str, Any]
 LONGEST_PARAM = 500
 MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
-DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows every digit that it has
+DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows all that are stored
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
-MARK = "mlflow.journal"  # the tag by which a run is found again; MLflow hides what begins so
-REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # for good: no second try helps
+MARK = "mlflow.journal"  # tag that identifies a run; MLflow does not show tags with this prefix
+REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # permanently: a retry does not help
 
 
-@contextmanager
-def store(folder: Path) -> Iterator[Any]:
-    """A client of the run's tracking store. A fresh SQLite file is made once, by one process."""
+def open_store(folder: Path) -> Any:
+    """A client of the run's tracking store, which has the run. One process alone creates a new SQLite file."""
     from mlflow import MlflowClient
 
     settings = read_json(folder / "settings.json")
@@ -42,14 +40,14 @@ def store(folder: Path) -> Iterator[Any]:
     local = path != settings["tracking_uri"]
     with file_lock(Path(path).parent / "store.lock" if local else folder / "store.lock"):
         client = MlflowClient(settings["tracking_uri"], registry_uri=settings["tracking_uri"])
-        _parent(client, folder, settings, Path(path).parent / "artifacts" if local else None)
-    yield client
+        _create_parent(client, folder, settings, Path(path).parent / "artifacts" if local else None)
+    return client
 
 
 def record(client: Any, folder: Path, stage: str, lines: Sequence[Line]) -> None:
-    """Metrics that follow each other travel in one call: a slow server is asked seldom."""
-    for stepped, group in groupby(lines, key=lambda line: line["kind"] == "metrics"):
-        if stepped:
+    """Send consecutive metrics in one call, since the server may be slow."""
+    for are_metrics, group in groupby(lines, key=lambda line: line["kind"] == "metrics"):
+        if are_metrics:
             _log_curves(client, folder, stage, list(group))
         else:
             for line in group:
@@ -60,19 +58,19 @@ def _log_curves(client: Any, folder: Path, stage: str, lines: Sequence[Line]) ->
     """On the stage's run in full precision, and on the parent, because MLflow's list and charts show parents."""
     if stage != FLOW:
         _log_metrics(client, _child(client, folder, stage), lines)
-    short = [{**line, "values": _rounded(line["values"])} for line in lines]
-    _log_metrics(client, read_json(folder / "run.json")["run_id"], short)
+    rounded = [{**line, "values": _rounded(line["values"])} for line in lines]
+    _log_metrics(client, read_json(folder / "run.json")["run_id"], rounded)
 
 
 def _tolerant(function: Any, *arguments: Any) -> None:
-    """Log and skip what MLflow refuses permanently (a deleted run, for example) instead of retrying for ever."""
+    """Print and skip what MLflow refuses permanently (a deleted run, for example) instead of retrying for ever."""
     from mlflow.exceptions import MlflowException, RestException
 
     try:
         function(*arguments)
     except MlflowException as error:
-        from_afar = not isinstance(error, RestException) and "API request" in str(error)
-        if error.error_code not in REFUSED or from_afar:  # a proxy's 404 is no word of MLflow's
+        from_proxy = not isinstance(error, RestException) and "API request" in str(error)  # its 404, not MLflow's
+        if error.error_code not in REFUSED or from_proxy:
             raise
         print(f"left out, because MLflow refuses it: {redact(str(error))}", file=sys.stderr, flush=True)
 
@@ -87,10 +85,12 @@ def _apply(client: Any, folder: Path, stage: str, line: Line) -> None:
         case "params":
             _log_params(client, runs[0], line["values"])
         case "summary":
-            final = {**line, "values": _without_steps(folder, stage, line["values"])}
-            _log_final(client, parent, {**final, "values": _rounded(final["values"])})
+            # A final value of a metric that the stage also logged by step would be a stray point of its curve.
+            stepped = {} if stage == FLOW else last_steps(folder / f"{stage}.jsonl")
+            values = {name: value for name, value in line["values"].items() if name not in stepped}
+            _log_final(client, parent, {**line, "values": _rounded(values)})
             if stage != FLOW:
-                _log_final(client, runs[0], final)
+                _log_final(client, runs[0], {**line, "values": values})
         case "tags":
             _set_tags(client, parent, line["values"])
         case "dataset":
@@ -108,7 +108,7 @@ def _end(client: Any, runs: list[str], stage: str, line: Line) -> None:
         done = line["status"] == "FINISHED"
         client.set_tag(runs[-1], f"stage.{stage}", "ran" if done else line["status"].lower())
     for run_id in runs:
-        client.set_terminated(run_id, line["status"], end_time=line["time"])  # when it was, not when it is sent
+        client.set_terminated(run_id, line["status"], end_time=line["time"])  # when it ended, not when we send it
 
 
 def _log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _log_metrics(client: Any, run_id: str, lines: Sequence[Line]) -> None:
 
 
 def _log_final(client: Any, run_id: str, line: Line) -> None:
-    """Of a run as a whole: one point each."""
+    """Metrics of a run as a whole: one point each."""
     known = client.get_run(run_id).data.metrics
     new = {name: value for name, value in line["values"].items() if known.get(name_of(name)) != value}
     if new:
@@ -149,15 +149,6 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
         name: value if not math.isfinite(value) or value.is_integer() else float(f"{value:.{DIGITS}g}")
         for name, value in plain.items()
     }
-
-
-def _without_steps(folder: Path, stage: str, values: dict[str, float]) -> dict[str, float]:
-    """Final values that the stage did not log by step: those would get a stray point."""
-    if stage == FLOW:  # its curves are those of a training that was cached, its final values those of evaluate
-        return values
-    lines, _ = read_lines(folder / f"{stage}.jsonl")
-    stepped = {name for line in lines if line["kind"] == "metrics" for name in line["values"]}
-    return {name: value for name, value in values.items() if name not in stepped}
 
 
 def _set_tags(client: Any, run_id: str, values: dict[str, Any]) -> None:
@@ -175,53 +166,53 @@ def _log_dataset(client: Any, run_id: str, line: Line) -> None:
     client.log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", line["name"])])])
 
 
-def _parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path | None) -> None:
-    """The pipeline run's own run, made once and named in run.json."""
+def _create_parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path | None) -> None:
+    """The pipeline run's own run, created once and named in run.json."""
     if "run_id" in recall(folder / "run.json"):
         return
-    place = experiment(client, settings["exp_name"], artifacts)
+    experiment = experiment_id(client, settings["exp_name"], artifacts)
     tags = {"mlflow.source.name": "dpo", "mlflow.source.type": "PROJECT", "pipeline_run": folder.name}
     if commit := settings.get("commit"):  # MLflow shows its own tag on a run's page, and not where runs are compared
         tags |= {"mlflow.source.git.commit": commit, "git_commit": commit[:12]}
-    run_id = _made_once(client, place, folder, "run", folder.name, tags, settings.get("began"))
+    run_id = _create_once(client, experiment, folder, "run", folder.name, tags, settings.get("began"))
     _tolerant(_log_params, client, run_id, flatten(read_json(folder / "params.json")))
     client.log_artifact(run_id, str(folder / "params.json"))
     if (folder / CONFIGURATION).exists():
         client.log_artifact(run_id, str(folder / CONFIGURATION))
     address = redact(settings["tracking_uri"])
-    write_json(folder / "run.json", {"experiment_id": place, "run_id": run_id, "tracking_uri": address})
+    write_json(folder / "run.json", {"experiment_id": experiment, "run_id": run_id, "tracking_uri": address})
 
 
 def _child(client: Any, folder: Path, stage: str) -> str:
+    """The id of a stage's run, created at first use."""
     file = folder / f"{stage}.run.json"
     if "run_id" not in recall(file):
         parent = read_json(folder / "run.json")
         first = next(iter(read_lines(folder / f"{stage}.jsonl")[0]), {})
         tags = {"mlflow.parentRunId": parent["run_id"], "mlflow.source.name": stage, "stage": stage}
-        # The name says which run it belongs to: a chart of several runs shows nothing else.
-        name = f"{stage} of {folder.name}"
-        run_id = _made_once(client, parent["experiment_id"], folder, stage, name, tags, first.get("time"))
+        name = f"{stage} of {folder.name}"  # with the pipeline run: a chart of several runs shows nothing else
+        run_id = _create_once(client, parent["experiment_id"], folder, stage, name, tags, first.get("time"))
         write_json(file, {"run_id": run_id})
     return read_json(file)["run_id"]
 
 
-def _made_once(
-    client: Any, place: str, folder: Path, what: str, name: str, tags: dict[str, str], began: int | None
+def _create_once(
+    client: Any, experiment: str, folder: Path, key: str, name: str, tags: dict[str, str], began: int | None
 ) -> str:
-    """A new run, or the one that a forwarder made which died before it could note it."""
+    """A new run, or the run of an uploader that died between creating it and recording its id."""
     marks = folder / "mark"
-    before = marks.exists() and bool(marks.read_text().strip())
-    if not before:
+    is_new = not marks.exists()
+    if is_new:
         write_text(marks, uuid.uuid4().hex)
-    mark = fingerprint([marks.read_text(), what])
-    found = client.search_runs([place], f"tags.`{MARK}` = '{mark}'", max_results=1) if before else []
-    if found:
-        return str(found[0].info.run_id)
+    mark = fingerprint([marks.read_text(), key])
+    runs = [] if is_new else client.search_runs([experiment], f"tags.`{MARK}` = '{mark}'", max_results=1)
+    if runs:
+        return str(runs[0].info.run_id)
     with without_retries():
-        run = client.create_run(place, start_time=began, run_name=name, tags={**tags, MARK: mark})
+        run = client.create_run(experiment, start_time=began, run_name=name, tags={**tags, MARK: mark})
     return str(run.info.run_id)
 
 
 def name_of(name: str) -> str:
-    """A param's or metric's name with nothing in it that MLflow refuses."""
+    """The name of a param or metric without the characters that MLflow refuses."""
     return NOT_IN_A_NAME.sub("_", name)

@@ -22,12 +22,10 @@ def promote_params(name: str | None) -> Promote:
     runs = home() / load_cluster().logging_dir
     newest_first = sorted(runs.glob("*/params.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     sections = [recall(path).get("promote", {}) for path in (runs / name / "params.json", *newest_first[:100])]
-    found: dict[str, Any] = sections[0] or next(
-        (section for section in sections if section.get("model_name") == name), {}
-    )
-    if not found and (RECIPES / f"{name}.yaml").exists():
-        found = read_recipe(name).get("promote", {})
-    known = {key: value for key, value in found.items() if key in ("model_name", "alias", "push")}
+    section: dict[str, Any] = sections[0] or next((other for other in sections if other.get("model_name") == name), {})
+    if not section and (RECIPES / f"{name}.yaml").exists():
+        section = read_recipe(name).get("promote", {})
+    known = {key: value for key, value in section.items() if key in ("model_name", "alias", "push")}
     return default.model_copy(update={"model_name": name, **known})
 
 
@@ -39,7 +37,7 @@ def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]
         if version := _find(models, version_name):
             yield params, models, version
             return
-        versions = ", ".join(f"{version.number} (run {version.tags.get('run')})" for version in models.versions())
+        versions = ", ".join(f"{version.number} (run {version.run})" for version in models.versions())
         if version_name == params.alias and versions:
             raise NotRegistered(
                 f"{models.name} has no {params.alias}: no version passed the gate. Its versions: {versions}. "

@@ -1,7 +1,7 @@
 """A pipeline run in MLflow: a parent run, and a child run for each executed stage.
 
-`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), and one uploader
-process per pipeline run sends them.
+`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one uploader
+process per pipeline run sends.
 """
 
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,27 +22,26 @@ from tasks.config.paths import METRICS, PAIRS, RAW, home
 from tasks.redact import redact, redacted
 from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
-from tasks.system.lock import file_lock
 from tasks.system.processes import this_process
 from tasks.system.progress import notify
-from tasks.tracking.journal import FLOW, Run, flatten, last_steps, sent
+from tasks.tracking.journal import FLOW, Run, flatten, is_sending, last_steps, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
-from tasks.tracking.results import commit, curves, datasets, evaluation, lineage
+from tasks.tracking.results import curves, datasets, evaluation, git_output, lineage
 from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
     from tasks.config.params import Cluster, Params
 
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
-LATER_SECONDS = 3.0  # the same once a stage of this run has waited in vain
-SLOW = "forward.slow"
+LATER_SECONDS = 3.0  # the same after a stage of this run has waited in vain
+SLOW, LOG = "forward.slow", "forward.log"  # in the run's folder: a stage has waited in vain; the uploader's output
 PAIR_STAGES = ("sft", "reference", "train", "evaluate")  # stages that read the pairs
 STATE = "by-hand.json"  # in the folder of all runs: the last run that `dvc repro` started by hand
 
 
 @contextmanager
 def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
-    """A run around a stage: its journal is sent while the stage runs, and its last line is the status."""
+    """Record a stage in a journal, which is sent while the stage runs. Its last line is the status."""
     folder = open_run(params, cluster)
     run = Run(folder, stage)
     run.write("start", **this_process())
@@ -78,21 +77,21 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     runs = home() / cluster.logging_dir
     folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
-    before = recall(folder / "settings.json")
-    addresses = {"tracking_uri": absolute_uri(cluster.tracking_uri), "wandb_project": cluster.wandb_project}
-    settings = {"exp_name": cluster.exp_name, **addresses}
-    since = {"began": int(time.time() * 1000), "commit": commit(root), **before}
-    write_json(folder / "settings.json", {**since, **settings})
+    settings = {
+        "began": int(time.time() * 1000),
+        "commit": git_output(root, "rev-parse", "HEAD") or "",
+        **recall(folder / "settings.json"),  # a resumed run keeps its start and commit
+        "exp_name": cluster.exp_name,
+        "tracking_uri": absolute_uri(cluster.tracking_uri),
+        "wandb_project": cluster.wandb_project,
+    }
+    write_json(folder / "settings.json", settings)
     (folder / "settings.json").chmod(0o600)  # an address may hold a password
     write_json(folder / "params.json", redacted(params.model_dump()))
-    _write_configuration(folder / CONFIGURATION, cluster, root)
-    return folder
-
-
-def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
-    """The cluster configuration in effect, and the origin of each value that is not the default."""
     origins = {name: value.origin for name, value in resolve(root).origins.items()}
-    write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
+    configuration = redacted({"cluster": cluster.model_dump(), "origins": origins})
+    write_text(folder / CONFIGURATION, yaml.safe_dump(configuration, sort_keys=False))
+    return folder
 
 
 def run_key(params: "Params", runs: Path) -> str:
@@ -109,7 +108,7 @@ def run_key(params: "Params", runs: Path) -> str:
 
 
 def record_end(folder: Path, status: str) -> None:
-    """Record how the last stage of a run by hand ended."""
+    """Record how the last stage ended, if `dvc repro` by hand started the run."""
     state = folder.parent / STATE
     last = recall(state)
     if last.get("key") == folder.name:
@@ -141,81 +140,63 @@ def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) 
         for data in datasets(root / RAW, root / PAIRS):
             run.dataset(**data)
         steps = curves(root)
-        _log_missing(run, steps)
+        for name, step in last_steps(folder / "train.jsonl").items():
+            run.logged[name] = max(step, run.logged.get(name, -1))
+        for step, values in steps.items():  # a cached training logged nothing in this run
+            run.metrics(step, values)
         run.summary(evaluation(read_json(root / METRICS / "evaluate.json")), max(steps, default=0))
     run.write("end", status=status)
     run.write("close")
     wait_until_sent(run, start_uploader(folder))  # the previous uploader may have ended meanwhile
 
 
-def _log_missing(run: Run, steps: Mapping[int, Mapping[str, float]]) -> None:
-    """Curves of a cached training: without the steps that this run's own `train` has logged."""
-    logged = last_steps(run.folder / "train.jsonl")
-    run.logged = {name: max(run.logged.get(name, -1), logged.get(name, -1)) for name in {**run.logged, **logged}}
-    for step, values in steps.items():
-        run.metrics(step, values)
-
-
 def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
-    """Start the process that sends this run's journals; where one is running, the new one ends at once."""
+    """Start the process that sends this run's journals; if one is running, the new one ends at once."""
     (folder / ERROR).unlink(missing_ok=True)
     command = [sys.executable, "-m", "tasks.tracking.uploader", str(folder)]
     # In its own session and without the mark by which a stage's processes are ended: it must outlive the stage to
     # report its end. Without the writer's password: it logs in as `forwarder`, which cannot change the registry.
-    left_out = (processes.MARK, "DPO_MLFLOW_WRITER_PASSWORD")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    with (folder / "forward.log").open("a") as log:
+    withheld = (processes.MARK, "DPO_MLFLOW_WRITER_PASSWORD")
+    env = {name: value for name, value in os.environ.items() if name not in withheld}
+    with (folder / LOG).open("a") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
         )
 
 
 def wait_until_sent(run: Run, uploader: "subprocess.Popen[bytes]") -> None:
-    """Wait as long as a server that answers needs; the next stage or run sends what is left."""
-    until = time.monotonic() + (LATER_SECONDS if (run.folder / SLOW).exists() else PATIENCE_SECONDS)
-    while sent(run.folder, run.stage) < run.journal.stat().st_size:
-        error, ended = run.folder / ERROR, _has_ended(run.folder, uploader)
-        if error.exists() or ended:
-            _warn(f"MLflow could not be reached; the metrics of {run.stage} are kept in {run.folder}", _reason(error))
+    """Wait as long as a server that answers needs; the next stage or run sends the rest."""
+    folder, deadline = run.folder, _deadline(run.folder)
+    while sent(folder, run.stage) < run.journal.stat().st_size:
+        has_ended = uploader.poll() is not None and not is_sending(folder)  # a full disk, a kill
+        if has_ended or (folder / ERROR).exists():
+            _warn(f"MLflow could not be reached; the metrics of {run.stage} are kept in {folder}", _reason(folder))
             return
-        if time.monotonic() > until:
-            (run.folder / SLOW).touch()
-            _warn(f"MLflow is slow; the metrics of {run.stage} are still being sent, and kept in {run.folder}", "")
+        if time.monotonic() > deadline:
+            (folder / SLOW).touch()
+            _warn(f"MLflow is slow; the metrics of {run.stage} are still being sent, and kept in {folder}")
             return
         time.sleep(0.1)
 
 
-def _has_ended(folder: Path, uploader: "subprocess.Popen[bytes]") -> bool:
-    """Whether the uploader ended (a full disk, a kill) and no other one took over."""
-    if uploader.poll() is None:
-        return False
-    with file_lock(folder / "forward.lock", wait=False) as acquired:
-        return acquired
+def _deadline(folder: Path) -> float:
+    return time.monotonic() + (LATER_SECONDS if (folder / SLOW).exists() else PATIENCE_SECONDS)
 
 
-def _reason(error: Path) -> str:
-    """The error that the uploader noted, or the most likely one."""
-    if message := _text(error):
-        return message
-    log = error.with_name("forward.log")
-    return disk.explain_full() if disk.is_full() else f"The process that sends them ended; see {log}."
+def _reason(folder: Path) -> str:
+    """The error that the uploader recorded, or the most likely one."""
+    with suppress(FileNotFoundError):
+        return f" Reason: {(folder / ERROR).read_text().strip()}"
+    return f" Reason: {disk.explain_full() if disk.is_full() else f'The uploader ended; see {folder / LOG}.'}"
 
 
-def _warn(problem: str, reason: str) -> None:
-    details = f" Reason: {reason}" if reason else ""
-    warning = f"warning: {problem}. The next run or `dpo sync` sends what is left.{details}"
+def _warn(problem: str, reason: str = "") -> None:
+    warning = f"warning: {problem}. The next run or `dpo sync` sends the rest.{reason}"
     print(redact(warning), file=sys.stderr, flush=True)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except FileNotFoundError:  # the uploader succeeded after all
-        return ""
 
 
 def wait_for_run(folder: Path) -> None:
     """Wait until MLflow has given the pipeline run its id, or cannot be reached."""
-    until = time.monotonic() + (LATER_SECONDS if (folder / SLOW).exists() else PATIENCE_SECONDS)
-    while not (folder / "run.json").exists() and not (folder / ERROR).exists() and time.monotonic() < until:
+    deadline = _deadline(folder)
+    while not (folder / "run.json").exists() and not (folder / ERROR).exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What the files of a workspace say about a run: lineage tags, data sets, training curves, evaluation metrics."""
+"""Facts about a run from the files of its workspace: lineage tags, data sets, training curves, evaluation metrics."""
 
 import csv
 import subprocess
@@ -11,18 +11,17 @@ from tasks.system.files import fingerprint, known_sha256, read_json
 from tasks.tracking.journal import flatten_metrics
 
 
-def commit(root: Path) -> str:
-    """The commit that git has checked out in `root`; empty where there is no git."""
+def git_output(root: Path, *arguments: str) -> str | None:
+    """The output of a git command; None without git or outside a checkout."""
     try:
-        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-        answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def lineage(root: Path = Path()) -> dict[str, str]:
-    """Tags with the data, base model and reference values of a run, as far as they exist."""
+    """Tags with the hashes of a run's data, base model and reference log-probabilities, as far as they exist."""
     tags: dict[str, str] = {}
     for folder, kind, name in ((RAW, "data", "source"), (BASE, "base", "model")):
         if (file := root / folder / "manifest.json").exists():
@@ -50,12 +49,15 @@ def datasets(*folders: Path) -> Iterator[dict[str, Any]]:
 
 def curves(root: Path = Path()) -> dict[int, dict[str, float]]:
     """data/metrics/train.csv: the values of each logged training step."""
-    file = root / METRICS / "train.csv"
+    return {int(row.pop("step")): row for row in read_csv(root / METRICS / "train.csv")}
+
+
+def read_csv(file: Path) -> list[dict[str, float]]:
+    """The rows of a file of metrics, without empty cells; none where there is no file."""
     if not file.exists():
-        return {}
+        return []
     with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    return {int(row.pop("step")): {name: float(value) for name, value in row.items() if value} for row in rows}
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
 
 
 def evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Sends journals to MLflow, in a separate process: `python -m tasks.tracking.uploader RUN_FOLDER`.
 
-If infra/cluster.yaml names a project of Weights & Biases, that gets a copy (wandb_mirror.py).
-`dpo sync` (`sync`) sends what any run still has to send.
+If infra/cluster.yaml names a project of Weights & Biases, that project gets a copy (wandb_mirror.py).
+`dpo sync` (`sync`) sends the unsent lines of all runs.
 """
 
 import json
@@ -20,9 +20,9 @@ from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
 from tasks.tracking import wandb_mirror
-from tasks.tracking.journal import read_lines, sent, unsent
+from tasks.tracking.journal import UPLOADER_LOCK, is_sending, read_lines, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
-from tasks.tracking.mlflow_writer import record, store
+from tasks.tracking.mlflow_writer import open_store, record
 
 IDLE_SECONDS = 10.0  # more than DVC takes between two stages
 TAIL = 4096  # bytes of a journal that hold its last lines
@@ -33,7 +33,7 @@ def follow(folder: Path) -> bool:
     """Send the run's journals as they grow, until the run is closed or idle; returns whether everything was sent."""
     pending = True
     while pending:
-        with file_lock(folder / "forward.lock", wait=False) as acquired:
+        with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
             if not acquired:
                 return False
             with wandb_mirror.mirrored(folder):
@@ -45,16 +45,16 @@ def follow(folder: Path) -> bool:
 
 def _follow(folder: Path) -> bool:
     """While a stage runs, retry a failing store at growing intervals."""
-    workers, quiet_since, pause = Workers(folder), time.monotonic(), FIRST_PAUSE
+    stages, quiet_since, pause = UnfinishedStages(folder), time.monotonic(), FIRST_PAUSE
     while time.monotonic() - quiet_since < IDLE_SECONDS:
-        working = workers.any()
+        working = stages.any_running()
         try:
             new = send_new(folder)
         except Exception as error:
             _note(folder, error)
             if not working:
                 return False
-            _rest(workers, pause)
+            _pause(stages, pause)
             pause, quiet_since = min(2 * pause, LONGEST_PAUSE), time.monotonic()
             continue
         pause = FIRST_PAUSE
@@ -67,55 +67,48 @@ def _follow(folder: Path) -> bool:
     return True
 
 
-def _rest(workers: "Workers", seconds: float) -> None:
-    """Sleep, but only until the last stage has ended: one more try follows, and `dpo sync` need not wait for us."""
-    until = time.monotonic() + seconds
-    while workers.any() and time.monotonic() < until:
+def _pause(stages: "UnfinishedStages", seconds: float) -> None:
+    """Sleep, at most until the last stage has ended: one more try follows, and `dpo sync` need not wait for us."""
+    deadline = time.monotonic() + seconds
+    while stages.any_running() and time.monotonic() < deadline:
         time.sleep(0.3)
 
 
 def _note(folder: Path, error: Exception) -> None:
-    """Leave the error where the stage reads it, and its traceback in the log."""
+    """Write the error to a file that the stage reads, and its traceback to the log."""
     message = disk.explain(error) or (str(error).splitlines() or [type(error).__name__])[0][:300]
     with suppress(OSError):  # the log's disk may be the full one
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
         write_text(folder / ERROR, redact(message))
 
 
-class Workers:
-    """Which stages still run, by the last start or end in each journal. Ends the journal of a killed stage."""
+class UnfinishedStages:
+    """The stages of a run whose journal has a start and no end after it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.offsets: dict[str, int] = {}
-        self.last: dict[str, dict[str, Any]] = {}
+        self.offsets: dict[Path, int] = {}
+        self.starts: dict[Path, dict[str, Any]] = {}  # by journal
 
-    def any(self) -> bool:
-        running = [self._works(path) for path in sorted(self.folder.glob("*.jsonl"))]  # checks every journal
-        return any(running)
+    def any_running(self) -> bool:
+        """Whether a stage still runs. Ends the journals of killed stages."""
+        killed = self.killed()
+        for journal in killed:
+            end = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
+            with journal.open("a") as file:
+                file.write("\n" + json.dumps(end) + "\n")  # the stage may have died inside a line
+        return len(self.starts) > len(killed)
 
-    def killed(self) -> bool:
-        """Whether a stage was killed and its journal has no end yet."""
-        last = [self._last(path) for path in self.folder.glob("*.jsonl")]
-        return any(line["kind"] == "start" and not is_alive(line) for line in last)
-
-    def _last(self, journal: Path) -> dict[str, Any]:
-        lines, self.offsets[journal.stem] = read_lines(journal, self.offsets.get(journal.stem, 0))
-        for line in lines:
-            if line["kind"] in ("start", "end"):
-                self.last[journal.stem] = line
-        return self.last.get(journal.stem, {"kind": "end"})
-
-    def _works(self, journal: Path) -> bool:
-        last = self._last(journal)
-        if last["kind"] == "end":
-            return False
-        if is_alive(last):
-            return True
-        end = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
-        with journal.open("a") as file:
-            file.write("\n" + json.dumps(end) + "\n")  # the stage may have died inside a line
-        return False
+    def killed(self) -> list[Path]:
+        """The journals of the stages that were killed."""
+        for journal in sorted(self.folder.glob("*.jsonl")):
+            lines, self.offsets[journal] = read_lines(journal, self.offsets.get(journal, 0))
+            for line in lines:
+                if line["kind"] == "start":
+                    self.starts[journal] = line
+                elif line["kind"] == "end":
+                    self.starts.pop(journal, None)
+        return [journal for journal, start in self.starts.items() if not is_alive(start)]
 
 
 def send_new(folder: Path) -> list[dict[str, Any]]:
@@ -124,8 +117,8 @@ def send_new(folder: Path) -> list[dict[str, Any]]:
     if not stages:
         return []
     log_in(read_json(folder / "settings.json")["tracking_uri"], "forwarder")
-    with store(folder) as client:
-        return [line for stage in stages for line in _send(client, folder, stage)]
+    client = open_store(folder)
+    return [line for stage in stages for line in _send(client, folder, stage)]
 
 
 def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
@@ -136,21 +129,21 @@ def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
     return lines
 
 
-def send_all(runs: Path, but: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
-    """Send what earlier runs could not send, and end the journals of runs that were killed with their uploader.
+def send_all(runs: Path, skip: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
+    """Send the unsent lines of earlier runs, and end the journals of runs that were killed with their uploader.
 
     Returns how many runs were sent, and the reasons of those that failed.
     """
     done, failed = 0, {}
-    until = time.monotonic() + patience  # an uploader that failed or was killed is about to end
-    for folder in sorted(path for path in runs.glob("*/") if path != but and (unsent(path) or _has_no_end(path))):
-        workers = Workers(folder)
-        while _held(folder) and (unsent(folder) or workers.killed()) and time.monotonic() < until:
+    deadline = time.monotonic() + patience  # an uploader that failed or was killed is about to end
+    for folder in sorted(path for path in runs.glob("*/") if path != skip and (unsent(path) or _has_no_end(path))):
+        stages = UnfinishedStages(folder)
+        while is_sending(folder) and (unsent(folder) or stages.killed()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        with file_lock(folder / "forward.lock", wait=False) as acquired:
+        with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
             if not acquired or not (folder / "settings.json").exists():
                 continue  # its own uploader is running
-            workers.any()  # ends the journals of stages that were killed
+            stages.any_running()  # ends the journals of stages that were killed
             if not unsent(folder):
                 continue
             try:
@@ -173,13 +166,8 @@ def _last_kind(journal: Path) -> str:
     return str(lines[-1].get("kind")) if lines else ""
 
 
-def _held(folder: Path) -> bool:
-    with file_lock(folder / "forward.lock", wait=False) as acquired:
-        return not acquired
-
-
 def sync() -> bool:
-    """Send what any run still has to send, for `dpo sync`; returns whether everything was sent."""
+    """Send the unsent lines of all runs, for `dpo sync`; returns whether everything was sent."""
     limit_waiting()
     runs = home() / load_cluster().logging_dir
     done, failed = send_all(runs)
@@ -188,7 +176,7 @@ def sync() -> bool:
         print(f"note: another process is sending {folder.name}")
     for name, reason in failed.items():
         print(f"error: MLflow still refuses {name}: {reason} Start it (`dpo up`), then `dpo sync`.")
-    not_mirrored = wandb_mirror.send_left(runs)
+    not_mirrored = wandb_mirror.send_all(runs)
     if not_mirrored:
         names = ", ".join(not_mirrored)
         print(f"error: {names} did not reach Weights & Biases, for the reason above; `dpo sync` tries again.")
@@ -201,7 +189,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if not follow(folder):
         sys.exit(1)
-    send_all(folder.parent, but=folder, patience=0.0)  # the server answers: send what earlier runs could not
+    send_all(folder.parent, skip=folder, patience=0.0)  # the server answers: send what earlier runs could not
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A copy of a run's curves and results in Weights & Biases, where infra/cluster.yaml names a project.
 
-A process beside the uploader sends the journals, each line once, so that MLflow never waits for W&B. What fails is sent
-with the next stage or by `dpo sync`. W&B's own variables say where and how: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE.
+A process beside the uploader sends the journals, each line once, so that MLflow never waits for W&B. The next stage or
+`dpo sync` sends what failed. W&B's own variables configure it: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE.
 """
 
 import os
@@ -23,7 +23,7 @@ from tasks.tracking.journal import flatten, read_lines
 
 STATE = "wandb.json"  # in the run's folder: W&B's id of the run, and the bytes that were sent of each journal
 INTERVAL_SECONDS = 1.0
-LAST_SECONDS = 60.0  # that the process has for what is left when its uploader has ended
+LAST_SECONDS = 60.0  # that the process has for the rest after its uploader has ended
 STEP = "step"  # the x axis of all curves: W&B's own counter must never go back, and a stage's steps start anew
 
 
@@ -49,15 +49,15 @@ def mirrored(folder: Path) -> Iterator[None]:
         process.stdin.close()
 
 
-def send_left(runs: Path) -> list[str]:
-    """Send what earlier processes could not; the names of the runs that failed."""
+def send_all(runs: Path) -> list[str]:
+    """Send what earlier processes could not send; returns the names of the runs that failed."""
     command = [sys.executable, "-m", __name__]
     folders = [path.parent for path in sorted(runs.glob("*/settings.json")) if unsent(path.parent)]
     return [f.name for f in folders if subprocess.run([*command, str(f)], stdin=subprocess.DEVNULL).returncode]
 
 
 def unsent(folder: Path) -> bool:
-    """Whether the run has lines that its project of W&B has not got."""
+    """Whether the run has lines that its W&B project does not have."""
     sent = recall(folder / STATE).get("sent", {})
     journals = folder.glob("*.jsonl") if _project(folder) else ()
     return any(read_lines(path, sent.get(path.stem, 0))[0] for path in journals)
@@ -127,7 +127,7 @@ def main() -> None:
     def wait() -> None:
         sys.stdin.read()
         over.set()
-        time.sleep(LAST_SECONDS)  # W&B's package waits for a server for ever
+        time.sleep(LAST_SECONDS)  # W&B's package would wait for a server for ever
         print(
             f"error: Weights & Biases did not answer in {LAST_SECONDS:.0f} s; `dpo sync` tries again", file=sys.stderr
         )

@@ -40,7 +40,7 @@ def sabotaged(referenced: Path, tiny_base: Path, tmp_path_factory: pytest.TempPa
 
 def test_random_weights_are_registered_and_not_promoted(sabotaged: tuple[Path, str]) -> None:
     workspace, output = sabotaged
-    assert "promote: dpo-demo version 1 is registered and not promoted, because rewards/accuracies is" in output
+    assert "promote: dpo-demo version 1 is not promoted, because rewards/accuracies is" in output
     decision = read_json(workspace / "data/metrics/promote.json")
     assert not decision["promoted"]
     assert any("samples/policy/correct is 0 " in reason for reason in decision["reasons"])

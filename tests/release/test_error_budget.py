@@ -68,12 +68,12 @@ def test_the_sign_test_is_the_binomial_tail():
 @pytest.mark.parametrize(("win", "lose"), [(0.0, 0.2), (0.1, 0.3), (0.35, 0.55), (0.0, 0.4)])
 def test_the_betting_test_holds_its_level_on_every_outcome_of_seven_prompts(win, lose):
     """A mean of -0.2 or worse. The probability of p <= level, summed over all 3^7 outcomes, is at most the level."""
-    chances, found = {1.0: win, -1.0: lose, 0.0: 1 - win - lose}, []
+    chances, outcomes = {1.0: win, -1.0: lose, 0.0: 1 - win - lose}, []
     for outcome in product(chances, repeat=7):
         p = betting_test(numpy.array(outcome), 0.2, 1.0)
-        found.append((p, numpy.prod([chances[value] for value in outcome])))
+        outcomes.append((p, numpy.prod([chances[value] for value in outcome])))
     for level in (0.5, 0.2, 0.1, 0.05, 0.01):
-        assert sum(chance for p, chance in found if p <= level) <= level
+        assert sum(chance for p, chance in outcomes if p <= level) <= level
     assert betting_test(numpy.array([]), 0.2, 1.0) == 1.0
     assert betting_test(numpy.full(1000, 0.5), 0.03, 0.5) < 1e-100
     assert betting_test(numpy.full(1000, -0.5), 0.03, 0.5) == 1.0
@@ -111,8 +111,8 @@ def test_reasons_name_the_counts_the_level_and_the_prompts_needed():
 
 
 def test_several_pairs_of_a_prompt_count_once():
-    one = Paired([1.0, 1.0, 1.0], [0.0, 0.0, 1.0], ["a", "a", "b"], 1.0)
-    assert one.by_prompt().tolist() == [1.0, 0.0]
+    values = Paired([1.0, 1.0, 1.0], [0.0, 0.0, 1.0], ["a", "a", "b"], 1.0)
+    assert values.by_prompt().tolist() == [1.0, 0.0]
 
 
 def test_a_year_of_promotions_in_the_registry(make, capsys):
@@ -183,14 +183,14 @@ def test_two_promotions_at_once_cannot_spend_the_same_test(make, monkeypatch, ca
     export("two", kind=200)
     decide, decisions = tasks.promote.decide, []
 
-    def decide_then_spend(*given: Any) -> dict[str, Any]:
-        decisions.append(decide(*given))
-        given[2].client.set_registered_model_tag(NAME, f"{TEST}other", f"{datetime.now(UTC).date()} 0.05")
+    def decide_then_spend(*arguments: Any) -> dict[str, Any]:
+        decisions.append(decide(*arguments))
+        arguments[2].client.set_registered_model_tag(NAME, f"{TEST}other", f"{datetime.now(UTC).date()} 0.05")
         return decisions[-1]
 
     monkeypatch.setattr(tasks.promote, "decide", decide_then_spend)
     assert not run()["promoted"]
-    assert [found["promoted"] for found in decisions] == [True, False]
+    assert [decision["promoted"] for decision in decisions] == [True, False]
     assert list(spent()) == [f"{TEST}other"]
     assert "another promotion spent the rest of the error budget in the meantime" in capsys.readouterr().out
     assert aliases()["champion"] == "1"

@@ -103,7 +103,7 @@ def test_without_a_champion_the_absolute_limits_decide_and_an_export_is_register
     decision = run()
     assert (decision["promoted"], decision["version"], decision["champion_before"]) == (True, "1", None)
     assert aliases() == {"champion": "1", "challenger": "1"}
-    assert f"promote: {NAME} version 1 is now champion" in capsys.readouterr().out
+    assert f"promote: {NAME} version 1 is champion" in capsys.readouterr().out
     with registry(load_cluster(), NAME) as model_registry:
         (version,) = model_registry.versions()
         figures, origin = model_registry.client.get_model_version(NAME, "1").description.splitlines()
@@ -116,12 +116,12 @@ def test_without_a_champion_the_absolute_limits_decide_and_an_export_is_register
         }
     assert version.tags["data_sha256"] == "d" * 64
     assert version.tags["commit"] == "c" * 40
-    assert figures.strip() == "reward accuracy 0.97"
+    assert figures.strip() == "prefers the chosen answer 0.97, repetition 0.01, length vs. base model 1"
     assert origin.endswith(f"data pairs.jsonl ({'d' * 12}), base demo ({'b' * 12})")
     assert "rewards/accuracies" not in version.tags  # few tags: the metrics are in the description
 
     assert run()["already"]  # the same export makes no other version
-    assert f"{NAME} version 1 is already champion" in capsys.readouterr().out
+    assert f"promote: {NAME} version 1 is champion" in capsys.readouterr().out
     with registry(load_cluster(), NAME) as model_registry:
         assert len(model_registry.versions()) == 1
 
@@ -139,7 +139,7 @@ def test_a_model_that_fails_the_gate_is_registered_with_reasons_and_not_pushed(w
     assert [path.name for path in target.iterdir()] == [first]
     assert aliases() == {"champion": "1", "challenger": "2"}
     output = capsys.readouterr().out
-    assert "version 2 is registered and not promoted, because samples/policy/kind is 0.5, below 0.95" in output
+    assert "version 2 is not promoted, because samples/policy/kind is 0.5, below 0.95" in output
     assert "samples/policy/kind against version 1 is -0.5" in output  # and worse than the champion
 
 
@@ -262,7 +262,7 @@ def test_running_the_command_again_completes_a_failed_copy(workspace, capsys, mo
     set_params(workspace, "approval_hours: null", "approval_hours: 1.0")
     export("three")
     run()
-    monkeypatch.setattr(outbox, "push", lambda *given: pytest.fail("killed"))
+    monkeypatch.setattr(outbox, "push", lambda *arguments: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         approve("3", "Ada")
     monkeypatch.undo()
@@ -487,7 +487,7 @@ def test_results_with_other_settings_are_not_paired(workspace, capsys, monkeypat
     again = read_results(METRICS)
     monkeypatch.setattr("tasks.evaluation.compare.current_held_out", lambda params: None)
     monkeypatch.setattr("tasks.evaluation.compare.add_reference", lambda workers, params, held_out, manifest: held_out)
-    monkeypatch.setattr("tasks.evaluation.compare.reevaluate", lambda *given: again)
+    monkeypatch.setattr("tasks.evaluation.compare.reevaluate", lambda *arguments: again)
     print_comparison("1")
     output = capsys.readouterr().out
     assert "evaluating version 1 again: it was evaluated with max_new_tokens 16 instead of 8" in output

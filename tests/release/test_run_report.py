@@ -59,25 +59,25 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_page_loads_nothing_and_runs_nothing(root: Path):
-    made = page(root, f"run {HOSTILE}", STATES)
-    assert not re.search(r"<(script|img|link|iframe|object|base|form)\b", made)
-    assert not re.search(r"<[^>]*\s(src|href|on\w+)\s*=", made)
-    assert "url(" not in made
-    assert "@import" not in made
-    assert "default-src 'none'" in made
-    assert "\u202e" not in made
-    assert made.count("&lt;script&gt;") >= 8  # shown wherever it stands: title, reason, table, texts
+    html = page(root, f"run {HOSTILE}", STATES)
+    assert not re.search(r"<(script|img|link|iframe|object|base|form)\b", html)
+    assert not re.search(r"<[^>]*\s(src|href|on\w+)\s*=", html)
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+    assert "\u202e" not in html
+    assert html.count("&lt;script&gt;") >= 8  # shown wherever it stands: title, reason, table, texts
 
 
 def test_the_page_says_what_happened(root: Path):
-    made = page(root, "run", STATES)
-    assert "Better than its base model: wins 75.0% (70.0% to 80.0%) of judged prompts." in made
-    assert "is not promoted, because a reason" in made
-    assert "<td>-0.1000</td><td>-0.2000 to +0.0000</td>" in made
+    html = page(root, "run", STATES)
+    assert "Better than its base model: wins 75.0% (70.0% to 80.0%) of judged prompts." in html
+    assert "is not promoted, because a reason" in html
+    assert "<td>-0.1000</td><td>-0.2000 to +0.0000</td>" in html
     # 10 seconds on 4 workers; 500 + 700 tokens in 10 seconds
     cells = ("train", "ran", "10.0", "40.0", "1,200", "120")
-    assert "".join(f"<td>{cell}</td>" for cell in cells) in made
-    assert "<td>export</td><td>cached</td><td></td>" in made
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in html
+    assert "<td>export</td><td>cached</td><td></td>" in html
 
 
 def test_costs_are_those_of_the_stages_that_ran(root: Path):
@@ -120,18 +120,18 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
     journal("export", ("start", 0), ("end", 30))
     cluster = load_cluster(root)
     assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}
-    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5}
+    assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5}
     split = {**cluster.model_dump(), "evaluate": {**cluster.evaluate.model_dump(), "zero_stage": 3}}
     assert cost.gpus(Cluster.model_validate(split), "export") == 4  # the group shares the model
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours"
     assert "<th>GPU hours</th></tr>" in page(root, "run", STATES, logs=logs)
     write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})
     cluster = load_cluster(root)
-    assert cost.figures(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
+    assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours, 41.25 USD"
     assert "<td>the run</td><td>16.50</td><td>41.25</td>" in page(root, "run", STATES, logs=logs)
     write_cluster(root, {})
-    assert cost.figures(load_cluster(root), logs) == {}  # no GPUs
+    assert cost.metrics(load_cluster(root), logs) == {}  # no GPUs
     assert "GPU hours" not in page(root, "run", STATES, logs=logs)
 
 
@@ -144,8 +144,8 @@ def test_a_failed_run_has_its_cost_in_mlflow(tmp_path: Path, mlflow_store: Path,
     from tasks.runs.workspace import Workspace
 
     store = f"sqlite:///{shutil.copytree(mlflow_store, tmp_path / 'store')}/mlflow.db"
-    place = {"logging_dir": str(tmp_path / "runs"), "tracking_uri": store, "price_per_gpu_hour": 2.5}
-    (tmp_path / "site.yaml").write_text(yaml.safe_dump({**place, "actor_train": {"gpus_per_worker": 1}}))
+    site = {"logging_dir": str(tmp_path / "runs"), "tracking_uri": store, "price_per_gpu_hour": 2.5}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({**site, "actor_train": {"gpus_per_worker": 1}}))
     monkeypatch.setenv("DPO_CLUSTER", str(tmp_path / "site.yaml"))
     monkeypatch.setenv("DPO_HOME", str(PROJECT))  # `recorded` sets it too, and leaves it
     run = Workspace(PROJECT, "failed")
@@ -158,10 +158,9 @@ def test_a_failed_run_has_its_cost_in_mlflow(tmp_path: Path, mlflow_store: Path,
     with pytest.raises(UserError), artifacts.recorded(run, {}):
         fail()
     client = MlflowClient(store)
-    (made,) = client.search_runs(
-        [one.experiment_id for one in client.search_experiments()], "tags.pipeline_run = 'failed'"
-    )
-    assert (made.data.metrics["cost/gpu_hours"], made.data.metrics["cost/EUR"]) == (2.0, 5.0)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (recorded,) = client.search_runs(experiments, "tags.pipeline_run = 'failed'")
+    assert (recorded.data.metrics["cost/gpu_hours"], recorded.data.metrics["cost/EUR"]) == (2.0, 5.0)
 
 
 def test_a_decision_about_another_export_is_not_told(root: Path):
@@ -206,10 +205,10 @@ def test_training_curves_have_ticks_and_the_speed_is_the_journals(root: Path):
     (root / "data" / "metrics" / "train.csv").write_text(head + rows)
     (root / "logs").mkdir()
     Run(root / "logs", "train").metrics(5, {"pairs_per_second": 9.0})
-    made = page(root, "run", STATES, logs=root / "logs")
+    html = page(root, "run", STATES, logs=root / "logs")
     for title in ("reward margin", "KL to the reference", "gradient norm", "learning rate", "pairs per second"):
-        assert f'aria-label="{title}"' in made
-    assert len(re.findall(r"text-anchor: middle[^>]*>40</text>", made)) == 5  # a tick of each curve by step
+        assert f'aria-label="{title}"' in html
+    assert len(re.findall(r"text-anchor: middle[^>]*>40</text>", html)) == 5  # a tick of each curve by step
 
 
 def test_samples_are_a_mix_of_won_lost_and_tied(root: Path):
@@ -219,8 +218,8 @@ def test_samples_are_a_mix_of_won_lost_and_tied(root: Path):
     outcomes = [1.0] * 20 + [0.5] * 20 + [0.0] * 2
     lines = [sample(number, outcome) for number, outcome in enumerate(outcomes)]
     (root / "data" / "metrics" / "samples.jsonl").write_text("\n".join(lines) + "\n")
-    made = page(root, "run")
-    assert tuple(made.count(f'policy <b class="{outcome}">') for outcome in ("won", "lost", "tied")) == (3, 2, 3)
+    html = page(root, "run")
+    assert tuple(html.count(f'policy <b class="{outcome}">') for outcome in ("won", "lost", "tied")) == (3, 2, 3)
 
 
 def test_links_lead_to_pages_and_to_nothing_else(root: Path):
@@ -230,11 +229,11 @@ def test_links_lead_to_pages_and_to_nothing_else(root: Path):
         "Prefect": None,
         "odd": "javascript:1",
     }
-    made = page(root, "run", links=links)
-    assert '<a href="http://127.0.0.1:5000/#/experiments/1?a=&#34;b" rel="noopener noreferrer">MLflow</a>' in made
-    assert "branch <code>runs/x</code>" in made
-    assert made.count("<a ") == 1
-    assert "Prefect" not in made
+    html = page(root, "run", links=links)
+    assert '<a href="http://127.0.0.1:5000/#/experiments/1?a=&#34;b" rel="noopener noreferrer">MLflow</a>' in html
+    assert "branch <code>runs/x</code>" in html
+    assert html.count("<a ") == 1
+    assert "Prefect" not in html
 
 
 @pytest.mark.slow

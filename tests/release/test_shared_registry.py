@@ -72,25 +72,25 @@ def test_gc_deletes_only_versions_of_this_checkout(tmp_path, dummy_repo, mlflow_
     theirs = [artifacts(client, experiment, name, foreign) for name in ("dpo-demo", "their-model")]
     evil = {**foreign, "manifest_sha256": "../../../../", "dpo.owner": (roots["mine"] / ".scratch/owner").read_text()}
     artifacts(client, experiment, "dpo-demo", evil)
-    before = {found.version for found in client.search_model_versions("name = 'dpo-demo'")}
+    before = {version.version for version in client.search_model_versions("name = 'dpo-demo'")}
 
     done = gc(roots["mine"], env)
     assert "note: Version " in done
     assert "manifest_sha256 '../../../../', which is no SHA-256 hash" in done
-    after = {found.version for found in client.search_model_versions("name = 'dpo-demo'")}
+    after = {version.version for version in client.search_model_versions("name = 'dpo-demo'")}
     assert {str(number) for number in before - after} == {numbers["mine"]}
     for version in (*theirs, client.get_model_version("dpo-demo", numbers["colleague"])):
-        place = version.source.rpartition("model/")[2]
-        assert client.list_artifacts(version.run_id, f"model/{place}"), version
+        digest = version.source.rpartition("model/")[2]
+        assert client.list_artifacts(version.run_id, f"model/{digest}"), version
     gone = client.search_runs([experiment], "tags.pipeline_run = 'same-name'", order_by=["attributes.start_time"])[0]
     assert client.list_artifacts(gone.info.run_id, "model") == []  # its artifacts on the server are deleted too
 
 
 def artifacts(client: MlflowClient, experiment: str, model: str, tags: dict[str, str]) -> Any:
     """A version made by another tool, with a file under its hash."""
-    made = client.create_run(experiment)
-    client.log_text(made.info.run_id, "weights", f"model/{'f' * 12}/model.safetensors")
-    return client.create_model_version(model, f"{made.info.artifact_uri}/model/{'f' * 12}", made.info.run_id, tags)
+    run = client.create_run(experiment)
+    client.log_text(run.info.run_id, "weights", f"model/{'f' * 12}/model.safetensors")
+    return client.create_model_version(model, f"{run.info.artifact_uri}/model/{'f' * 12}", run.info.run_id, tags)
 
 
 def gc(root: Path, env: dict[str, str]) -> str:
@@ -102,24 +102,24 @@ def gc(root: Path, env: dict[str, str]) -> str:
 def test_of_two_concurrent_promotions_the_better_model_stays_champion(tmp_path, mlflow_server, monkeypatch):
     """Without a champion both pass. The worse model decides first and moves last, so it must be compared again."""
     monkeypatch.delenv("DPO_RUN", raising=False)
-    places = {name: workspace(tmp_path / name, mlflow_server, "race") for name in ("worse", "better")}
-    monkeypatch.chdir(places["better"])
+    roots = {name: workspace(tmp_path / name, mlflow_server, "race") for name in ("worse", "better")}
+    monkeypatch.chdir(roots["better"])
     export("better")
-    monkeypatch.chdir(places["worse"])
+    monkeypatch.chdir(roots["worse"])
     export("worse", correct=192)
     decide, decisions = tasks.promote.decide, []
 
-    def decide_then_promote_the_other(*given: Any) -> dict[str, Any]:
-        decisions.append(decide(*given))
+    def decide_then_promote_the_other(*arguments: Any) -> dict[str, Any]:
+        decisions.append(decide(*arguments))
         if len(decisions) == 1:
-            monkeypatch.chdir(places["better"])
+            monkeypatch.chdir(roots["better"])
             assert run()["promoted"]
-            monkeypatch.chdir(places["worse"])
+            monkeypatch.chdir(roots["worse"])
         return decisions[0] if len(decisions) == 2 else decisions[-1]
 
     monkeypatch.setattr(tasks.promote, "decide", decide_then_promote_the_other)
     last = run()
-    assert [found["promoted"] for found in decisions] == [True, True, False]
+    assert [decision["promoted"] for decision in decisions] == [True, True, False]
     assert last == decisions[-1]
     (reason,) = last["reasons"]
     with registry(load_cluster(), "race") as model_registry:
@@ -143,10 +143,10 @@ def test_the_lock_is_exclusive_and_a_dead_holder_blocks_nobody(mlflow_server, tm
     def add_three() -> None:
         mine = MlflowClient(mlflow_server)
         for _ in range(3):
-            with lease.turn(mine, name) as held:
+            with lease.hold_lease(mine, name) as claim:
                 before = int(count.read_text())
                 time.sleep(0.02)
-                held.check()
+                claim.check()
                 count.write_text(str(before + 1))
 
     threads = [threading.Thread(target=add_three) for _ in range(4)]
@@ -160,16 +160,16 @@ def test_the_lock_is_exclusive_and_a_dead_holder_blocks_nobody(mlflow_server, tm
         dead = f"1 1 {boot_id()} {child.pid} {start_time(child.pid)}"
         child.kill()
     client.set_registered_model_tag(name, f"{lease.PREFIX}dead", dead)
-    with lease.turn(client, name):
+    with lease.hold_lease(client, name):
         pass
     monkeypatch.setattr(lease, "LEASE", 1.0)  # of a process on another machine: only the timeout tells
     client.set_registered_model_tag(name, f"{lease.PREFIX}away", "1 1 another-machine 1 1")
     since = time.monotonic()
-    with lease.turn(client, name) as held:
+    with lease.hold_lease(client, name) as claim:
         assert time.monotonic() - since > 1.0
-        held.written -= lease.HOLD + 1
+        claim.written -= lease.HOLD + 1
         with pytest.raises(Exception, match="Nothing more was written"):
-            held.check()
+            claim.check()
     assert client.get_registered_model(name).tags == {}
 
 
@@ -195,5 +195,5 @@ def test_prefect_gets_one_event_per_promotion(tmp_path, mlflow_server, prefect_a
     (event,) = ask(prefect_api, "events/filter", wanted)["events"]
     assert event["id"] == promotion.id
     assert json.loads(note)["copied"]
-    said = "it passed the gate, there was no champion before. Run told."
-    assert event["payload"]["message"] == f"told version 1 is now champion: {said}"
+    reason = "it passed the gate, there was no champion before. Run told."
+    assert event["payload"]["message"] == f"told version 1 is now champion: {reason}"

@@ -14,7 +14,7 @@ from tasks.config.params import Params, dotted, load_params, overlay, read_yaml,
 from tasks.config.paths import BASE, MODEL
 from tasks.errors import UserError
 from tasks.models import base_folder, reference_folder, reference_hash
-from tasks.release.start_model import copy_start_model, start_version
+from tasks.release.start_model import start_version
 from tasks.source import fetch_model
 from tasks.system.files import sha256, write_json
 from tasks.watch import content_ids
@@ -66,7 +66,7 @@ def test_a_changed_file_of_the_champion_is_refused(workspace: Path, tmp_path: Pa
     stored.unlink()
     stored.write_text("poison")
     with pytest.raises(UserError, match=r"is not what was registered: model\.safetensors has changed"):
-        copy_start_model(CHAMPION, tmp_path / "copy")
+        start_version(CHAMPION, tmp_path / "copy")
 
 
 def test_an_unreachable_registry_is_not_an_empty_one(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -1,5 +1,6 @@
 """The last lines of a run in the terminal."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_result_has_its_number_of_pairs_and_the_command_to_talk_to_the_model(
     (METRICS / "samples.jsonl").write_text("")
     terminal.main()
     output = capsys.readouterr().out
-    assert "prefers the chosen answer (80.0% to 91.0%), 179 pairs" in output
+    assert re.search(r"prefers the chosen answer, 179 pairs .* 86\.0% \(80\.0% to 91\.0%\)", output)
     assert "dpo chat" not in output  # not registered
     write_json(METRICS / "promote.json", DECISION)
     terminal.main()

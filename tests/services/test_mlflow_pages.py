@@ -71,7 +71,7 @@ def experiment(server: str) -> str:
 
 def test_a_parent_run_has_the_values_that_a_comparison_needs(runs, mlflow_server):
     run = MlflowClient(mlflow_server).get_run(runs["brave-heron"])
-    commit = results.commit(PROJECT)
+    commit = results.git_output(PROJECT, "rev-parse", "HEAD")
     assert len(commit) == 40
     expected = {
         "data": "pairs.jsonl",

@@ -39,8 +39,8 @@ def workspace(workspace_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def proxy(mlflow_server: str) -> Iterator[Proxy]:
-    with proxied(mlflow_server) as made:
-        yield made
+    with proxied(mlflow_server) as proxy:
+        yield proxy
 
 
 def at(proxy: Proxy) -> Cluster:
@@ -84,24 +84,24 @@ def recorded(server: str, name: str) -> dict[str, Any]:
 
 def whole(server: str, name: str) -> None:
     """Each step once on both runs, with five digits on the parent, both runs ended."""
-    found = recorded(server, name)
-    assert found["loss"] == STEPS
-    assert (found["points"], found["margins"], found["points_above"]) == (30, 30, 30)
-    assert found["above"] == {step: float(f"{value:.5g}") for step, value in STEPS.items()}
-    assert {found["parent"].info.status, found["child"].info.status} == {"FINISHED"}
-    assert found["parent"].data.tags["stage.train"] == "ran"
-    assert found["parent"].data.metrics["loss"] == 0.033333
-    assert found["parent"].data.params["train.beta"] == "0.1"
-    assert found["parent"].info.start_time <= found["child"].info.start_time <= found["child"].info.end_time
+    run = recorded(server, name)
+    assert run["loss"] == STEPS
+    assert (run["points"], run["margins"], run["points_above"]) == (30, 30, 30)
+    assert run["above"] == {step: float(f"{value:.5g}") for step, value in STEPS.items()}
+    assert {run["parent"].info.status, run["child"].info.status} == {"FINISHED"}
+    assert run["parent"].data.tags["stage.train"] == "ran"
+    assert run["parent"].data.metrics["loss"] == 0.033333
+    assert run["parent"].data.params["train.beta"] == "0.1"
+    assert run["parent"].info.start_time <= run["child"].info.start_time <= run["child"].info.end_time
 
 
 def test_unreachable_at_start_then_make_sync(workspace, proxy, mlflow_server, monkeypatch, capsys):
     proxy.stop()  # a closed port
     took = stage(monkeypatch, "gone", at(proxy))
     assert took < 30
-    said = capsys.readouterr().err
-    assert "MLflow could not be reached; the metrics of train are kept in" in said
-    assert "The next run or `dpo sync` sends what is left. Reason: " in said
+    errors = capsys.readouterr().err
+    assert "MLflow could not be reached; the metrics of train are kept in" in errors
+    assert "The next run or `dpo sync` sends the rest. Reason: " in errors
     assert not uploader.sync()
     assert "error: MLflow still refuses gone: " in capsys.readouterr().out
     proxy.start()

@@ -14,7 +14,7 @@ from tasks.system.files import read_json, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking import wandb_mirror
 from tasks.tracking.journal import Run
-from tasks.tracking.wandb_mirror import mirrored, send_left, unsent
+from tasks.tracking.wandb_mirror import mirrored, send_all, unsent
 from tests.support.workspaces import wait_for
 
 
@@ -57,7 +57,7 @@ def test_params_curves_and_final_values_arrive_once_over_several_processes(folde
     run = Run(folder, "train")
     run.metrics(1, {"loss": 0.7})
     run.metrics(2, {"loss": 0.5, "eval/loss": 0.6})
-    assert send_left(folder.parent) == []
+    assert send_all(folder.parent) == []
     assert not unsent(folder)
     run.metrics(3, {"loss": 0.4})
     run.summary({"eval/rewards/accuracies": 0.9})
@@ -95,7 +95,7 @@ def test_a_server_that_is_down_keeps_the_lines_for_the_next_try(folder: Path):
     assert tried.returncode == 1
     assert "Weights & Biases did not answer in 3 s; `dpo sync` tries again" in tried.stderr
     assert unsent(folder)
-    assert send_left(folder.parent) == []
+    assert send_all(folder.parent) == []
     assert stored(folder)[0] == [{"loss": 0.7, "step": 1}]
 
 
@@ -105,7 +105,7 @@ def test_without_a_project_no_process_starts(folder: Path):
     before = set(psutil.Process().children())
     with mirrored(folder):
         assert set(psutil.Process().children()) == before
-    assert send_left(folder.parent) == []
+    assert send_all(folder.parent) == []
     assert not (folder / "wandb.json").exists()
 
 
