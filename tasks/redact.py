@@ -1,7 +1,7 @@
 """Removes secrets from text: params, logs, tracking, tracebacks and pages pass through here.
 
 A secret is the password in an address, a token with a known format, the value after `password=` and similar names, and
-the value of any environment variable with such a name. `python -m tasks.redact` filters standard input.
+the value of any environment variable with such a name.
 """
 
 import os
@@ -102,8 +102,3 @@ def _parts(value: str) -> list[str]:
 def _worth_hiding(value: str) -> bool:
     is_path = os.sep in value and os.path.exists(value)  # a variable may name the file that holds the secret
     return len(value) >= FEWEST and value.lower() not in SWITCHES and not is_path
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(redact(line), end="", flush=True)

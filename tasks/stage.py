@@ -38,25 +38,22 @@ def run_command(work: Callable[[], None]) -> None:
     threading.excepthook = lambda caught: redact.hook(caught.exc_type, caught.exc_value, caught.exc_traceback)
     try:
         work()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        message = disk.explain(error) or _missing_input(error)
+        message = str(error) if isinstance(error, UserError) else disk.explain(error) or _missing_input(error)
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)  # no retry: it would find the same full disk
+        sys.exit(2)  # no retry: it would find the same mistake or the same full disk
 
 
 def _missing_input(error: Exception) -> str | None:
-    """Of a stage that was called before those that make its inputs."""
+    """The message for a stage that was called before the stages that write its inputs."""
     if not isinstance(error, FileNotFoundError) or not str(error.filename).startswith("data/"):
         return None
     return (
-        f"{error.filename} is missing: an earlier stage makes it. Run the stages in order, as `dpo run` and `dvc "
+        f"{error.filename} is missing: an earlier stage writes it. Run the stages in order, as `dpo run` and `dvc "
         "repro` do: source, sample, prepare, sft, reference, train, evaluate, export."
     )
 

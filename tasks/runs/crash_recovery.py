@@ -16,9 +16,10 @@ GIT_LOCK_AGE = 5.0  # seconds after which a git lock that no process holds count
 def repair(workspace: Path) -> list[str]:
     """Repair a workspace whose lock we hold; a sentence for each repair."""
     repairs = []
-    if dead := dvc_lock.dead_rwlock_holders(workspace):
+    _, gone = dvc_lock.rwlock_holders(workspace)
+    if gone:
         dvc_lock.clear_rwlock(workspace)
-        repairs.append(f"removed DVC's lock of processes that no longer exist ({', '.join(map(str, sorted(dead)))})")
+        repairs.append(f"removed DVC's lock of processes that no longer exist ({', '.join(map(str, sorted(gone)))})")
     if dvc_lock.is_lock_damaged(workspace):
         aside = dvc_lock.set_lock_aside(workspace)
         repairs.append(f"moved a damaged dvc.lock to {aside}; DVC restores earlier results from its run cache")

@@ -55,10 +55,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically, also across a kill or power failure: to a temporary file, synced, renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary(path) as aside:
-        with aside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        aside.write_text(text)
+        sync(aside)
         os.replace(aside, path)
     sync(path.parent)
 
@@ -79,15 +77,20 @@ def sync(path: Path) -> None:
 def _aside(path: Path) -> Path:
     """The temporary path of a file or folder. Removes those of killed processes of this host."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
-    for left in path.parent.glob(f".{path.name}.{host}.*"):
-        pid, _, start = left.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
+    for leftover in path.parent.glob(f".{path.name}.{host}.*"):
+        pid, _, start = leftover.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
         if pid.isdecimal() and str(start_time(int(pid))) != start:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{start_time(os.getpid())}")
 
 
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text())
+
+
+def read_json_lines(path: str | Path) -> list[Any]:
+    """One value a line. A text may contain other line separators of Unicode, so `splitlines` would be wrong."""
+    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
 
 
 def recall(path: str | Path) -> dict[str, Any]:

@@ -76,19 +76,13 @@ def record_cached_folder(folder: Path, run: Path, stage: str) -> None:
 @contextmanager
 def workspace_lock(root: Path) -> Iterator[None]:
     """The lock of a process that works in one workspace; its child processes pass through."""
-    before = os.environ.get(TOKEN)
+    before = os.environ.get(TOKEN, "")
     with hold_workspace(root) as token:
-        if token is None:
-            yield
-            return
-        os.environ[TOKEN] = token
+        os.environ[TOKEN] = token or before
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[TOKEN]
-            else:
-                os.environ[TOKEN] = before
+            os.environ[TOKEN] = before
 
 
 @contextmanager

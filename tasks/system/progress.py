@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -47,7 +48,7 @@ class Bar:
 
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total. The speed counts from the first update: no start-up, no steps before a resume."""
-        if done == self.done == self.total:  # said already
+        if done == self.done == self.total:  # printed already
             return
         self.began, self.done = self.began or (time.monotonic(), done), done
         if done == self.total or time.monotonic() - self.noted >= NOTE_SECONDS:
@@ -92,20 +93,11 @@ def notify(listener: Listener) -> Iterator[None]:
 @contextmanager
 def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `watch` in a thread beside the block; the event tells it that the block is over. Its error is raised then."""
-    over, errors = threading.Event(), list[Exception]()
-
-    def work() -> None:
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch, over)
         try:
-            watch(over)
-        except Exception as error:  # the block's own error, if there is one, says more
-            errors.append(error)
-
-    watcher = threading.Thread(target=work, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    if errors:
-        raise errors[0]
+            yield
+        finally:
+            over.set()
+    watcher.result()  # not reached if the block failed: its own error says more
