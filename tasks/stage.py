@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tasks.system.environment  # noqa: F401 - first: it sets variables that the imports below read
-from tasks import disk_space, redact
+from tasks import redact
 from tasks.config import access
 from tasks.config.params import load_cluster, load_params
 from tasks.errors import UserError
@@ -22,6 +22,7 @@ from tasks.system import disk
 from tasks.system.lock import workspace_lock
 from tasks.system.processes import die_with_parent
 from tasks.tracking.pipeline_run import tracked
+from tasks.trainer import disk_space
 
 
 def main(stage: Callable[[Any], None]) -> None:

@@ -19,7 +19,7 @@ def earlier_locks() -> Iterator[dict[str, Entry]]:
     """The checkout's dvc.lock, then those of finished runs, newest first."""
     yield dvc_lock.read_lock(ROOT)
     for name in commits.finished_runs()[:RECENT_RUNS]:
-        yield dvc_lock.parse_lock(commits.read_file(commits.find_commit(name) or "HEAD", "dvc.lock"))
+        yield commits.lock_of(commits.find_commit(name) or "HEAD")
 
 
 def watch_output(params: Mapping[str, Any]) -> dict[str, str | None]:

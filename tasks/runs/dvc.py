@@ -69,11 +69,6 @@ def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None, time
     return process.stdout
 
 
-def stale_stages(status: str) -> set[str]:
-    """Names of the stages that the output of `dvc status --json` lists as changed."""
-    return set(json.loads(status[status.index("{") :]))
-
-
 def remotes(root: Path) -> dict[str, dict[str, str]]:
     """The options of each remote that has a URL; empty where DVC does not answer in time."""
     try:
@@ -96,7 +91,7 @@ def cached_object(md5: str) -> Path:
 
 
 def cached_files(md5: str) -> dict[str, Path]:
-    """The cache's objects of a folder by relative path, even those that are missing. KeyError if the folder's list is missing."""
+    """The cache's objects of a folder by relative path, missing ones too. KeyError if the folder's list is missing."""
     listing = cached_object(md5)
     if not listing.exists():
         raise KeyError(md5)
@@ -127,7 +122,7 @@ def write_worktree_config(root: Path, links: str | None) -> None:
         config.write(file)
 
 
-def collect_garbage(tip: str, count: int, *, dry_run: bool) -> list[Path]:
+def collect_garbage(tip: str, count: int, *, dry_run: bool = False) -> list[Path]:
     """The cache objects that neither the checkout, nor an experiment, nor one of the last `count` commits up to `tip`
     names; they are deleted unless it is a dry run."""
     arguments = ["gc", "--workspace", "--all-experiments", "--rev", tip, "--num", str(count), "--force"]

@@ -122,10 +122,15 @@ def outs(entry: Entry) -> dict[str, str | None]:
     return {out["path"]: out.get("md5") for out in entry.get("outs", [])}
 
 
-def parse_lock(text: str | None) -> dict[str, Entry]:
-    """The entries of a dvc.lock; empty if there is none, or if a killed DVC left half of one."""
+def artifacts_size(lock: Mapping[str, Entry]) -> int:
+    """Bytes of the artifacts that a dvc.lock names; runs share those that are equal."""
+    return sum(out.get("size", 0) for entry in lock.values() for out in entry.get("outs", []))
+
+
+def parse_lock(text: str) -> dict[str, Entry]:
+    """The entries of a dvc.lock; empty if the text is empty, or is the half that a killed DVC left."""
     try:
-        return dict(parse_yaml(text or "")["stages"])
+        return dict(parse_yaml(text)["stages"])
     except (yaml.YAMLError, TypeError, KeyError, ValueError):
         return {}
 

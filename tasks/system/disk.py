@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,12 +109,6 @@ def human(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def freed_bytes(files: Iterable[Path]) -> int:
-    """Bytes that deleting the files frees: a file that DVC's cache has too, as a hard link, frees none."""
-    states = [file.stat() for file in files if file.is_file() and not file.is_symlink()]
-    return sum(state.st_size for state in states if state.st_nlink == 1)
 
 
 def size_of(path: Path) -> int:

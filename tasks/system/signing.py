@@ -55,8 +55,9 @@ def signature_problem(content: bytes, line: str) -> str | None:
     trusted = [key.strip().lower() for key in os.environ.get(TRUSTED, "").split(",")]
     if public not in (*trusted, public_key()):
         return (
-            f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} ({_key_file() or VARIABLE}). Use the "
-            f"same key ({VARIABLE}), or add the public key to {TRUSTED} if you trust its owner"
+            f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} "
+            f"({_key_file() or VARIABLE}). Use the same key ({VARIABLE}), or add the public key to {TRUSTED} if you "
+            "trust its owner"
         )
     try:
         verifier.verify(signed, PURPOSE + content)
