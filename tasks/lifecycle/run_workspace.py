@@ -75,8 +75,7 @@ def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
         record = _with_worktree(record)
     with hold_workspace(root) as token:
         workspace, record = Workspace(root, record.name, token), records.mark_running(record, flow_run)
-        for sentence in crash_recovery.repair(root):
-            print(f"{record.name}: {sentence}", flush=True)
+        crash_recovery.repair(root)
         if not record.has_worktree:
             _reuse_worktree_results(workspace)
         state = records.STOPPED  # by Ctrl-C, by Prefect, or by a signal

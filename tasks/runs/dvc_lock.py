@@ -157,12 +157,11 @@ def is_lock_damaged(workspace: Path) -> bool:
     return False
 
 
-def set_lock_aside(workspace: Path) -> Path:
-    """Move a damaged dvc.lock away and return its new path."""
+def set_lock_aside(workspace: Path) -> None:
+    """Move a damaged dvc.lock away: DVC restores the results of its stages from its run cache."""
     target = workspace / ".scratch" / "dvc.lock.damaged"
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(workspace / "dvc.lock", target)
-    return target
 
 
 def rwlock(workspace: Path) -> Path:
@@ -188,11 +187,8 @@ def rwlock_holders(workspace: Path) -> tuple[set[int], set[int]]:
 
 
 def clear_rwlock(workspace: Path) -> None:
-    """Remove the entries of dead processes; a damaged file as a whole."""
+    """Remove the entries of dead processes."""
     path, (_, gone) = rwlock(workspace), rwlock_holders(workspace)
-    if 0 in gone:
-        path.unlink()
-        return
 
     def running(holders: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [holder for holder in holders if int(holder["pid"]) not in gone]

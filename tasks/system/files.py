@@ -42,7 +42,7 @@ def publish(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`, for a file to rename. It is deleted on failure, and by the next writer after a kill."""
+    """Yield a path beside `path` for a file to rename; deleted on failure, and by the next writer after a kill."""
     aside = _aside(path)
     try:
         yield aside
