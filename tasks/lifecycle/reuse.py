@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ RECENT_RUNS = 50  # finished runs whose dvc.lock is searched
 def earlier_locks() -> Iterator[dict[str, Entry]]:
     """The checkout's dvc.lock, then those of finished runs, newest first."""
     yield dvc_lock.read_lock(ROOT)
-    for name in commits.finished_runs()[:RECENT_RUNS]:
-        yield commits.lock_of(commits.find_commit(name) or "HEAD")
+    for commit in islice(commits.finished_runs().values(), RECENT_RUNS):
+        yield commits.lock_of(commit)
 
 
 def watch_output(params: Mapping[str, Any]) -> dict[str, str | None]:

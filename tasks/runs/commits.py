@@ -108,10 +108,12 @@ def resolve(revision: str, root: Path = ROOT) -> str | None:
     return run(command, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
-def finished_runs() -> list[str]:
-    """Names of runs that became a commit, newest first."""
-    refs = git(ROOT, "for-each-ref", "--sort=-committerdate", "--format=%(refname)", BRANCHES, CHECKOUT_RUNS)
-    return [ref.removeprefix(f"{BRANCHES}/").removeprefix(f"{CHECKOUT_RUNS}/") for ref in refs.splitlines()]
+def finished_runs() -> dict[str, str]:
+    """The commit of each run that became one, by the run's name, newest first."""
+    columns = "--format=%(refname) %(objectname)"
+    refs = git(ROOT, "for-each-ref", "--sort=-committerdate", columns, BRANCHES, CHECKOUT_RUNS)
+    pairs = (line.split() for line in refs.splitlines())
+    return {ref.removeprefix(f"{BRANCHES}/").removeprefix(f"{CHECKOUT_RUNS}/"): commit for ref, commit in pairs}
 
 
 def branches_and_tags() -> list[str]:

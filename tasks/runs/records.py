@@ -4,7 +4,6 @@ A run's folder, <logging_dir>/<name>, holds its record, journals, logs and repor
 holds its small results: all that pages and tables show.
 """
 
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -47,7 +46,7 @@ class RunRecord:
     since: str = ""
     until: str = ""
     pid: int = 0
-    process: dict[str, Any] = field(default_factory=dict)  # start time and boot id: process ids are reused
+    process: dict[str, Any] = field(default_factory=dict)  # with start time and boot id: process ids are reused
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: several if the run was resumed
     commit: str = ""  # from which the worktree is made
     files: dict[str, Any] = field(default_factory=dict)  # configuration files that differ from the commit's
@@ -67,7 +66,7 @@ class RunRecord:
         if self.state != RUNNING:
             return self.state
         lock_holder = workspace_holder(Path(self.root))
-        starting = self.has_worktree and not self.made and is_alive({"pid": self.pid, **self.process})
+        starting = self.has_worktree and not self.made and is_alive(self.process)
         return RUNNING if starting or (lock_holder and lock_holder.get("pid") == self.pid) else CRASHED
 
     def write(self, **changes: Any) -> "RunRecord":
@@ -136,15 +135,9 @@ def damaged_records() -> list[Path]:
 
 def mark_running(record: RunRecord, flow_run: str) -> RunRecord:
     """Record that this process works on the run from now on, for the first time or again."""
-    flow_runs = [*record.flow_runs, *([flow_run] if flow_run not in record.flow_runs else [])]
-    return record.write(
-        state=RUNNING,
-        since=record.since or timestamp(),
-        until="",
-        pid=os.getpid(),
-        process=this_process(),
-        flow_runs=flow_runs,
-    )
+    process, flow_runs = this_process(), list(dict.fromkeys([*record.flow_runs, flow_run]))
+    since = record.since or timestamp()
+    return record.write(state=RUNNING, since=since, until="", pid=process["pid"], process=process, flow_runs=flow_runs)
 
 
 def keep_results(record: RunRecord) -> None:

@@ -5,6 +5,7 @@ Of a run that is only recent and whose model the gate refused, it keeps everythi
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 from tasks.config.params import Cluster, load_params
@@ -26,13 +27,20 @@ class Run:
     """A run by its folder and its commit. A run by hand has no record, and an old run may have lost its folder."""
 
     name: str
-    since: str
     record: RunRecord | None
     commit: str | None
 
     @property
     def folder(self) -> Path:
         return records.runs_folder() / self.name
+
+    @cached_property
+    def since(self) -> str:
+        if self.record:
+            return self.record.since
+        committed = "" if self.folder.exists() else git(ROOT, "show", "-s", "--format=%ct", self.commit or "")
+        seconds = float(committed or self.folder.stat().st_mtime)
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
     @property
     def is_running(self) -> bool:
@@ -88,22 +96,11 @@ class RegisteredVersion:
 
 def all_runs() -> list[Run]:
     """Newest first."""
-    by_name = {record.name: record for record in records.all_records()}
-    folders = {path.name for path in records.runs_folder().glob("*") if path.is_dir()}
-    runs = []
-    for name in folders | set(commits.finished_runs()):
-        record, commit = by_name.get(name), commits.find_commit(name)
-        runs.append(Run(name, _since(name, record, commit), record, commit))
+    records_by_name = {record.name: record for record in records.all_records()}
+    run_commits = commits.finished_runs()
+    folders = {path.name for path in records.runs_folder().glob("*/")}
+    runs = [Run(name, records_by_name.get(name), run_commits.get(name)) for name in folders | run_commits.keys()]
     return sorted(runs, key=lambda run: run.since, reverse=True)
-
-
-def _since(name: str, record: RunRecord | None, commit: str | None) -> str:
-    if record:
-        return record.since
-    folder = records.runs_folder() / name
-    committed = "" if folder.exists() else git(ROOT, "show", "-s", "--format=%ct", commit or "")
-    seconds = float(committed or folder.stat().st_mtime)
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def registered_versions(cluster: Cluster, runs: list[Run]) -> list[RegisteredVersion]:

@@ -55,8 +55,10 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically, also across a kill or power failure: to a temporary file, synced, renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary(path) as aside:
-        aside.write_text(text)
-        sync(aside)
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
     sync(path.parent)
 
