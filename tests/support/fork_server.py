@@ -232,6 +232,8 @@ def become(request: dict[str, Any], files: list[int]) -> None:
         os.close(file)
     os.umask(request["umask"])
     os.chdir(request["cwd"])
+    # Tests in the background have Ctrl-C switched off, and the fork server with them.
+    signal.signal(signal.SIGINT, signal.default_int_handler if request["ctrl_c"] else signal.SIG_IGN)
     if "".join(request["command"][1:2]).partition(".")[0] in ("cli", "prefect"):  # others would log as it says
         _set_prefect(request["environ"])
     os.environ.clear()

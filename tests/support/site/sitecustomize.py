@@ -56,6 +56,7 @@ def run_forked(server: socket.socket, arguments: list[str]) -> None:
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_inherited(number, server)]
     request = {"command": arguments, "path": sys.path, "cwd": os.getcwd(), "umask": umask, "files": files}
     request |= {"environ": dict(os.environ), "unbuffered": sys.orig_argv[1] == "-u", "at_import": AT_IMPORT.pattern}
+    request["ctrl_c"] = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     content = json.dumps(request).encode()
     socket.send_fds(server, [struct.pack("q", len(content))], files)
     server.sendall(content)
