@@ -80,7 +80,7 @@ def reproduce(name: Run) -> None:
     """Run again from a run's commit, without caches, and check that all hashes and metrics are identical."""
     from tasks.lifecycle import reproduce
 
-    reproduce.show_reproduction(name)
+    reproduce.reproduce(name)
 
 
 COMMANDS = (sweep, compare, reproduce)

@@ -151,7 +151,7 @@ def run_trials(
 
 def _later_stages() -> re.Pattern[str]:
     """A line of any stage after the shared ones."""
-    stages = list(dvc_lock.all_stages(ROOT))
+    stages = list(dvc_lock.stages(ROOT))
     later = stages[stages.index(SHARED_STAGE) + 1 :] if SHARED_STAGE in stages else stages
     return re.compile(rf"^({'|'.join(later)}): ")
 

@@ -3,6 +3,7 @@
 from datetime import datetime
 
 from services.mlflow_urls import mlflow_link, needs_server
+from tasks.runs.dvc_lock import artifacts_size, read_lock
 from tasks.runs.records import (
     CRASHED,
     FAILED,
@@ -13,7 +14,6 @@ from tasks.runs.records import (
     stage_states,
     text_table,
 )
-from tasks.runs.retention import artifacts_size
 from tasks.system.disk import human
 from tasks.system.files import recall
 
@@ -39,7 +39,7 @@ def _row(record: RunRecord) -> tuple[str, ...]:
     run = recall(record.folder / "run.json")
     what = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
-    lock = record.results() / "dvc.lock"
-    size = human(artifacts_size(lock.read_text())) if lock.exists() else ""
+    lock = read_lock(record.results())
+    size = human(artifacts_size(lock)) if lock else ""
     model = recall(record.folder / "params.json").get("promote", {}).get("model_name", "")
     return record.name, record.current_state, since, model, what, size, (mlflow_link(run) if run else None) or ""

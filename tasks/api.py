@@ -4,10 +4,10 @@ The folder holds what a checkout holds for the command `dpo`: params.yaml, infra
 MLflow's format below .mlflow. Each stage runs in a process of its own and prints its progress here.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ import yaml
 from pydantic import BaseModel
 
 from tasks.cluster import kept_ray
-from tasks.config.cluster import Cluster
-from tasks.config.params import Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.config.cluster import CLUSTER, Cluster
+from tasks.config.params import PARAMS, Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
 from tasks.errors import UserError
 from tasks.system import processes
-from tasks.system.files import fingerprint, read_json, write_text
+from tasks.system.files import fingerprint, read_json, read_json_lines, write_text
 from tasks.tracking import results
-
-PARAMS, CLUSTER = Path("params.yaml"), Path("infra/cluster.yaml")
 
 
 def prepare(
@@ -42,15 +40,9 @@ def prepare(
     """
     root = Path(folder).resolve()
     changes = {**(params or {}), "source.data": data, "source.model": model}
-    recipes = {part: read_recipe(recipe, part) if recipe else {} for part in ("params", "cluster")}
-    _write(
-        root / PARAMS,
-        Params,
-        ROOT / PARAMS,
-        recipes["params"],
-        dotted({key: _absolute(key, value) for key, value in changes.items()}),
-    )
-    _write(root / CLUSTER, Cluster, ROOT / CLUSTER, recipes["cluster"], dotted(dict(cluster or {})))
+    changes = {key: _absolute(key, value) for key, value in changes.items()}
+    _write(root / PARAMS, Params, ROOT / PARAMS, changes, recipe)
+    _write(root / CLUSTER, Cluster, ROOT / CLUSTER, cluster or {}, recipe)
     _run(root, "source", "sample", "prepare")
     return read_json(root / CARD / "report.json")
 
@@ -63,7 +55,7 @@ def train(folder: str | Path, params: Mapping[str, Any] | None = None) -> dict[s
     """
     root = _prepared(folder)
     if params:
-        _write(root / PARAMS, Params, root / PARAMS, dotted(dict(params)))
+        _write(root / PARAMS, Params, root / PARAMS, params)
     _run(root, "sft", "reference", "train")
     return read_json(root / METRICS / "train.json")
 
@@ -89,16 +81,18 @@ def curves(folder: str | Path) -> dict[int, dict[str, float]]:
 
 def samples(folder: str | Path) -> list[dict[str, Any]]:
     """The sampled answers of base model and policy, a dict per prompt."""
-    return [json.loads(line) for line in (Path(folder) / METRICS / "samples.jsonl").read_text().split("\n") if line]
+    return read_json_lines(Path(folder) / METRICS / "samples.jsonl")
 
 
-def _write(path: Path, model: type[BaseModel], base: Path, *layers: dict[str, Any]) -> None:
-    """Write a configuration file: `base`, and each layer over it."""
+def _write(
+    path: Path, model: type[BaseModel], base: Path, changes: Mapping[str, Any], recipe: str | None = None
+) -> None:
+    """Write a configuration file: `base`, the recipe over it, and the changes over both."""
     content = read_yaml(base)
-    for layer in layers:
-        content = overlay(content, layer, model)
+    if recipe:
+        content = overlay(content, read_recipe(recipe, path.stem), model)
+    content = overlay(content, dotted(dict(changes)), model)
     validate(model, content, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
@@ -129,20 +123,15 @@ def _run(root: Path, *stages: str) -> None:
     }
     with kept_ray.keep_if_needed(root, env, stages, stages) as session:
         for stage in stages:
-            output, command = _Output(), [sys.executable, "-m", f"tasks.{stage}"]
-            if code := processes.run(command, root, {**env, **kept_ray.variables(session)}, output):
-                failed = f"The stage {stage} failed with exit code {code}; its output is above."
-                raise UserError("\n".join(output.error) if code == 2 and output.error else failed)
+            command, error = [sys.executable, "-m", f"tasks.{stage}"], list[str]()
+            if code := processes.run(command, root, {**env, **kept_ray.variables(session)}, partial(_print, error)):
+                failure = f"The stage {stage} failed with exit code {code}; its output is above."
+                raise UserError("\n".join(error) if code == 2 and error else failure)
 
 
-class _Output:
-    """Prints what a stage says, and keeps its error message."""
-
-    def __init__(self) -> None:
-        self.error: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        if self.error or line.startswith("error: "):
-            self.error.append(line.removeprefix("error: "))
-        else:
-            print(line, flush=True)
+def _print(error: list[str], line: str) -> None:
+    """Print a line of a stage's output; the lines of its error message are collected for the exception instead."""
+    if error or line.startswith("error: "):
+        error.append(line.removeprefix("error: "))
+    else:
+        print(line, flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tasks.system.environment  # noqa: F401 - first: it sets variables that the imports below read
-from tasks import disk_space, redact
+from tasks import redact
 from tasks.config import access
 from tasks.config.params import load_cluster, load_params
 from tasks.errors import UserError
@@ -22,6 +22,7 @@ from tasks.system import disk
 from tasks.system.lock import workspace_lock
 from tasks.system.processes import die_with_parent
 from tasks.tracking.pipeline_run import tracked
+from tasks.trainer import disk_space
 
 
 def main(stage: Callable[[Any], None]) -> None:
@@ -38,25 +39,22 @@ def run_command(work: Callable[[], None]) -> None:
     threading.excepthook = lambda caught: redact.hook(caught.exc_type, caught.exc_value, caught.exc_traceback)
     try:
         work()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        message = disk.explain(error) or _missing_input(error)
+        message = str(error) if isinstance(error, UserError) else disk.explain(error) or _missing_input(error)
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
-        sys.exit(2)  # no retry: it would find the same full disk
+        sys.exit(2)  # no retry: it would find the same mistake or the same full disk
 
 
 def _missing_input(error: Exception) -> str | None:
-    """Of a stage that was called before those that make its inputs."""
+    """The message for a stage that was called before the stages that write its inputs."""
     if not isinstance(error, FileNotFoundError) or not str(error.filename).startswith("data/"):
         return None
     return (
-        f"{error.filename} is missing: an earlier stage makes it. Run the stages in order, as `dpo run` and `dvc "
+        f"{error.filename} is missing: an earlier stage writes it. Run the stages in order, as `dpo run` and `dvc "
         "repro` do: source, sample, prepare, sft, reference, train, evaluate, export."
     )
 

@@ -75,7 +75,7 @@ PLUMBING = {
     "tasks/cluster",
     "tasks/tracking",
     "tasks/feedback/traces.py",  # reads events from MLflow; `source` writes them to data/raw
-    "tasks/disk_space.py",
+    "tasks/trainer/disk_space.py",
     "tasks/errors.py",
     "tasks/redact.py",
     "tasks/stage.py",

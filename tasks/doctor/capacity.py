@@ -8,10 +8,10 @@ import psutil
 
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
-from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
 from tasks.models import base_folder, local_path
 from tasks.system.files import read_json
+from tasks.trainer.disk_space import run_needs
 
 GIB = 2**30
 MINIMUM_DISK = 10 * GIB  # while the model is unknown

@@ -44,17 +44,10 @@ def _dvc(report: Report, workspace: Path) -> None:
     if lock.exists() and _is_locked(lock):
         report.note(f"DVC is running in {workspace}: wait until it ends")
         return
-    path, gone = dvc_lock.rwlock(workspace), dvc_lock.dead_rwlock_holders(workspace)
-    if 0 in gone:
-        report.stale(f"{path} is damaged, and DVC refuses every command because of it", path.unlink)
-    elif gone:
-        dead = ", ".join(map(str, sorted(gone)))
-        report.stale(f"{path} names processes that are gone ({dead})", lambda: dvc_lock.clear_rwlock(workspace))
-    if alive := dvc_lock.live_rwlock_holders(workspace):
-        report.note(f"DVC holds files in {workspace}: process {', '.join(map(str, alive))}")
-    if dvc_lock.is_lock_damaged(workspace):
-        note = f"{workspace / 'dvc.lock'} is damaged (DVC was killed while it wrote the file)"
-        report.stale(note, lambda: dvc_lock.set_lock_aside(workspace))
+    for problem, remedy in crash_recovery.dvc_problems(workspace):
+        report.stale(problem, remedy)
+    if running := dvc_lock.rwlock_holders(workspace)[0]:
+        report.note(f"DVC holds files in {workspace}: process {', '.join(map(str, sorted(running)))}")
 
 
 def _git(report: Report, folder: Path) -> None:

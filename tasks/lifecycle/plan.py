@@ -26,18 +26,14 @@ class StagePlan:
 def plan_stages(files: ConfigFiles) -> list[StagePlan]:
     """What would become of each stage, in order."""
     locks, run_cache = list(reuse.earlier_locks()), list(dvc.run_cache())
-    current_lock = dvc_lock.read_lock(ROOT) or next((lock for lock in locks if lock), {})
     params = files.get("params.yaml") or read_yaml(ROOT / "params.yaml")
     upstream = reuse.watch_output(params)
     plans: list[StagePlan] = []
     for name, stage in dvc_lock.stages(ROOT).items():
-        inputs = dvc_lock.current_inputs(ROOT, stage, upstream, files)
+        inputs = dvc_lock.current_inputs(ROOT, stage, upstream, params)
         locked = [lock[name] for lock in locks if name in lock]
         restorable = [entry for entry in run_cache if entry["cmd"] == stage["cmd"]]
         plan, entry = _plan(name, inputs, locked, restorable, plans)
-        if plan.state != UNCHANGED and name in current_lock and not plan.reasons:
-            reasons = inputs.differences(dvc_lock.recorded_inputs(current_lock[name]))
-            plan = StagePlan(name, plan.state, reasons)
         if not dvc_lock.is_off(name, params):
             plans.append(plan)
         upstream |= dvc_lock.outs(entry) if entry else dict.fromkeys(dvc_lock.out_paths(stage))
@@ -51,14 +47,14 @@ def _plan(
     differences = reuse.fewest_differences(inputs, locked)
     if not inputs.is_known():
         unknown = [path for path, md5 in inputs.deps.items() if md5 is None]
-        changes = [reason for reason in differences or [] if not reason.endswith(tuple(unknown))]
+        changes = [reason for reason in differences if not reason.endswith(tuple(unknown))]
         last = [plan.stage for plan in earlier if plan.state in (RUNS, MAY_RUN)][-1:]
         depends = f"depends on {', '.join(last)}: {', '.join(unknown)} may change"
         return StagePlan(name, RUNS if changes else MAY_RUN, [*changes, depends]), None
-    for state, entries in ((UNCHANGED, locked), (RESTORED, restorable)):
+    for state, entries, reasons in ((UNCHANGED, locked, []), (RESTORED, restorable, differences)):
         fitting = [entry for entry in entries if dvc_lock.recorded_inputs(entry) == inputs]
         if cached := next(filter(dvc.is_cached, fitting), None):
-            return StagePlan(name, state, []), cached
+            return StagePlan(name, state, reasons), cached
         if fitting:
             return StagePlan(name, RUNS, ["its result is no longer in DVC's cache"]), None
     return StagePlan(name, RUNS, differences or ["it never ran here"]), None

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ RECENT_RUNS = 50  # finished runs whose dvc.lock is searched
 def earlier_locks() -> Iterator[dict[str, Entry]]:
     """The checkout's dvc.lock, then those of finished runs, newest first."""
     yield dvc_lock.read_lock(ROOT)
-    for name in commits.finished_runs()[:RECENT_RUNS]:
-        yield dvc_lock.parse_lock(commits.read_file(commits.find_commit(name) or "HEAD", "dvc.lock"))
+    for commit in islice(commits.finished_runs().values(), RECENT_RUNS):
+        yield commits.lock_of(commit)
 
 
 def watch_output(params: Mapping[str, Any]) -> dict[str, str | None]:
@@ -35,9 +36,10 @@ def fill_lock(root: Path) -> list[str]:
     (DVC's run cache leaves out stages whose outs persist).
     """
     earlier, before = list(earlier_locks()), dvc_lock.read_lock(root)
-    entries, upstream = dict(before), watch_output(read_yaml(root / "params.yaml"))
+    entries, params = dict(before), read_yaml(root / "params.yaml")
+    upstream = watch_output(params)
     for name, stage in dvc_lock.stages(root).items():
-        inputs = dvc_lock.current_inputs(root, stage, upstream, {})
+        inputs = dvc_lock.current_inputs(root, stage, upstream, params)
         fitting = (lock[name] for lock in earlier if name in lock and dvc_lock.recorded_inputs(lock[name]) == inputs)
         if (entry := next(fitting, None)) is not None:
             entries[name] = entry
@@ -50,17 +52,17 @@ def fill_lock(root: Path) -> list[str]:
 
 def input_hash(root: Path, name: str) -> str | None:
     """A hash of what a stage is about to compute, once the stages before it are done; None if an input is unknown."""
-    lock, stages = dvc_lock.read_lock(root), dvc_lock.stages(root)
+    lock = dvc_lock.read_lock(root)
     upstream: dict[str, str | None] = {}
-    for earlier in stages:
+    for earlier, stage in dvc_lock.stages(root).items():
         if earlier == name:
-            break
+            inputs = dvc_lock.current_inputs(root, stage, upstream, read_yaml(root / "params.yaml"))
+            return inputs.content_hash() if inputs.is_known() else None
         upstream |= dvc_lock.outs(lock.get(earlier, {}))
-    inputs = dvc_lock.current_inputs(root, stages[name], upstream, {})
-    return inputs.content_hash() if inputs.is_known() else None
+    return None
 
 
-def fewest_differences(inputs: StageInputs, entries: Iterable[Entry]) -> list[str] | None:
-    """What differs from the most similar entry; None if there is no entry."""
+def fewest_differences(inputs: StageInputs, entries: Iterable[Entry]) -> list[str]:
+    """What differs from the most similar entry; empty if there is no entry."""
     differences = [inputs.differences(dvc_lock.recorded_inputs(entry)) for entry in entries]
-    return min(differences, key=len, default=None)
+    return min(differences, key=len, default=[])

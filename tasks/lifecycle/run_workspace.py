@@ -43,8 +43,7 @@ def change_configuration(record: RunRecord, overrides: dict[str, Any]) -> RunRec
     root = Path(record.root)
     if not record.has_worktree:
         raise UserError(f"The run {record.name} worked in the checkout. Edit params.yaml, then `dpo run`.")
-    if not (record.made and _is_worktree(root)):
-        record = _create_worktree(record)
+    record = _with_worktree(record)
     with hold_workspace(root):
         files = run_config.changed_on_resume(root, overrides)
         _write_files(root, files)
@@ -72,12 +71,11 @@ def _check_name(name: str) -> None:
 def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
     """Lock the workspace of a run, and create its worktree if needed; at the end, record the run's state."""
     root = Path(record.root)
-    if record.has_worktree and not (record.made and _is_worktree(root)):
-        record = _create_worktree(record)
+    if record.has_worktree:
+        record = _with_worktree(record)
     with hold_workspace(root) as token:
         workspace, record = Workspace(root, record.name, token), records.mark_running(record, flow_run)
-        for sentence in crash_recovery.repair(root):
-            print(f"{record.name}: {sentence}", flush=True)
+        crash_recovery.repair(root)
         if not record.has_worktree:
             _reuse_worktree_results(workspace)
         state = records.STOPPED  # by Ctrl-C, by Prefect, or by a signal
@@ -107,8 +105,11 @@ def close_workspace(workspace: Workspace) -> Path:
     return records.find_run(workspace.run_name).results()
 
 
-def _create_worktree(record: RunRecord) -> RunRecord:
+def _with_worktree(record: RunRecord) -> RunRecord:
+    """Create the run's worktree, unless it is complete and git still knows it."""
     root = Path(record.root)
+    if record.made and _is_worktree(root):
+        return record
     with worktrees_lock():
         if root.exists():
             remove_worktree(root)

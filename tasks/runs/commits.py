@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import DEVNULL, run
 
-import yaml
-
 from tasks.config.cluster import OVERRIDES, RECIPE
 from tasks.config.paths import ROOT
-from tasks.config.strict import parse_yaml
 from tasks.errors import UserError
+from tasks.runs import dvc_lock
 from tasks.runs.crash_recovery import clear_git_lock
+from tasks.runs.dvc_lock import Entry
 
 BRANCHES = "refs/heads/runs"
 CHECKOUT_RUNS = "refs/runs"  # runs in the checkout itself; `git branch` does not show them
@@ -47,7 +46,7 @@ def git(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> st
 
 def snapshot(root: Path = ROOT) -> str:
     """A commit of the tracked files as they are now and of new code; HEAD if nothing changed since."""
-    if _resolve("HEAD", root) is None:
+    if resolve("HEAD", root) is None:
         raise UserError(f"{root} has no commit yet, and a run in its own worktree needs one. Run `git commit`.")
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index"
@@ -71,21 +70,18 @@ def untracked(root: Path = ROOT) -> list[str]:
     return git(root, "ls-files", "--others", "--exclude-standard").splitlines()
 
 
-def commit_run(root: Path, name: str) -> str:
+def commit_run(root: Path, name: str) -> None:
     """Commit a worktree's params, code and dvc.lock as the branch runs/<name>."""
     git(root, "add", "--update")
     git(root, "add", "--force", "dvc.lock", *(str(path) for path in (RECIPE, OVERRIDES) if (root / path).exists()))
     if git(root, "status", "--porcelain", "--untracked-files=no"):
         git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {name}")
     git(root, "update-ref", f"{BRANCHES}/{name}", "HEAD")
-    return git(root, "rev-parse", "HEAD")
 
 
-def commit_checkout_run(name: str) -> str:
+def commit_checkout_run(name: str) -> None:
     """Keep a run in the checkout as a commit of the checkout as it is, under a hidden ref."""
-    commit = snapshot()
-    git(ROOT, "update-ref", f"{CHECKOUT_RUNS}/{name}", commit)
-    return commit
+    git(ROOT, "update-ref", f"{CHECKOUT_RUNS}/{name}", snapshot())
 
 
 def delete_refs(name: str) -> None:
@@ -95,42 +91,50 @@ def delete_refs(name: str) -> None:
 
 def find_commit(name: str) -> str | None:
     """The commit of a finished run."""
-    return _resolve(f"{BRANCHES}/{name}") or _resolve(f"{CHECKOUT_RUNS}/{name}")
+    return resolve(f"{BRANCHES}/{name}") or resolve(f"{CHECKOUT_RUNS}/{name}")
 
 
 def get_commit(name: str) -> str:
     """The commit of a finished run by its name, or any other commit."""
-    if commit := find_commit(name) or _resolve(name):
+    if commit := find_commit(name) or resolve(name):
         return commit
     runs = ", ".join(finished_runs()) or "none yet"
     raise UserError(f"There is no finished run '{name}'. Runs: {runs}; a commit serves as well.")
 
 
-def _resolve(revision: str, root: Path = ROOT) -> str | None:
+def resolve(revision: str, root: Path = ROOT) -> str | None:
+    """The commit of a revision; None if there is no such commit, or no repository."""
     command = ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
     return run(command, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
-def finished_runs() -> list[str]:
-    """Names of runs that became a commit, newest first."""
-    refs = git(ROOT, "for-each-ref", "--sort=-committerdate", "--format=%(refname)", BRANCHES, CHECKOUT_RUNS)
-    return [ref.removeprefix(f"{BRANCHES}/").removeprefix(f"{CHECKOUT_RUNS}/") for ref in refs.splitlines()]
+def finished_runs() -> dict[str, str]:
+    """The commit of each run that became one, by the run's name, newest first."""
+    columns = "--format=%(refname) %(objectname)"
+    refs = git(ROOT, "for-each-ref", "--sort=-committerdate", columns, BRANCHES, CHECKOUT_RUNS)
+    pairs = (line.split() for line in refs.splitlines())
+    return {ref.removeprefix(f"{BRANCHES}/").removeprefix(f"{CHECKOUT_RUNS}/"): commit for ref, commit in pairs}
+
+
+def branches_and_tags() -> list[str]:
+    """The refs of the checkout's owner: all but the branches of runs."""
+    refs = git(ROOT, "for-each-ref", "--format=%(refname)", "refs/heads", "refs/tags").splitlines()
+    return [ref for ref in refs if not ref.startswith(f"{BRANCHES}/")]
 
 
 def tree_without_stage(commit: str, stage: str) -> str:
     """The tree of a commit whose dvc.lock does not name the outputs of a stage."""
-    lock = parse_yaml(read_file(commit, "dvc.lock") or "") or {}
-    lock.get("stages", {}).pop(stage, None)
+    entries = {name: entry for name, entry in lock_of(commit).items() if name != stage}
     with tempfile.TemporaryDirectory() as folder:
-        file, env = Path(folder) / "dvc.lock", {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-        file.write_text(yaml.safe_dump(lock))
-        blob = git(ROOT, "hash-object", "-w", str(file))
+        dvc_lock.write_lock(Path(folder), entries)
+        env = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+        blob = git(ROOT, "hash-object", "-w", str(Path(folder) / "dvc.lock"))
         git(ROOT, "read-tree", commit, env=env)
         git(ROOT, "update-index", "--add", "--cacheinfo", f"100644,{blob},dvc.lock", env=env)
         return git(ROOT, "write-tree", env=env)
 
 
-def read_file(commit: str, path: str) -> str | None:
-    """A file of a commit; None if the commit has no such file."""
-    process = run(["git", "show", f"{commit}:{path}"], cwd=ROOT, stdin=DEVNULL, capture_output=True, text=True)
-    return process.stdout if process.returncode == 0 else None
+def lock_of(commit: str) -> dict[str, Entry]:
+    """The entries of a commit's dvc.lock; empty if the commit has none."""
+    command = ["git", "show", f"{commit}:dvc.lock"]
+    return dvc_lock.parse_lock(run(command, cwd=ROOT, stdin=DEVNULL, capture_output=True, text=True).stdout)

@@ -4,6 +4,8 @@ A run repairs its workspace before it starts; `dpo doctor` reports the same, and
 """
 
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,16 +15,24 @@ from tasks.runs import dvc_lock
 GIT_LOCK_AGE = 5.0  # seconds after which a git lock that no process holds counts as left behind
 
 
-def repair(workspace: Path) -> list[str]:
-    """Repair a workspace whose lock we hold; a sentence for each repair."""
-    repairs = []
-    if dead := dvc_lock.dead_rwlock_holders(workspace):
-        dvc_lock.clear_rwlock(workspace)
-        repairs.append(f"removed DVC's lock of processes that no longer exist ({', '.join(map(str, sorted(dead)))})")
+def dvc_problems(workspace: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What a killed DVC left in a workspace, each with the function that repairs it."""
+    rwlock, (_, gone) = dvc_lock.rwlock(workspace), dvc_lock.rwlock_holders(workspace)
+    if 0 in gone:
+        yield f"{rwlock} is damaged, and DVC refuses every command because of it", rwlock.unlink
+    elif gone:
+        pids = ", ".join(map(str, sorted(gone)))
+        yield f"{rwlock} names processes that are gone ({pids})", partial(dvc_lock.clear_rwlock, workspace)
     if dvc_lock.is_lock_damaged(workspace):
-        aside = dvc_lock.set_lock_aside(workspace)
-        repairs.append(f"moved a damaged dvc.lock to {aside}; DVC restores earlier results from its run cache")
-    return repairs
+        problem = f"{workspace / 'dvc.lock'} is damaged (DVC was killed while it wrote the file)"
+        yield problem, partial(dvc_lock.set_lock_aside, workspace)
+
+
+def repair(workspace: Path) -> None:
+    """Repair a workspace whose lock we hold."""
+    for problem, remedy in dvc_problems(workspace):
+        remedy()
+        print(f"{problem}: repaired", flush=True)
 
 
 def git_locks(folder: Path) -> list[Path]:

@@ -69,11 +69,6 @@ def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None, time
     return process.stdout
 
 
-def stale_stages(status: str) -> set[str]:
-    """Names of the stages that the output of `dvc status --json` lists as changed."""
-    return set(json.loads(status[status.index("{") :]))
-
-
 def remotes(root: Path) -> dict[str, dict[str, str]]:
     """The options of each remote that has a URL; empty where DVC does not answer in time."""
     try:
@@ -81,12 +76,8 @@ def remotes(root: Path) -> dict[str, dict[str, str]]:
     except (subprocess.TimeoutExpired, UserError):
         return {}
     by_name: dict[str, dict[str, str]] = {}
-    for line in output.splitlines():
-        key, _, value = line.partition("=")
-        kind, _, rest = key.strip().partition(".")
-        name, _, option = rest.rpartition(".")
-        if kind == "remote" and name:
-            by_name.setdefault(name, {})[option] = value.strip()
+    for name, option, value in re.findall(r"(?m)^remote\.(.+?)\.([^.=]+)=(.*)$", output):
+        by_name.setdefault(name, {})[option] = value.strip()
     return {name: options for name, options in by_name.items() if "url" in options}
 
 
@@ -95,10 +86,21 @@ def cache_folder() -> Path:
     return Path(call(ROOT, "cache", "dir").strip())
 
 
+def cached_object(md5: str) -> Path:
+    return cache_folder() / "files" / "md5" / md5[:2] / md5[2:]
+
+
+def cached_files(md5: str) -> dict[str, Path]:
+    """The cache's objects of a folder by relative path, missing ones too. KeyError if the folder's list is missing."""
+    listing = cached_object(md5)
+    if not listing.exists():
+        raise KeyError(md5)
+    return {item["relpath"]: cached_object(item["md5"]) for item in json.loads(listing.read_text())}
+
+
 def is_cached(entry: Entry) -> bool:
     """Whether the cache still has every output of an entry of dvc.lock."""
-    objects = cache_folder() / "files" / "md5"
-    return all(md5 and (objects / md5[:2] / md5[2:]).exists() for md5 in outs(entry).values())
+    return all(md5 and cached_object(md5).exists() for md5 in outs(entry).values())
 
 
 def run_cache() -> Iterator[Entry]:
@@ -112,19 +114,15 @@ def run_cache() -> Iterator[Entry]:
 def write_worktree_config(root: Path, links: str | None) -> None:
     """Let a worktree use the checkout's cache and local settings. `links`: cache.type, unless the checkout sets it."""
     config = configparser.ConfigParser(interpolation=None)
+    config.read_dict({"cache": {"type": links}} if links else {})
     config.read(ROOT / ".dvc" / "config.local")
-    for section in ("cache", "core"):
-        if not config.has_section(section):
-            config.add_section(section)
-    config["cache"]["dir"] = str(cache_folder())
-    if links:
-        config["cache"].setdefault("type", links)
-    config["core"]["site_cache_dir"] = str(root / ".dvc" / "tmp" / "site")  # deleted with the worktree
+    site = root / ".dvc" / "tmp" / "site"  # deleted with the worktree
+    config.read_dict({"cache": {"dir": str(cache_folder())}, "core": {"site_cache_dir": str(site)}})
     with (root / ".dvc" / "config.local").open("w") as file:
         config.write(file)
 
 
-def collect_garbage(tip: str, count: int, *, dry_run: bool) -> list[Path]:
+def collect_garbage(tip: str, count: int, *, dry_run: bool = False) -> list[Path]:
     """The cache objects that neither the checkout, nor an experiment, nor one of the last `count` commits up to `tip`
     names; they are deleted unless it is a dry run."""
     arguments = ["gc", "--workspace", "--all-experiments", "--rev", tip, "--num", str(count), "--force"]
@@ -134,18 +132,15 @@ def collect_garbage(tip: str, count: int, *, dry_run: bool) -> list[Path]:
 
 def damaged_objects(cache: Path) -> list[Path]:
     """Objects whose content does not match the hash in their name."""
-    objects = sorted((cache / "files" / "md5").glob("??/*"))
-    return [path for path in objects if (md5 := _md5_in_name(path)) and _md5_of_content(path) != md5]
+    return [path for path in sorted((cache / "files" / "md5").glob("??/*")) if _is_damaged(path)]
 
 
-def _md5_in_name(path: Path) -> str | None:
-    name = f"{path.parent.name}{path.name}".removesuffix(".dir")
-    return name if re.fullmatch("[0-9a-f]{32}", name) else None
-
-
-def _md5_of_content(path: Path) -> str:
+def _is_damaged(path: Path) -> bool:
+    md5 = f"{path.parent.name}{path.name}".removesuffix(".dir")
+    if not re.fullmatch("[0-9a-f]{32}", md5):  # a temporary file of DVC
+        return False
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
+        return hashlib.file_digest(file, "md5").hexdigest() != md5
 
 
 def check_cache(fix: bool) -> None:
@@ -158,12 +153,3 @@ def check_cache(fix: bool) -> None:
     if damaged and not fix:
         raise UserError("The content of these objects does not match their hash. `dpo check-cache --fix` removes them.")
     print("No damaged object is left in DVC's cache." if damaged else "Every object of DVC's cache matches its hash.")
-
-
-def cached_files(md5: str) -> dict[str, Path]:
-    """The cache's objects of a folder by relative path, there or not. KeyError if the folder's list is not there."""
-    objects = cache_folder() / "files" / "md5"
-    listing = objects / md5[:2] / md5[2:]
-    if not listing.exists():
-        raise KeyError(md5)
-    return {item["relpath"]: objects / item["md5"][:2] / item["md5"][2:] for item in json.loads(listing.read_text())}

@@ -7,8 +7,9 @@ runs (tasks/lifecycle/reuse.py), to explain why a stage would run (tasks/lifecyc
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,13 +77,10 @@ class StageInputs:
         return reasons
 
 
-def all_stages(root: Path) -> dict[str, Entry]:
-    return parse_yaml((root / "dvc.yaml").read_text())["stages"]
-
-
 def stages(root: Path) -> dict[str, Entry]:
     """The stages of dvc.yaml that run only when something changed: all but `watch`."""
-    return {name: stage for name, stage in all_stages(root).items() if not stage.get("always_changed")}
+    content = parse_yaml((root / "dvc.yaml").read_text())["stages"]
+    return {name: stage for name, stage in content.items() if not stage.get("always_changed")}
 
 
 def is_off(stage: str, params: Mapping[str, Any]) -> bool:
@@ -92,28 +90,25 @@ def is_off(stage: str, params: Mapping[str, Any]) -> bool:
 
 def stage_code(stage: str, prefix: str) -> dict[str, str]:
     """sha256 of the code files of a stage, as dvc.yaml lists them, whose path begins with `prefix`."""
-    return {name: sha256(ROOT / name) for name in all_stages(ROOT)[stage]["deps"] if name.startswith(prefix)}
+    return {name: sha256(ROOT / name) for name in stages(ROOT)[stage]["deps"] if name.startswith(prefix)}
 
 
 def out_paths(stage: Entry) -> list[str]:
-    """The outs, metrics and plots of a stage of dvc.yaml; each is a path or {path: options}."""
-    every = [out for kind in ("outs", "metrics", "plots") for out in stage.get(kind, [])]
-    return [out if isinstance(out, str) else next(iter(out)) for out in every]
+    """The outs and metrics of a stage of dvc.yaml; each is a path or {path: options}."""
+    outs = [*stage.get("outs", []), *stage.get("metrics", [])]
+    return [out if isinstance(out, str) else next(iter(out)) for out in outs]
 
 
 def current_inputs(
-    root: Path, stage: Entry, upstream: Mapping[str, str | None], files: Mapping[str, Any]
+    root: Path, stage: Entry, upstream: Mapping[str, str | None], params: Mapping[str, Any]
 ) -> StageInputs:
-    """The inputs of a stage of dvc.yaml now.
+    """The inputs of a stage of dvc.yaml with this content of params.yaml.
 
-    `upstream` has the hashes of earlier stages' outs, `files` the content that configuration files would have.
+    `upstream` has the hashes of the outs of earlier stages, which need not be in the workspace.
     """
-    params: dict[str, Any] = {}
-    for name, keys in _param_keys(stage):
-        content = files.get(name) or parse_yaml((root / name).read_text()) or {}
-        params |= {key: _at(content, key) for key in keys}
+    values = {key: _at(params, key) for key in stage.get("params", [])}
     deps = {path: upstream[path] if path in upstream else _md5(root / path) for path in stage.get("deps", [])}
-    return StageInputs(stage["cmd"], _flat(params), deps)
+    return StageInputs(stage["cmd"], _flat(values), deps)
 
 
 def recorded_inputs(entry: Entry) -> StageInputs:
@@ -127,10 +122,15 @@ def outs(entry: Entry) -> dict[str, str | None]:
     return {out["path"]: out.get("md5") for out in entry.get("outs", [])}
 
 
-def parse_lock(text: str | None) -> dict[str, Entry]:
-    """The entries of a dvc.lock; empty if there is none, or if a killed DVC left half of one."""
+def artifacts_size(lock: Mapping[str, Entry]) -> int:
+    """Bytes of the artifacts that a dvc.lock names; runs share those that are equal."""
+    return sum(out.get("size", 0) for entry in lock.values() for out in entry.get("outs", []))
+
+
+def parse_lock(text: str) -> dict[str, Entry]:
+    """The entries of a dvc.lock; empty if the text is empty, or is the half that a killed DVC left."""
     try:
-        return dict(parse_yaml(text or "")["stages"])
+        return dict(parse_yaml(text)["stages"])
     except (yaml.YAMLError, TypeError, KeyError, ValueError):
         return {}
 
@@ -157,60 +157,46 @@ def is_lock_damaged(workspace: Path) -> bool:
     return False
 
 
-def set_lock_aside(workspace: Path) -> Path:
-    """Move a damaged dvc.lock away and return its new path."""
+def set_lock_aside(workspace: Path) -> None:
+    """Move a damaged dvc.lock away: DVC restores the results of its stages from its run cache."""
     target = workspace / ".scratch" / "dvc.lock.damaged"
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(workspace / "dvc.lock", target)
-    return target
 
 
 def rwlock(workspace: Path) -> Path:
     return workspace / ".dvc" / "tmp" / "rwlock"
 
 
-def dead_rwlock_holders(workspace: Path) -> set[int]:
-    """Process ids in DVC's rwlock whose process is gone; {0} if the file is damaged.
+def rwlock_holders(workspace: Path) -> tuple[set[int], set[int]]:
+    """The ids of processes in DVC's rwlock: those that run, and those that are gone ({0} if the file is damaged).
 
     DVC asks only whether the id is in use. It waits for ever if another process has got the id since.
     """
     path = rwlock(workspace)
     try:
-        return {pid for pid in _rwlock_pids(json.loads(path.read_text())) if not _is_older(pid, path.stat().st_mtime)}
+        content = json.loads(path.read_text())
+        holders = [*content.get("write", {}).values(), *chain.from_iterable(content.get("read", {}).values())]
+        pids = {int(holder["pid"]) for holder in holders}
+        gone = {pid for pid in pids if not _is_older(pid, path.stat().st_mtime)}
     except FileNotFoundError:
-        return set()
+        return set(), set()
     except (ValueError, AttributeError, TypeError, KeyError):
-        return {0}
-
-
-def live_rwlock_holders(workspace: Path) -> list[int]:
-    path = rwlock(workspace)
-    if not path.exists() or 0 in (dead := dead_rwlock_holders(workspace)):
-        return []
-    return sorted(set(_rwlock_pids(json.loads(path.read_text()))) - dead)
+        return set(), {0}
+    return pids - gone, gone
 
 
 def clear_rwlock(workspace: Path) -> None:
-    """Remove the entries of dead processes; a damaged file as a whole."""
-    path, dead = rwlock(workspace), dead_rwlock_holders(workspace)
-    if 0 in dead:
-        path.unlink()
-        return
+    """Remove the entries of dead processes."""
+    path, (_, gone) = rwlock(workspace), rwlock_holders(workspace)
+
+    def running(holders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [holder for holder in holders if int(holder["pid"]) not in gone]
+
     content = json.loads(path.read_text())
-    write = {name: holder for name, holder in content.get("write", {}).items() if int(holder["pid"]) not in dead}
-    read = {
-        name: [holder for holder in holders if int(holder["pid"]) not in dead]
-        for name, holders in content.get("read", {}).items()
-    }
-    alive = {"write": write, "read": {name: holders for name, holders in read.items() if holders}}
-    write_text(path, json.dumps({kind: part for kind, part in alive.items() if part}))
-
-
-def _rwlock_pids(content: dict[str, Any]) -> Iterator[int]:
-    for holder in content.get("write", {}).values():
-        yield int(holder["pid"])
-    for holders in content.get("read", {}).values():
-        yield from (int(holder["pid"]) for holder in holders)
+    write = {name: holder for name, holder in content.get("write", {}).items() if running([holder])}
+    read = {name: running(holders) for name, holders in content.get("read", {}).items()}
+    write_text(path, json.dumps({"write": write, "read": {name: holders for name, holders in read.items() if holders}}))
 
 
 def _is_older(pid: int, written: float) -> bool:
@@ -222,15 +208,6 @@ def _is_older(pid: int, written: float) -> bool:
         return False
     except psutil.AccessDenied:
         return True
-
-
-def _param_keys(stage: Entry) -> Iterator[tuple[str, list[str]]]:
-    """(file, keys). DVC reads a bare key as one of params.yaml."""
-    for item in stage.get("params", []):
-        if isinstance(item, str):
-            yield "params.yaml", [item]
-        else:
-            yield from ((name, keys or []) for name, keys in item.items())
 
 
 def _at(content: Any, key: str) -> Any:

@@ -16,13 +16,13 @@ from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import commits, dvc, records
 from tasks.runs.commits import git
+from tasks.runs.dvc_lock import artifacts_size
 from tasks.runs.open_run import OPENED
 from tasks.runs.retention import (
     RECENT,
     RegisteredVersion,
     Run,
     all_runs,
-    artifacts_size,
     is_needed,
     reasons_to_keep,
     registered_versions,
@@ -30,6 +30,7 @@ from tasks.runs.retention import (
 from tasks.runs.workspace import remove_worktree, worktrees_lock
 from tasks.system.disk import human, size_of
 from tasks.system.lock import hold_workspace, workspace_holder
+from tasks.tracking.journal import unsent
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Item:
     kind: str
     name: str
     size: int
-    delete: Callable[[], None]
+    delete: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,17 @@ def find_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> Garbag
     reasons = reasons_to_keep(runs, versions, cluster, newest)
     reasons = {name: why for name, why in reasons.items() if name not in forgotten}
     kept, deleted, notes = _split(runs, reasons)
+    unneeded = [registered for registered in versions if not is_needed(registered, kept)]
     items: list[Item] = []
-    for registered in (registered for registered in versions if not is_needed(registered, kept)):
+    for registered in unneeded:
         try:
             items.append(_version(registered))
         except UserError as error:
             notes.append(str(error).rstrip("."))
-    refused = [registered for registered in versions if registered.is_refused and is_needed(registered, kept)]
+    refused = [registered for registered in versions if registered.is_refused and registered not in unneeded]
     refused = [] if forgotten else refused
     items += [_weights(registered) for registered in refused if registered.version.tags.get("weights") == "stored"]
-    names = {registered.version.tags.get("run", "") for registered in refused}
-    without_model = {name for name in names if reasons.get(name) == RECENT}
+    without_model = {registered.run for registered in refused if reasons.get(registered.run) == RECENT}
     reasons |= dict.fromkeys(without_model, f"{RECENT}, without its exported weights: the gate refused the model")
     items += [_run(run) for run in deleted]  # after its versions: after a crash in between it still names the model
     for path in _leftover_worktrees(kept, deleted):
@@ -84,11 +85,11 @@ def _split(runs: list[Run], reasons: dict[str, str]) -> tuple[list[Run], list[Ru
     deleted: list[Run] = []
     notes: list[str] = []
     for run in [run for run in runs if run.name not in reasons]:
-        if unsent := run.has_unsent_metrics():
+        if has_unsent := unsent(run.folder):
             notes.append(f"{run.name} stays: MLflow does not have its metrics yet. `dpo sync` sends them")
         if run.is_damaged:
             notes.append(f"{run.name} stays: its record is damaged. `dpo doctor --fix` moves it aside")
-        (kept if unsent or run.is_damaged else deleted).append(run)
+        (kept if has_unsent or run.is_damaged else deleted).append(run)
     return kept, deleted, notes
 
 
@@ -109,23 +110,19 @@ def _run(run: Run) -> Item:
 def _leftover_worktrees(kept: list[Run], deleted: list[Run]) -> list[Path]:
     """Worktrees of kept runs that are finished, or of no run. A deleted run's worktree is deleted with it."""
     excluded = {run.name for run in kept if not run.is_finished} | {run.name for run in deleted}
-    worktrees = records.WORKTREES.iterdir() if records.WORKTREES.exists() else ()
-    return [path for path in worktrees if path.name not in excluded and workspace_holder(path) is None]
+    worktrees = (path for path in records.WORKTREES.glob("*") if path.name not in excluded)
+    return [path for path in worktrees if workspace_holder(path) is None]
 
 
 def _unused_folders(output: Path, kept: list[Run]) -> Iterable[Path]:
     """Checkpoints and reference shards that no kept run used (a finished training can be continued), and copies of
     inputs for nodes without our disk: the next run copies them again."""
-    used = {line for run in kept for line in _addresses(run)}
+    notes = [run.folder / "addresses" for run in kept]
+    used = {line for path in notes if path.exists() for line in path.read_text().split()}
     for kind in ("sample", "sft", "train", "reference", "inputs"):
         for folder in sorted((output / kind).glob("*/")):
             if kind == "inputs" or f"{kind}/{folder.name}" not in used:
                 yield folder
-
-
-def _addresses(run: Run) -> list[str]:
-    path = run.folder / "addresses"
-    return path.read_text().split() if path.exists() else []
 
 
 def _scratch_folder(path: Path) -> Item:
@@ -138,15 +135,14 @@ def _scratch_folder(path: Path) -> Item:
 
 def _version(registered: RegisteredVersion) -> Item:
     model, version = registered.model, registered.version
-    return Item(
-        "registry", f"{model.name} version {version.number}", model.size(version), lambda: model.remove(version)
-    )
+    name = f"{model.name} version {version.number}"
+    return Item("registry", name, model.size(version), partial(model.remove, version))
 
 
 def _weights(registered: RegisteredVersion) -> Item:
     model, version = registered.model, registered.version
     name = f"weights of {model.name} version {version.number}, which the gate refused"
-    return Item("registry", name, model.size(version, weights=True), lambda: model.remove_weights(version))
+    return Item("registry", name, model.size(version, weights=True), partial(model.remove_weights, version))
 
 
 def _cache_objects(kept: list[Run], without_model: set[str]) -> list[Item]:
@@ -156,43 +152,35 @@ def _cache_objects(kept: list[Run], without_model: set[str]) -> list[Item]:
     if not paths:
         return []
     size = sum(path.stat().st_size for path in paths if path.is_file())
-
-    def delete() -> None:
-        dvc.collect_garbage(tip, count, dry_run=False)
-
-    return [Item("cache", f"{len(paths)} objects of DVC's cache", size, delete)]
+    return [Item("cache", f"{len(paths)} objects of DVC's cache", size, partial(dvc.collect_garbage, tip, count))]
 
 
 def _chain_of_commits(kept: list[Run], without_model: set[str]) -> tuple[str, int]:
     """All commits whose data stays, copied into one line of history: DVC takes several commits only in that form."""
-    refs = git(ROOT, "for-each-ref", "--format=%(refname)", "refs/heads", "refs/tags").splitlines()
-    commits_to_keep = ["HEAD", *(ref for ref in refs if not ref.startswith(f"{commits.BRANCHES}/"))]
+    commits_to_keep = ["HEAD", *commits.branches_and_tags()]
     commits_to_keep += [run.commit for run in kept if run.commit and run.name not in without_model]
     for run in kept:
         if run.record and not run.is_finished and run.record.has_worktree and Path(run.record.root).exists():
             commits_to_keep.append(commits.snapshot(Path(run.record.root)))
-    trees = dict.fromkeys(git(ROOT, "rev-parse", f"{commit}^{{tree}}") for commit in commits_to_keep)
-    trees |= {
-        commits.tree_without_stage(run.commit, "export"): None
-        for run in kept
-        if run.commit and run.name in without_model
-    }
-    tip = ""
-    for tree in trees:
+    trees = [git(ROOT, "rev-parse", f"{commit}^{{tree}}") for commit in commits_to_keep]
+    trees += [
+        commits.tree_without_stage(run.commit, "export") for run in kept if run.commit and run.name in without_model
+    ]
+    tip, distinct = "", set(trees)
+    for tree in distinct:
         tip = git(ROOT, "commit-tree", tree, *(["-p", tip] if tip else []), "-m", "kept by dpo gc")
-    return tip, len(trees)
+    return tip, len(distinct)
 
 
 def delete_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> None:
     """Delete while no run is active: a running stage's results are in the cache before any commit names them."""
     with hold_workspace(ROOT), worktrees_lock():
         garbage = find_garbage(newest, forgotten)
-        active = [run.name for run in garbage.runs if run.is_running]
-        active += [
-            path.name for path in records.WORKTREES.glob("*") if workspace_holder(path) and path.name not in active
-        ]
+        active = {run.name for run in garbage.runs if run.is_running}
+        active |= {path.name for path in records.WORKTREES.glob("*") if workspace_holder(path)}
         if active:
-            raise UserError(f"These runs are active: {', '.join(active)}. Run `dpo gc --yes` when they have ended.")
+            names = ", ".join(sorted(active))
+            raise UserError(f"These runs are active: {names}. Run `dpo gc --yes` when they have ended.")
         _show_notes(garbage)
         for item in garbage.items:
             item.delete()
@@ -202,13 +190,12 @@ def delete_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> None
 
 
 def show(garbage: Garbage) -> None:
-    sizes = {run.name: artifacts_size(commits.read_file(run.commit or "", "dvc.lock")) for run in garbage.runs}
-    rows = [(name, human(sizes[name]), why) for name, why in garbage.kept.items()]
-    kept = records.text_table(rows, ("run", "artifacts", "why"))
-    print(f"Kept:\n{kept}" if garbage.kept else "There is no run to keep.")
-    places = {"MLflow": ROOT / ".mlflow", "checkpoints and logs": ROOT / ".scratch"}  # without what the cache has too
-    sizes_on_disk = {"DVC's cache": size_of(dvc.cache_folder()), **{name: _size(path) for name, path in places.items()}}
-    print("Disk: " + ", ".join(f"{human(size)} in {name}" for name, size in sizes_on_disk.items()))
+    kept = [run for run in garbage.runs if run.name in garbage.kept]
+    rows = [(run.name, human(artifacts_size(run.lock())), garbage.kept[run.name]) for run in kept]
+    table = records.text_table(rows, ("run", "artifacts", "why"))
+    print(f"Kept:\n{table}" if kept else "There is no run to keep.")
+    cache, mlflow, scratch = size_of(dvc.cache_folder()), _size(ROOT / ".mlflow"), _size(ROOT / ".scratch")
+    print(f"Disk: {human(cache)} in DVC's cache, {human(mlflow)} in MLflow, {human(scratch)} in checkpoints and logs")
     _show_notes(garbage)
     if not garbage.items:
         print("\nNothing to delete.")

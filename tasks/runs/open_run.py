@@ -6,7 +6,7 @@ from pathlib import Path
 from tasks.config.paths import MODEL, ROOT
 from tasks.errors import UserError
 from tasks.runs import dvc, records
-from tasks.runs.commits import find_commit, get_commit, git
+from tasks.runs.commits import find_commit, get_commit, git, resolve
 from tasks.runs.dvc_lock import outs, read_lock
 from tasks.runs.workspace import Workspace, check_out_results
 from tasks.system.files import sha256
@@ -25,7 +25,7 @@ def open_run(name: str, folder: Path | None = None) -> Path:
     target = folder.resolve() if folder else OPENED / name.replace("/", "-")
     commit = get_commit(name)
     if target.exists() and any(target.iterdir()):
-        if _is_at(target, commit):
+        if resolve("HEAD", target) == commit:
             return target
         raise UserError(f"{target} exists and is not empty. Name another folder: `dpo open {name} FOLDER`.")
     git(ROOT, "worktree", "prune")
@@ -41,13 +41,6 @@ def _run_of_version(name: str) -> str:
     with suppress(UserError), registered_version(name) as (_, _, version):
         return version.tags.get("run") or name
     return name
-
-
-def _is_at(folder: Path, commit: str) -> bool:
-    try:
-        return git(folder, "rev-parse", "HEAD") == commit
-    except UserError:
-        return False
 
 
 def _fetch_missing(workspace: Workspace, name: str) -> None:

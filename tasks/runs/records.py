@@ -4,7 +4,6 @@ A run's folder, <logging_dir>/<name>, holds its record, journals, logs and repor
 holds its small results: all that pages and tables show.
 """
 
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.system.files import read_json, recall, write_json
+from tasks.system.files import publish, read_json, recall, write_json
 from tasks.system.lock import workspace_holder
 from tasks.system.processes import is_alive, this_process
 
@@ -47,7 +46,7 @@ class RunRecord:
     since: str = ""
     until: str = ""
     pid: int = 0
-    process: dict[str, Any] = field(default_factory=dict)  # start time and boot id: process ids are reused
+    process: dict[str, Any] = field(default_factory=dict)  # with start time and boot id: process ids are reused
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: several if the run was resumed
     commit: str = ""  # from which the worktree is made
     files: dict[str, Any] = field(default_factory=dict)  # configuration files that differ from the commit's
@@ -67,7 +66,7 @@ class RunRecord:
         if self.state != RUNNING:
             return self.state
         lock_holder = workspace_holder(Path(self.root))
-        starting = self.has_worktree and not self.made and is_alive({"pid": self.pid, **self.process})
+        starting = self.has_worktree and not self.made and is_alive(self.process)
         return RUNNING if starting or (lock_holder and lock_holder.get("pid") == self.pid) else CRASHED
 
     def write(self, **changes: Any) -> "RunRecord":
@@ -107,19 +106,15 @@ def _read(path: Path) -> RunRecord | None:
 
 
 def find_run(name: str) -> RunRecord:
-    """By our name, by the name that Prefect gave the flow run, or by the flow run's id."""
-    if record := read_record(name) or _find_by_flow_run(name):
+    """By our name, by the name that Prefect gave the flow run, or by the flow run's id: the newest run."""
+    if record := read_record(name):
         return record
-    names = ", ".join(record.name for record in all_records()[:10]) or "none yet"
-    raise UserError(f"There is no run named '{name}'. Runs: {names}. `dpo runs` lists all runs.")
-
-
-def _find_by_flow_run(name: str) -> RunRecord | None:
-    """The newest run with that flow run."""
-    for record in all_records():
+    records = all_records()
+    for record in records:
         if any(name == run or record.name == default_name(name, run) for run in record.flow_runs):
             return record
-    return None
+    names = ", ".join(record.name for record in records[:10]) or "none yet"
+    raise UserError(f"There is no run named '{name}'. Runs: {names}. `dpo runs` lists all runs.")
 
 
 def default_name(prefect_name: str, flow_run: str) -> str:
@@ -140,31 +135,21 @@ def damaged_records() -> list[Path]:
 
 def mark_running(record: RunRecord, flow_run: str) -> RunRecord:
     """Record that this process works on the run from now on, for the first time or again."""
-    flow_runs = [*record.flow_runs, *([flow_run] if flow_run not in record.flow_runs else [])]
-    return record.write(
-        state=RUNNING,
-        since=record.since or timestamp(),
-        until="",
-        pid=os.getpid(),
-        process=this_process(),
-        flow_runs=flow_runs,
-    )
+    process, flow_runs = this_process(), list(dict.fromkeys([*record.flow_runs, flow_run]))
+    since = record.since or timestamp()
+    return record.write(state=RUNNING, since=since, until="", pid=process["pid"], process=process, flow_runs=flow_runs)
 
 
 def keep_results(record: RunRecord) -> None:
     """Copy the small results into the run's folder: the worktree is about to be removed."""
-    aside = record.folder / f".{RESULTS}"
-    shutil.rmtree(aside, ignore_errors=True)
-    for name in SMALL_RESULTS:
-        path = Path(record.root) / name
-        target = aside / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, target, copy_function=shutil.copyfile)
-        elif path.exists():
-            shutil.copyfile(path, target)
-    shutil.rmtree(record.folder / RESULTS, ignore_errors=True)
-    aside.rename(record.folder / RESULTS)
+    with publish(record.folder / RESULTS) as results:
+        for name in SMALL_RESULTS:
+            source, target = Path(record.root) / name, results / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, copy_function=shutil.copyfile)
+            elif source.exists():
+                shutil.copyfile(source, target)
 
 
 def check_resumable(name: str) -> RunRecord:

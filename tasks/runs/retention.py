@@ -5,13 +5,14 @@ Of a run that is only recent and whose model the gate refused, it keeps everythi
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 from tasks.config.params import Cluster, load_params
 from tasks.config.paths import ROOT
-from tasks.config.strict import parse_yaml
-from tasks.runs import commits, records
+from tasks.runs import commits, dvc_lock, records
 from tasks.runs.commits import git
+from tasks.runs.dvc_lock import Entry
 from tasks.runs.records import RunRecord
 from tasks.system.files import recall, sha256
 from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
@@ -25,13 +26,20 @@ class Run:
     """A run by its folder and its commit. A run by hand has no record, and an old run may have lost its folder."""
 
     name: str
-    since: str
     record: RunRecord | None
     commit: str | None
 
     @property
     def folder(self) -> Path:
         return records.runs_folder() / self.name
+
+    @cached_property
+    def since(self) -> str:
+        if self.record:
+            return self.record.since
+        committed = "" if self.folder.exists() else git(ROOT, "show", "-s", "--format=%ct", self.commit or "")
+        seconds = float(committed or self.folder.stat().st_mtime)
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
     @property
     def is_running(self) -> bool:
@@ -46,13 +54,11 @@ class Run:
         """Whether its record cannot be read, so that we do not know what the run still needs."""
         return self.record is None and (self.folder / "record.json").exists()
 
-    def has_unsent_metrics(self) -> bool:
-        """Whether its journals hold lines that MLflow does not have yet."""
-        for journal in self.folder.glob("*.jsonl"):
-            sent = recall(journal.with_name(f"{journal.stem}.sent.json"))
-            if sent.get("offset", 0) < journal.stat().st_size:
-                return True
-        return False
+    def lock(self) -> dict[str, Entry]:
+        """The dvc.lock of its commit or, while it is not finished, of its workspace."""
+        if self.commit:
+            return commits.lock_of(self.commit)
+        return dvc_lock.read_lock(Path(self.record.root)) if self.record else {}
 
     def tags(self) -> list[str]:
         return git(ROOT, "tag", "--points-at", self.commit).splitlines() if self.commit else []
@@ -65,6 +71,15 @@ class RegisteredVersion:
     model: Registry
     version: Version
     aliases: list[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}/{self.version.number}"
+
+    @property
+    def run(self) -> str:
+        """The name of the run that made it."""
+        return self.version.tags.get("run", "")
 
     @property
     def is_tagged(self) -> bool:
@@ -80,28 +95,11 @@ class RegisteredVersion:
 
 def all_runs() -> list[Run]:
     """Newest first."""
-    by_name = {record.name: record for record in records.all_records()}
-    folders = {path.name for path in records.runs_folder().glob("*") if path.is_dir()}
-    runs = []
-    for name in folders | set(commits.finished_runs()):
-        record, commit = by_name.get(name), commits.find_commit(name)
-        runs.append(Run(name, _since(name, record, commit), record, commit))
+    records_by_name = {record.name: record for record in records.all_records()}
+    run_commits = commits.finished_runs()
+    folders = {path.name for path in records.runs_folder().glob("*/")}
+    runs = [Run(name, records_by_name.get(name), run_commits.get(name)) for name in folders | run_commits.keys()]
     return sorted(runs, key=lambda run: run.since, reverse=True)
-
-
-def artifacts_size(lock: str | None) -> int:
-    """Bytes of the artifacts that a dvc.lock names; runs share those that are equal."""
-    stages = (parse_yaml(lock or "") or {}).get("stages", {})
-    return sum(out.get("size", 0) for stage in stages.values() for out in stage.get("outs", []))
-
-
-def _since(name: str, record: RunRecord | None, commit: str | None) -> str:
-    if record:
-        return record.since
-    folder = records.runs_folder() / name
-    committed = "" if folder.exists() else git(ROOT, "show", "-s", "--format=%ct", commit or "")
-    seconds = float(committed or folder.stat().st_mtime)
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def registered_versions(cluster: Cluster, runs: list[Run]) -> list[RegisteredVersion]:
@@ -131,11 +129,10 @@ def reasons_to_keep(
     reasons |= dict.fromkeys(tagged_runs(cluster, TAG), f"tagged {TAG} in MLflow")
     reasons |= {run.name: f"git tag {tag}" for run in runs for tag in run.tags()}
     for registered in versions:
-        name, model = registered.version.tags.get("run", ""), registered.model.name
         if registered.is_tagged:
-            reasons[name] = f"version {registered.version.number} of {model} is tagged {TAG}"
+            reasons[registered.run] = f"version {registered.version.number} of {registered.model.name} is tagged {TAG}"
         if registered.aliases:
-            reasons[name] = f"{' and '.join(registered.aliases)} of {model}"
+            reasons[registered.run] = f"{' and '.join(registered.aliases)} of {registered.model.name}"
     reasons |= {run.name: "running" for run in runs if run.is_running}
     return {run.name: reasons[run.name] for run in runs if run.name in reasons}
 
@@ -149,4 +146,4 @@ def is_needed(registered: RegisteredVersion, kept: list[Run]) -> bool:
     manifests = (run.folder / records.RESULTS / "data/model/manifest.json" for run in kept)
     if tags.get("manifest_sha256") in {sha256(path) for path in manifests if path.exists()}:
         return True
-    return tags.get("run") in {run.name for run in kept}
+    return registered.run in {run.name for run in kept}

@@ -32,7 +32,7 @@ def run_commit(key: str, name: str) -> str:
 
 def copy_rows(key: str, name: str, folder: Path) -> None:
     """Copy the files of rows into a folder."""
-    lock = dvc_lock.parse_lock(commits.read_file(run_commit(key, name), "dvc.lock"))
+    lock = commits.lock_of(run_commit(key, name))
     outs = {path: md5 for entry in lock.values() for path, md5 in dvc_lock.outs(entry).items()}
     try:
         for path, cached in _rows(outs).items():

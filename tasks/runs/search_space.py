@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import yaml
@@ -62,26 +62,15 @@ def combinations(space: Mapping[str, Values], draws: int | None, seed: int) -> l
     """Every combination, or a number of random ones without repetition; the same seed draws the same ones."""
     if not space:
         raise UserError("A sweep needs a search space. Example: --space train.beta=0.05,0.1")
-    for key, values in space.items():
-        if draws is None and isinstance(values, Range):
-            raise UserError(f"--space {key}: a range needs --random N, the number of draws. Or list values.")
-    if draws is None:
-        return _grid({key: list(values) for key, values in space.items() if not isinstance(values, Range)})
-    return _random(space, draws, random.Random(seed))
-
-
-def _grid(space: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    return _unique([dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())])
-
-
-def _random(space: Mapping[str, Values], draws: int, generator: random.Random) -> list[dict[str, Any]]:
-    if draws < 1:
+    if draws is not None and draws < 1:
         raise UserError(f"--random {draws}: a sweep needs at least one run.")
-    lists = {key: values for key, values in space.items() if not isinstance(values, Range)}
-    if len(lists) == len(space):
-        grid = _grid(lists)
-        return generator.sample(grid, min(draws, len(grid)))
-    return _unique([{key: _draw(values, generator) for key, values in space.items()} for _ in range(draws)])
+    generator = random.Random(seed)
+    if ranges := [key for key, values in space.items() if isinstance(values, Range)]:
+        if draws is None:
+            raise UserError(f"--space {ranges[0]}: a range needs --random N, the number of draws. Or list values.")
+        return _unique([{key: _draw(values, generator) for key, values in space.items()} for _ in range(draws)])
+    grid = _unique([dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())])
+    return grid if draws is None else generator.sample(grid, min(draws, len(grid)))
 
 
 def _draw(values: Values, generator: random.Random) -> Any:

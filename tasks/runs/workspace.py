@@ -1,5 +1,6 @@
 """The workspace of a run, in which its stages execute: a git worktree, or the checkout itself."""
 
+import json
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -47,7 +48,8 @@ class Workspace:
         return dvc_lock.is_off(stage, read_yaml(self.root / "params.yaml"))
 
     def stale_stages(self) -> set[str]:
-        return dvc.stale_stages(self.dvc("status", "--json")) & set(self.stages())
+        status = self.dvc("status", "--json")
+        return set(json.loads(status[status.index("{") :])) & set(self.stages())
 
     def watch(self) -> list[str]:
         """Run the stage `watch`, so that DVC sees changed content behind an address of `source`; its messages."""
@@ -67,18 +69,14 @@ def ray_kept(workspace: Workspace, stale: Collection[str]) -> Iterator[Workspace
 
 
 def remove_worktree(root: Path) -> None:
-    """Remove the folder and git's notes of it; git itself refuses if one of them is missing or incomplete."""
+    """Remove the folder and git's notes of it, even if a kill left one of them incomplete: then git itself refuses."""
     try:
         git(ROOT, "worktree", "remove", "--force", "--force", str(root))
     except UserError:
         if not root.is_relative_to(ROOT / ".scratch"):
             raise
         shutil.rmtree(root, ignore_errors=True)
-        notes = Path(git(ROOT, "rev-parse", "--path-format=absolute", "--git-common-dir")) / "worktrees"
-        for note in notes.glob("*/"):
-            gitdir = note / "gitdir"
-            if not gitdir.exists() or gitdir.read_text().strip() in ("", str(root / ".git")):
-                shutil.rmtree(note)
+        git(ROOT, "worktree", "prune")
 
 
 def worktrees_lock() -> AbstractContextManager[None]:

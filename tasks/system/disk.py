@@ -8,7 +8,6 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,18 +77,14 @@ def _explain_broken(path: Path | None, reason: str) -> str:
     )
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> list[BaseException]:
     """The exception and those behind it, Ray's `cause` included."""
-    seen: list[BaseException] = []
-    todo = [error]
-    while todo and len(seen) < 20:
-        current = todo.pop(0)
-        if any(current is other for other in seen):
-            continue
-        seen.append(current)
-        yield current
-        behind = (current.__cause__, current.__context__, getattr(current, "cause", None))
-        todo += [other for other in behind if isinstance(other, BaseException)]
+    causes = [error]
+    for cause in causes:  # the list grows meanwhile
+        for behind in (cause.__cause__, cause.__context__, getattr(cause, "cause", None)):
+            if isinstance(behind, BaseException) and not any(behind is known for known in causes):
+                causes.append(behind)
+    return causes
 
 
 def _fullest() -> Path:

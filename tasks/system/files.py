@@ -19,9 +19,9 @@ from tasks.system.processes import start_time
 def publish(folder: str | Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` atomically, synced to disk, when the block succeeds."""
     target = Path(folder)
-    for before in target.parent.glob(f".{target.name}.*.old"):
+    for old in target.parent.glob(f".{target.name}.*.old"):
         if not target.exists():  # a process was killed between the two renames below
-            os.rename(before, target)
+            os.rename(old, target)
     aside = _aside(target)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -30,19 +30,19 @@ def publish(folder: str | Path) -> Iterator[Path]:
         for path in aside.rglob("*"):
             if not path.is_symlink():
                 sync(path)
-        before = target.with_name(f"{aside.name}.old")
+        old = target.with_name(f"{aside.name}.old")
         if target.exists():  # renamed, not deleted: a kill here loses neither
-            os.rename(target, before)
+            os.rename(target, old)
         os.rename(aside, target)
         sync(target.parent)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
 def temporary(path: Path) -> Iterator[Path]:
-    """A name beside `path` for a file to be renamed; deleted on failure, and by the next writer after a kill."""
+    """Yield a path beside `path` for a file to rename; deleted on failure, and by the next writer after a kill."""
     aside = _aside(path)
     try:
         yield aside
@@ -68,7 +68,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """To disk: a file's content, or a folder's entries."""
+    """Write to disk what the kernel still caches: a file's content, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,10 +79,10 @@ def sync(path: Path) -> None:
 def _aside(path: Path) -> Path:
     """The temporary path of a file or folder. Removes those of killed processes of this host."""
     host = re.sub(r"[^\w-]", "-", socket.gethostname())
-    for left in path.parent.glob(f".{path.name}.{host}.*"):
-        pid, _, start = left.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
+    for leftover in path.parent.glob(f".{path.name}.{host}.*"):
+        pid, _, start = leftover.name.split(f".{host}.")[-1].removesuffix(".old").partition(".")
         if pid.isdecimal() and str(start_time(int(pid))) != start:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{start_time(os.getpid())}")
 
 
@@ -114,14 +114,14 @@ def known_sha256(path: Path) -> str:
 
     An edit can reset the modification time, but not the time of the last status change.
     """
-    memory = home() / ".scratch" / "hashes.json"
-    known = recall(memory)
+    cache = home() / ".scratch" / "hashes.json"
+    known = recall(cache)
     state = path.stat()
-    now = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+    current = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
     entry = known.get(str(path.resolve()))
-    if not isinstance(entry, list) or entry[:-1] != now:
-        entry = [*now, sha256(path)]
-        write_json(memory, {**known, str(path.resolve()): entry})
+    if not isinstance(entry, list) or entry[:-1] != current:
+        entry = [*current, sha256(path)]
+        write_json(cache, {**known, str(path.resolve()): entry})
     return entry[-1]
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,16 +55,11 @@ def exclusive(path: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
             file.truncate(0)
 
 
-@contextmanager
-def lock_cached_folder(folder: Path, run: Path, stage: str) -> Iterator[None]:
+def lock_cached_folder(folder: Path, run: Path, stage: str) -> AbstractContextManager[None]:
     """Around work in a folder that is named by a content hash, which another run may share."""
     record_cached_folder(folder, run, stage)
-
-    def report(holder: str) -> None:
-        print(f"{stage}: {holder} computes the same result; waiting for it, then continuing from there", flush=True)
-
-    with exclusive(folder.with_suffix(".lock"), report):
-        yield
+    wait = "computes the same result; waiting for it, then continuing from there"
+    return exclusive(folder.with_suffix(".lock"), lambda holder: print(f"{stage}: {holder} {wait}", flush=True))
 
 
 def record_cached_folder(folder: Path, run: Path, stage: str) -> None:
@@ -76,19 +71,13 @@ def record_cached_folder(folder: Path, run: Path, stage: str) -> None:
 @contextmanager
 def workspace_lock(root: Path) -> Iterator[None]:
     """The lock of a process that works in one workspace; its child processes pass through."""
-    before = os.environ.get(TOKEN)
+    before = os.environ.get(TOKEN, "")
     with hold_workspace(root) as token:
-        if token is None:
-            yield
-            return
-        os.environ[TOKEN] = token
+        os.environ[TOKEN] = token or before
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[TOKEN]
-            else:
-                os.environ[TOKEN] = before
+            os.environ[TOKEN] = before
 
 
 @contextmanager

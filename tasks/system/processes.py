@@ -1,7 +1,7 @@
-"""Processes: which one it was, and children that do not outlive us (not after a failure, a cancellation or `kill -9`).
+"""Identifies processes, and runs children that end with us: after a failure, a cancellation and `kill -9`, too.
 
-A process id is reused, so we note its start time and the machine's boot id beside it. All descendants of a child carry
-a mark in their environment: we find them in any session (Ray's processes have their own) and under any parent.
+Process ids are reused, so a record of a process also has its start time and the machine's boot id. All descendants of a
+child carry a mark in their environment: we find them in any session (Ray's processes have their own), under any parent.
 """
 
 import ctypes
@@ -93,7 +93,7 @@ def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], on_line: Call
 
 
 def terminate_awaited() -> None:
-    """End the children that `run` waits for in other threads, all at the same time."""
+    """End the children that `run` waits for in other threads; their grace periods run at the same time."""
     pids = list(_awaited)
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -106,7 +106,7 @@ def terminate_awaited() -> None:
 def spawn(
     command: Sequence[str], cwd: Path, env: Mapping[str, str], output: int | IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A child in its own process group, so that Ctrl-C in the terminal reaches us alone; it ends with the block."""
+    """Start a child that ends with the block. It has its own process group: Ctrl-C in the terminal reaches us alone."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
@@ -178,13 +178,19 @@ def terminate(pid: int) -> None:
 
 
 def _family(pid: int) -> list[psutil.Process]:
+    """The process group of `pid`, all processes with its mark, and its descendants."""
     mark = _marks.get(pid)
-    members = [
-        process for process in psutil.process_iter() if _group(process.pid) == pid or (mark and _mark(process) == mark)
-    ]
+    members = [process for process in psutil.process_iter() if _is_member(process, pid, mark)]
     with suppress(psutil.NoSuchProcess):
         members += psutil.Process(pid).children(recursive=True)
     return [process for process in members if not _is_guard(process)]
+
+
+def _is_member(process: psutil.Process, group: int, mark: str | None) -> bool:
+    try:
+        return os.getpgid(process.pid) == group or (mark is not None and process.environ().get(MARK) == mark)
+    except (psutil.Error, OSError):  # another user's, or gone
+        return False
 
 
 def _is_guard(process: psutil.Process) -> bool:
@@ -193,20 +199,6 @@ def _is_guard(process: psutil.Process) -> bool:
         return GUARD in process.cmdline()
     except psutil.Error:
         return False
-
-
-def _mark(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(MARK)
-    except (psutil.Error, OSError):  # another user's, or gone
-        return None
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def is_running(process: psutil.Process) -> bool:

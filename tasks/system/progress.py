@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -21,14 +22,13 @@ _listeners: list[Listener] = []
 class Bar:
     def __init__(self, stage: str, total: int, unit: str) -> None:
         self.stage, self.total, self.unit = stage, total, unit
-        self.spoke = self.entered = time.monotonic()
+        self.printed_at = self.entered_at = time.monotonic()
         self.done = 0
-        self.began: tuple[float, int] | None = None  # time and count of the first update
+        self.first_update: tuple[float, int] | None = None  # its time and count
         self.bar: Progress | None = None
-        self.noted = 0.0
+        self.noted_at = 0.0
 
     def __enter__(self) -> "Bar":
-        self.entered = time.monotonic()
         self._note(0)
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -47,15 +47,15 @@ class Bar:
 
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total. The speed counts from the first update: no start-up, no steps before a resume."""
-        if done == self.done == self.total:  # said already
+        if done == self.done == self.total:  # printed already
             return
-        self.began, self.done = self.began or (time.monotonic(), done), done
-        if done == self.total or time.monotonic() - self.noted >= NOTE_SECONDS:
+        self.first_update, self.done = self.first_update or (time.monotonic(), done), done
+        if done == self.total or time.monotonic() - self.noted_at >= NOTE_SECONDS:
             self._note(done)
         if self.bar:
             self.bar.update(self.task, completed=done, note=note)
-        elif done == self.total or time.monotonic() - self.spoke >= EVERY_SECONDS:
-            self.spoke = time.monotonic()
+        elif done == self.total or time.monotonic() - self.printed_at >= EVERY_SECONDS:
+            self.printed_at = time.monotonic()
             parts = [f"{self.stage}: {done}/{self.total} {self.unit}", self._eta(done), note]
             print(", ".join(part for part in parts if part), flush=True)
 
@@ -64,16 +64,16 @@ class Bar:
         (self.bar.console.print if self.bar else print)(sentence)
 
     def _note(self, done: int) -> None:
-        self.noted = time.monotonic()
+        self.noted_at = time.monotonic()
         for listener in _listeners:
             listener(done, self.total, self.unit)
 
     def _eta(self, done: int) -> str:
-        assert self.began is not None
-        since, first = self.began
+        assert self.first_update is not None
+        since, first = self.first_update
         elapsed = time.monotonic() - since
         # Workers that start together also report together: until one more round is over, the speed looks too high.
-        if done in (first, self.total) or elapsed < since - self.entered:
+        if done in (first, self.total) or elapsed < since - self.entered_at:
             return ""
         seconds = elapsed / (done - first) * (self.total - done)
         return f"eta {int(seconds // 60)}:{int(seconds % 60):02d}"
@@ -92,20 +92,11 @@ def notify(listener: Listener) -> Iterator[None]:
 @contextmanager
 def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `watch` in a thread beside the block; the event tells it that the block is over. Its error is raised then."""
-    over, errors = threading.Event(), list[Exception]()
-
-    def work() -> None:
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch, over)
         try:
-            watch(over)
-        except Exception as error:  # the block's own error, if there is one, says more
-            errors.append(error)
-
-    watcher = threading.Thread(target=work, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    if errors:
-        raise errors[0]
+            yield
+        finally:
+            over.set()
+    watcher.result()  # not reached if the block failed: its own error says more

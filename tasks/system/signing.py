@@ -10,11 +10,13 @@ import hashlib
 import hmac
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.system.files import sync, temporary
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -47,28 +49,21 @@ def signature_problem(content: bytes, line: str) -> str | None:
     try:
         kind, public, signature = line.split()
         assert kind == "ed25519"
-        verifier, made = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)), bytes.fromhex(signature)
+        verifier, signed = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)), bytes.fromhex(signature)
     except (ValueError, AssertionError):
         return "its signature is not a line `ed25519 KEY SIGNATURE`"
-    given = [key.strip().lower() for key in os.environ.get(TRUSTED, "").split(",") if key.strip()]
-    if public not in given and public != public_key():
+    trusted = [key.strip().lower() for key in os.environ.get(TRUSTED, "").split(",")]
+    if public not in (*trusted, public_key()):
         return (
-            f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} ({where()}). Use the "
-            f"same key ({VARIABLE}), or add the public key to {TRUSTED} if you trust its owner"
+            f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} "
+            f"({_key_file() or VARIABLE}). Use the same key ({VARIABLE}), or add the public key to {TRUSTED} if you "
+            "trust its owner"
         )
     try:
-        verifier.verify(made, PURPOSE + content)
+        verifier.verify(signed, PURPOSE + content)
     except InvalidSignature:
         return f"it is not what key {public[:16]} signed"
     return None
-
-
-def where() -> str:
-    """Where the key is, for messages; never the key."""
-    given = os.environ.get(VARIABLE, "")
-    if not given:
-        return str(_default())
-    return VARIABLE if _is_key(given) else given
 
 
 def _private() -> "Ed25519PrivateKey":
@@ -78,12 +73,11 @@ def _private() -> "Ed25519PrivateKey":
 
 
 def _secret() -> bytes:
-    given = os.environ.get(VARIABLE, "").strip()
-    if given and _is_key(given):
-        return bytes.fromhex(given)
-    path = Path(given).expanduser() if given else _default()
-    if not given and not path.exists():
-        _make(path)
+    path = _key_file()
+    if path is None:
+        return bytes.fromhex(os.environ[VARIABLE].strip())
+    if path == _default() and not path.exists():
+        _create(path)
     try:
         text = path.read_text().strip()
     except OSError as error:
@@ -96,21 +90,22 @@ def _secret() -> bytes:
     return bytes.fromhex(text)
 
 
-def _make(path: Path) -> None:
+def _create(path: Path) -> None:
     """Create the key atomically: of two processes at the same time, one wins and both use its key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    with temporary(path) as aside, suppress(FileExistsError):
+        aside.touch(mode=0o600)
+        aside.write_text(secrets.token_hex(32) + "\n")
+        sync(aside)
         os.link(aside, path)
-    except FileExistsError:
-        pass
-    finally:
-        aside.unlink()
+
+
+def _key_file() -> Path | None:
+    """The file with the key, which messages may name; None where the variable holds the key itself."""
+    value = os.environ.get(VARIABLE, "").strip()
+    if _is_key(value):
+        return None
+    return Path(value).expanduser() if value else _default()
 
 
 def _default() -> Path:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import disk_space
 from tasks.cluster import system_metrics
 from tasks.cluster.nodes import path_on_nodes, refresh_directory, report_node_changes
 from tasks.cluster.placement import reserve_placement_group, resource_bundle
@@ -33,7 +32,7 @@ from tasks.system.processes import this_process
 from tasks.system.progress import Bar, meanwhile
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
-from tasks.trainer import continuation
+from tasks.trainer import continuation, disk_space
 from tasks.trainer.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
 from training.rows import batches
 from training.trainer import checkpoint_files

@@ -66,9 +66,9 @@ def test_a_child_of_the_holder_passes_and_leaves_the_lock_held(tmp_path: Path) -
 
 
 def test_the_token_is_gone_when_the_lock_is_released(tmp_path: Path) -> None:
-    before = os.environ.get(TOKEN)
+    before = os.environ.get(TOKEN, "")
     with workspace_lock(tmp_path):
         assert os.environ[TOKEN] != before
-    assert os.environ.get(TOKEN) == before
+    assert os.environ[TOKEN] == before
     with workspace_lock(tmp_path):
         pass

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
-from tasks import disk_space
 from tasks.config.params import Params
+from tasks.trainer import disk_space
 from tests.benchmarks.workload import HYBRID_SHAPES, config_of, make_pairs
 from tests.scoring.test_recurrent import FAMILIES, make_config
 from tests.support.settings import make_settings

@@ -1,6 +1,5 @@
 """How much disk space a stage or a run needs; a stage that cannot finish is refused before it begins."""
 
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,13 +32,20 @@ class Parameters(NamedTuple):
 
 def check(stage: str, params: Params, cluster: Cluster) -> None:
     """UserError where the disk cannot hold what the stage writes, as far as that is known before."""
-    estimates: dict[str, Callable[[], FolderSizes]] = {
-        "source": lambda: [(RAW, _source_data(params)), (BASE, _merged_base(params))],
-        "prepare": lambda: [(PAIRS, 3.0 * disk.size_of(RAW))],  # shards, pairs, the card's quarantine
-        "reference": lambda: [(folder, 1.0 * disk.size_of(PAIRS)) for folder in (PAIRS, home() / cluster.output_dir)],
-        "export": lambda: _export(params, cluster),
-    }
-    disk.require(stage, estimates.get(stage, lambda: [(Path("data"), 0.0)])())
+    disk.require(stage, _stage_needs(stage, params, cluster))
+
+
+def _stage_needs(stage: str, params: Params, cluster: Cluster) -> FolderSizes:
+    if stage == "source":
+        merged_base = disk.size_of(local_path(params.source.model)) if params.source.adapter else 0
+        return [(RAW, _source_data(params)), (BASE, float(merged_base))]
+    if stage == "prepare":
+        return [(PAIRS, 3.0 * disk.size_of(RAW))]  # shards, pairs, the card's quarantine
+    if stage == "reference":
+        return [(folder, 1.0 * disk.size_of(PAIRS)) for folder in (PAIRS, home() / cluster.output_dir)]
+    if stage == "export":
+        return _export_needs(params, cluster)
+    return [(Path("data"), 0.0)]
 
 
 def check_training(stage: str, params: Params, cluster: Cluster, model: Path, folder: Path) -> None:
@@ -109,12 +115,7 @@ def _source_data(params: Params) -> float:
     return float(sum(map(disk.size_of, local)))
 
 
-def _merged_base(params: Params) -> float:
-    """A base model with an adapter merged into it is written anew."""
-    return float(disk.size_of(local_path(params.source.model))) if params.source.adapter else 0.0
-
-
-def _export(params: Params, cluster: Cluster) -> FolderSizes:
+def _export_needs(params: Params, cluster: Cluster) -> FolderSizes:
     """From the base's weight files, which have at most four bytes per parameter."""
     sizes = recall(BASE / "manifest.json").get("sizes", {})
     weights = float(sum(size for name, size in sizes.items() if name.endswith(".safetensors")))
