@@ -50,7 +50,7 @@ def sweep(
 
     options: dict[str, Any] = {"metric": metric, "goal": goal, "runs_at_once": runs_at_once, "random": random}
     options |= {"seed": seed, "recipe": recipe, "name": name, "promote": promote}
-    with interruptible("Run the same command again to continue; finished runs are not repeated."):
+    with interruptible(lambda: "Run the same command again to continue; finished runs are not repeated."):
         code = sweep.run_here(space or [], parse_overrides(set_), **options)
     raise typer.Exit(code)
 

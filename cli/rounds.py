@@ -36,7 +36,7 @@ def rounds(
     """
     from flows import rounds
 
-    with interruptible("Run the same command again to continue; finished rounds are not repeated."):
+    with interruptible(lambda: "Run the same command again to continue; finished rounds are not repeated."):
         code = rounds.run_here(count, reference, keep_going, recipe=recipe, overrides=parse_overrides(set_), name=name)
     raise typer.Exit(code)
 
