@@ -10,13 +10,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
 from flows import cancellation, retrain
 from flows.terminal import PROGRESS
 from tasks.config.params import Params
 from tasks.config.paths import ROOT
+from tasks.config.strict import to_yaml
 from tasks.errors import UserError
 from tasks.runs import dvc_lock, run_config
 from tasks.runs.search_space import Space, combinations
@@ -45,7 +45,7 @@ class Trial:
     def command(self, recipe: str | None, overrides: Mapping[str, Any]) -> list[str]:
         arguments = ["--recipe", recipe] if recipe else []
         for key, value in {**overrides, **self.values}.items():
-            arguments += ["--set", f"{key}={_as_yaml(value)}"]
+            arguments += ["--set", f"{key}={to_yaml(value)}"]
         return [sys.executable, "-m", "cli", "run", "--name", self.name, *arguments]
 
 
@@ -85,11 +85,6 @@ def _slug(values: Mapping[str, Any]) -> str:
     """The values in a form that a branch name allows."""
     text = "-".join(f"{key.split('.')[-1]}-{value}" for key, value in values.items())
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).replace(".-", "-").strip("-.").lower()[:40].rstrip("-.")
-
-
-def _as_yaml(value: Any) -> str:
-    """On one line; not as JSON, whose 5e-07 YAML reads as text."""
-    return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
 
 
 def startable(

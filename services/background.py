@@ -7,7 +7,6 @@ those of a killed service can still be found and stopped.
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -175,27 +174,3 @@ def exclusive_lock() -> AbstractContextManager[None]:
     return exclusive(
         FOLDER / "lock", lambda holder: print(f"Waiting for {holder}, which starts or stops services", flush=True)
     )
-
-
-def is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        probe.bind((host, port))
-        return True
-    return False
-
-
-def port_holder(port: int) -> str:
-    """The process that listens on a port, for messages; processes of other users are not visible."""
-    with suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("inet"):
-            listening = connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:] == (port,)
-            if listening and connection.pid:
-                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return "another program"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

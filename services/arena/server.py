@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from services import background, passwords
+from services import passwords
 from services.arena.answers import ARENA, ModelAnswers, Prompt, sides
 from services.arena.app import PATIENCE, create_app, create_router
 from tasks.chat import as_messages, read_prompts
@@ -14,6 +14,7 @@ from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import FeedbackJournal, feedback_folder, read_events
+from tasks.system.ports import is_free, port_holder
 
 SHORTEST_TOKEN = 16
 
@@ -34,8 +35,8 @@ def serve(
     host, port = address
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise UserError(f"The token has {len(token)} characters. Give at least {SHORTEST_TOKEN}, or leave it out.")
-    if not background.is_free(host, port):
-        raise UserError(f"Port {port} of {host} is in use by {background.port_holder(port)}. Give another --port.")
+    if not is_free(host, port):
+        raise UserError(f"Port {port} of {host} is in use by {port_holder(port)}. Give another --port.")
     texts = [Prompt(as_messages(prompt)) for prompt in (read_prompts(prompts) if prompts else ())]
     first, second = sides(*names, sampling, feedback_model)
     cluster, journal, stop = load_cluster(), FeedbackJournal(), threading.Event()

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import uvicorn
 
-from services.background import is_free, port_holder
 from services.serving.engine import uses_vllm
 from services.serving.fleet import Fleet
 from services.serving.gateway import create_app
@@ -17,6 +16,7 @@ from tasks.config.paths import ROOT, home
 from tasks.errors import UserError
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
+from tasks.system.ports import is_free, port_holder
 
 DRAIN = 30  # seconds that running answers get when the gateway ends
 
