@@ -10,9 +10,9 @@ from cli.options import VERSION
 
 def runs() -> None:
     """List all runs with their state, start time, model, executed stages and MLflow page."""
-    from services import run_list
+    from services.status import show_runs
 
-    run_list.show()
+    show_runs()
 
 
 def open_(
