@@ -1,22 +1,17 @@
 """The runs of a sweep: their params and names, and how they run in parallel as processes."""
 
-import json
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
-
 from flows import cancellation, retrain
+from flows.child_runs import run_command
 from flows.terminal import PROGRESS
 from tasks.config.params import Params
 from tasks.config.paths import ROOT
-from tasks.config.strict import to_yaml
 from tasks.errors import UserError
 from tasks.runs import dvc_lock, run_config
 from tasks.runs.search_space import Space, combinations
@@ -43,10 +38,7 @@ class Trial:
         return fingerprint({section: self.params[section] for section in ("source", "prepare", "reference")})
 
     def command(self, recipe: str | None, overrides: Mapping[str, Any]) -> list[str]:
-        arguments = ["--recipe", recipe] if recipe else []
-        for key, value in {**overrides, **self.values}.items():
-            arguments += ["--set", f"{key}={to_yaml(value)}"]
-        return [sys.executable, "-m", "cli", "run", "--name", self.name, *arguments]
+        return run_command(self.name, recipe, {**overrides, **self.values})
 
 
 def plan(
@@ -149,16 +141,3 @@ def _later_stages() -> re.Pattern[str]:
     stages = list(dvc_lock.all_stages(ROOT))
     later = stages[stages.index(SHARED_STAGE) + 1 :] if SHARED_STAGE in stages else stages
     return re.compile(rf"^({'|'.join(later)}): ")
-
-
-def environment(tags: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a trial on our Prefect server, without what identifies this process's own run."""
-    keep = ("DPO_CLUSTER", "DPO_MLFLOW_")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(keep) or not name.startswith(("DPO_", "PREFECT__"))
-    }
-    login = PREFECT_API_AUTH_STRING.value()
-    api = {"PREFECT_API_URL": PREFECT_API_URL.value() or "", **({"PREFECT_API_AUTH_STRING": login} if login else {})}
-    return {**clean, **api, "PYTHONUNBUFFERED": "1", "DPO_TAGS": json.dumps(dict(tags))}

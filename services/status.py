@@ -7,16 +7,8 @@ from services import background, prefect_api
 from services.background import Service
 from services.mlflow_urls import mlflow_link, needs_server
 from services.stack import PORTS, TITLES
-from tasks.runs.records import (
-    CRASHED,
-    FAILED,
-    STOPPED,
-    RunRecord,
-    all_records,
-    damaged_records,
-    stage_states,
-    text_table,
-)
+from tasks.runs import records
+from tasks.runs.records import RunRecord
 from tasks.runs.retention import artifacts_size
 from tasks.system.disk import human
 from tasks.system.files import recall
@@ -79,27 +71,28 @@ def _line(run: dict[str, Any], deployments: dict[str, Any]) -> str:
 
 
 def show_runs() -> None:
-    for path in damaged_records():
+    for path in records.damaged_records():
         print(f"warning: {path} is empty or damaged; its run is not listed. `dpo doctor --fix` moves it aside.")
-    records = all_records()
-    if not records:
+    runs = records.all_records()
+    if not runs:
         print("No runs yet. Start one with `make demo`, `dpo run`, or `prefect deployment run dpo/full`.")
         return
-    print(text_table(map(_run_row, records), ("run", "state", "since", "model", "stages", "artifacts", "MLflow")))
-    if any(needs_server(recall(record.folder / "run.json")) for record in records):
+    head = ("run", "state", "since", "model", "stages", "artifacts", "MLflow")
+    print(records.text_table(map(_run_row, runs), head))
+    if any(needs_server(recall(run.folder / "run.json")) for run in runs):
         print("\nThe pages of MLflow open after `dpo up`.")
-    if unfinished := [record.name for record in records if record.current_state in (FAILED, STOPPED, CRASHED)]:
+    if unfinished := [run.name for run in runs if run.current_state not in (records.RUNNING, records.FINISHED)]:
         print(f"\n`dpo resume {unfinished[0]}` continues a run that did not finish; `dpo gc` deletes old ones.")
 
 
 def _run_row(record: RunRecord) -> tuple[str, ...]:
-    states = stage_states(record)
+    states = records.stage_states(record)
     ran = [state["stage"] for state in states if state["state"] == "ran" and state["stage"] != "promote"]
     cached = sum(state["state"] != "ran" for state in states)
-    run = recall(record.folder / "run.json")
-    what = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
+    link = mlflow_link(recall(record.folder / "run.json")) or ""
+    stages = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
     lock = record.results() / "dvc.lock"
     size = human(artifacts_size(lock.read_text())) if lock.exists() else ""
     model = recall(record.folder / "params.json").get("promote", {}).get("model_name", "")
-    return record.name, record.current_state, since, model, what, size, (mlflow_link(run) if run else None) or ""
+    return record.name, record.current_state, since, model, stages, size, link
