@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks import prepare, source
-from tasks.config.params import Params, Source
+from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
 from tasks.dataset.shards import read_shard
 from tasks.dataset.tokenization import ChatTemplate
@@ -56,7 +56,8 @@ def examine_data(params: Params, template: ChatTemplate) -> DataFacts:
     options = params.prepare.model_copy(update=unlimited | held_out)
     shards = Path("shards")
     with _scratch_workspace():
-        raw = _fetch(params.source)
+        RAW.mkdir(parents=True)
+        raw = source.fetch_data(params.source, RAW)
         done = prepare.process(raw, template, options, shards, Path("quarantine.jsonl"))
         sample = next(rows for result in done.results if (rows := _prompts(shards, result.number)))
     columns, kept = done.columns, done.kept
@@ -86,11 +87,6 @@ def _scratch_workspace() -> Iterator[None]:
         finally:
             del os.environ["DPO_HOME"]
             os.environ |= {"DPO_HOME": before} if before is not None else {}
-
-
-def _fetch(params: Source) -> dict[str, Any]:
-    RAW.mkdir(parents=True)
-    return source.fetch_data(params, RAW)
 
 
 def _prompts(shards: Path, number: int) -> list[str]:

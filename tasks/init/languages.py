@@ -21,7 +21,7 @@ LEAST = 0.02  # share of the texts that makes a language worth a mention
 
 def languages(texts: Iterable[str]) -> dict[str, float]:
     """The share of texts in each language that is told apart, the most frequent first."""
-    counts = Counter(found for text in texts if (found := language(text)))
+    counts = Counter(filter(None, map(language, texts)))
     return {name: share for name, n in counts.most_common() if (share := n / counts.total()) >= LEAST}
 
 
