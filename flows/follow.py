@@ -27,7 +27,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from flows import embedded_server
-from flows.terminal import Terminal
+from flows.terminal import LOGGERS, Terminal
 from tasks.errors import UserError
 from tasks.redact import redact
 
@@ -35,10 +35,8 @@ POLL_SECONDS = 1.0
 LATE = timedelta(seconds=30)  # lines of one moment may reach the server this far apart
 LAST_LINES_SECONDS = 10.0  # how long after the end a run's process may send its last lines
 PAGE = 200  # lines that the server returns at once
-# Prefect's engine writes to the loggers of our own lines.
-LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 ENDED = "Finished in state"
-ENGINE = re.compile(
+ENGINE = re.compile(  # lines of Prefect's engine, which writes to the loggers of our own lines
     rf"^({ENDED}|Beginning (flow|subflow) run|Created (task|subflow) run|View at |Encountered exception during|"
     r"Engine execution|Task run failed|Retries are exhausted|Running \d+ deployment|Executing deployment|"
     r"Deployment step|All deployment)"
