@@ -126,7 +126,7 @@ def _close(workspace: Workspace) -> Path:
 def run_stages(
     workspace: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
 ) -> list[State]:
-    """Run every stage in order and append what became of it to `states`; `checks` run after the stage of that name.
+    """Run every stage in order and append its state to `states`; `checks` run after the stage of that name.
 
     Returns Prefect's state of the last stage: each stage waits for the one before, which draws the run's graph.
     """
@@ -153,9 +153,9 @@ def _run_in_order(
 ) -> list[State]:
     previous: list[State] = []
     for name in workspace.stages():
-        # One question to DVC covers all stages until one of them runs; after that DVC decides for each.
+        # `dvc status` covers all stages until the first one runs; after that DVC decides stage by stage.
         unchanged = name not in stale and all(state["state"] == "cached" for state in states)
-        if workspace.is_off(name):  # DVC wants its output all the same, and nobody else wants to hear of it
+        if workspace.is_off(name):  # later stages depend on its empty output; no page lists the stage
             if not unchanged:
                 workspace.dvc("repro", "--single-item", name)
             continue

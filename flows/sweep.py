@@ -71,7 +71,7 @@ def sweep(
 
 @dataclass
 class Sweep:
-    """The trials of a sweep, and what became of each."""
+    """The trials of a sweep and their outcomes."""
 
     name: str
     trials: list[Trial]

@@ -38,7 +38,7 @@ def disk(report: Report, params: Params, cluster: Cluster, sizes: Any | None) ->
 
 
 def shared_memory(report: Report, folder: Path = Path("/dev/shm")) -> None:
-    """Holds Ray's objects and the messages between workers of one machine; a container gets 64 MiB by default."""
+    """/dev/shm holds Ray's objects and messages between workers of a machine; a container gets 64 MiB by default."""
     if not folder.exists():
         return
     size = shutil.disk_usage(folder)

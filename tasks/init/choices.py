@@ -82,7 +82,7 @@ def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Ma
     params, cluster = validate(Params, content, ROOT / "params.yaml"), load_cluster(ROOT, nested["cluster"])
     settings = make_settings(params, cluster, model.folder, ROOT / cluster.output_dir, origin={})
     kept = data.lengths <= params.prepare.max_tokens
-    longest = int((data.prompts + data.chosen + data.others)[kept].max(initial=0))
+    longest = int((data.prompts + data.chosen + data.rejected)[kept].max(initial=0))
     settings = replace(settings, row_tokens=max(settings.row_tokens, longest))  # a longer pair is a row of its own
     needed = memory.estimate(settings, cluster.actor_train.num_workers).total
     workers = cluster.actor_train.num_workers

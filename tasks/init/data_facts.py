@@ -1,4 +1,4 @@
-"""What the data is like under the model's tokenizer: the stages `source` and `prepare` on a sample, without a limit."""
+"""Facts about the data: the stages `source` and `prepare` run on a sample, without a limit on tokens."""
 
 import os
 from collections import Counter
@@ -20,7 +20,7 @@ from tasks.dataset.tokenization import ChatTemplate
 from tasks.init.languages import languages
 
 SAMPLE = 20_000  # pairs to examine at most
-TEXTS = 300  # whose language is looked at
+TEXTS = 300  # prompts whose language is detected
 NO_LIMIT = 10**9
 
 
@@ -29,16 +29,16 @@ class DataFacts:
     rows: int
     pairs: int  # usable ones
     shape: str
-    rejected: Counter[str]  # rows by reason
+    reject_reasons: Counter[str]  # number of rejected rows by reason
     prompts: NDArray[Any]  # tokens of each examined pair
     chosen: NDArray[Any]
-    others: NDArray[Any]  # of the rejected answers
+    rejected: NDArray[Any]
     languages: dict[str, float]
 
     @property
     def lengths(self) -> NDArray[Any]:
         """What `prepare.max_tokens` limits."""
-        return self.prompts + np.maximum(self.chosen, self.others)
+        return self.prompts + np.maximum(self.chosen, self.rejected)
 
     def share_within(self, max_tokens: int) -> float:
         return float((self.lengths <= max_tokens).mean())
@@ -46,7 +46,7 @@ class DataFacts:
     def tokens_within(self, max_tokens: int) -> float:
         """Mean tokens of a pair, whose prompt is computed once, among the pairs that the limit keeps."""
         kept = self.lengths <= max_tokens
-        total = self.prompts + self.chosen + self.others
+        total = self.prompts + self.chosen + self.rejected
         return float(total[kept].mean()) if kept.any() else 0.0
 
 
@@ -65,10 +65,10 @@ def examine_data(params: Params, template: ChatTemplate) -> DataFacts:
         rows=raw["rows"],
         pairs=int(kept.sum() + done.stats.by_reason()["not_sampled"]),
         shape=done.sources[0].layout.shape,
-        rejected=done.stats.by_reason(),
+        reject_reasons=done.stats.by_reason(),
         prompts=columns["prompt_tokens"][kept],
         chosen=columns["chosen_tokens"][kept],
-        others=columns["rejected_tokens"][kept],
+        rejected=columns["rejected_tokens"][kept],
         languages=languages(sample),
     )
 

@@ -1,4 +1,4 @@
-"""The languages of texts, cheaply: by the script of their letters, and for Latin letters by a few frequent words."""
+"""Guesses the language of texts from the script of their letters, and for Latin letters from a few frequent words."""
 
 import re
 import unicodedata
@@ -15,14 +15,14 @@ WORDS = {
     "Dutch": "het een van niet dat voor met zijn op aan ook maar",
 }
 SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean", "DEVANAGARI": "Hindi"}
-LETTERS = 400  # of a text that are looked at
-LEAST = 0.02  # share of the texts that makes a language worth a mention
+LETTERS = 400  # at the start of a text, which decide its script
+MINIMUM_SHARE = 0.02  # of the texts; rarer languages are not listed
 
 
 def languages(texts: Iterable[str]) -> dict[str, float]:
-    """The share of texts in each language that is told apart, the most frequent first."""
+    """The share of texts in each recognized language, the most frequent first."""
     counts = Counter(filter(None, map(language, texts)))
-    return {name: share for name, n in counts.most_common() if (share := n / counts.total()) >= LEAST}
+    return {name: share for name, n in counts.most_common() if (share := n / counts.total()) >= MINIMUM_SHARE}
 
 
 def language(text: str) -> str | None:

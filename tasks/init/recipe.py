@@ -96,7 +96,7 @@ def render(choices: list[Choice], command: str, name: str) -> str:
 def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate, max_tokens: int) -> None:
     sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
     print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
-    for reason, count in data.rejected.most_common(4):
+    for reason, count in data.reject_reasons.most_common(4):
         if reason != "not_sampled":
             print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
     if data.languages:
