@@ -146,7 +146,8 @@ def stop(name: str) -> bool:
 
 def end_leftovers(name: str) -> bool:
     """End descendants of a killed service: they may still hold its port. Returns whether there were any."""
-    leftovers = [process for process in psutil.process_iter() if _is_marked(process, name)]
+    others = [process for process in psutil.process_iter(["environ"]) if process.pid != os.getpid()]
+    leftovers = [process for process in others if (process.info["environ"] or {}).get(MARK) == _mark(name)]
     for process in leftovers:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -155,13 +156,6 @@ def end_leftovers(name: str) -> bool:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     return bool(leftovers)
-
-
-def _is_marked(process: psutil.Process, name: str) -> bool:
-    try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == _mark(name)
-    except (psutil.Error, OSError):
-        return False
 
 
 def _mark(name: str) -> str:
