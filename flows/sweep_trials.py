@@ -2,24 +2,22 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 from flows import cancellation, retrain
 from flows.child_runs import run_command
 from flows.terminal import PROGRESS
-from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.runs import dvc_lock, run_config
+from tasks.runs import run_config
 from tasks.runs.search_space import Space, combinations
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, write_json
 
 FOLDER = ROOT / ".scratch" / "sweeps"
-SHARED_STAGE = "reference"  # the last stage that trials may have in common
 PAUSE = 0.2  # seconds between two looks at the running trials
 
 
@@ -30,12 +28,6 @@ class Trial:
     number: int
     name: str
     values: dict[str, Any]
-    params: dict[str, Any]  # all of params.yaml
-
-    @property
-    def group(self) -> str:
-        """Trials of one group share everything up to the reference."""
-        return fingerprint({section: self.params[section] for section in ("source", "prepare", "reference")})
 
     def command(self, recipe: str | None, overrides: Mapping[str, Any]) -> list[str]:
         return run_command(self.name, recipe, {**overrides, **self.values})
@@ -56,11 +48,10 @@ def plan(
     _check_same_sweep(name, content)
     width = len(str(len(planned)))
     trials = [
-        Trial(number, f"{name}-{number:0{width}d}-{_slug(values)}", values, params)
-        for number, (values, params) in enumerate(planned, start=1)
+        Trial(number, f"{name}-{number:0{width}d}-{_slug(values)}", values)
+        for number, (values, _) in enumerate(planned, start=1)
     ]
-    # The first trial of a group must be one that computes the reference, if any of them needs it.
-    return sorted(trials, key=lambda trial: not Params.model_validate(trial.params).train.needs_reference), name
+    return trials, name
 
 
 def _check_same_sweep(name: str, content: str) -> None:
@@ -79,19 +70,6 @@ def _slug(values: Mapping[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).replace(".-", "-").strip("-.").lower()[:40].rstrip("-.")
 
 
-def startable(
-    waiting: Iterable[Trial], running: Iterable[Trial], past_reference: set[str], runs_at_once: int
-) -> list[Trial]:
-    """The trials that may start now. The first of a group runs alone until it is past the reference."""
-    groups = [trial.group for trial in running]
-    chosen: list[Trial] = []
-    for trial in waiting:
-        if len(groups) < runs_at_once and (trial.group in past_reference or trial.group not in groups):
-            chosen.append(trial)
-            groups.append(trial.group)
-    return chosen
-
-
 def run_trials(
     trials: Sequence[Trial],
     runs_at_once: int,
@@ -99,45 +77,36 @@ def run_trials(
     on_end: Callable[[Trial, int, float], None],
     on_progress: Callable[[list[str], int], None],
 ) -> None:
-    """Run all trials; none stops another.
+    """Run all trials; none stops another. A stage that several of them need is computed once (flows/stage.py).
 
     `execute` runs one trial and returns its exit code. `on_end` gets each trial's exit code and seconds, `on_progress`
-    what the running trials are doing and how many wait.
+    the state of each running trial and the number of waiting ones.
     """
-    waiting, past_reference, later_stage = list(trials), set[str](), _later_stages()
-    running: dict[Future[tuple[int, float]], Trial] = {}
-    doing: dict[int, str] = {}
+    progress: dict[int, str] = {}  # of the running trials, by number
 
     def run(trial: Trial) -> tuple[int, float]:
         def on_line(line: str) -> None:
             if match := PROGRESS.match(line):
-                doing[trial.number] = f"{match['stage']} {match['done']}/{match['total']}"
-            if later_stage.match(line):
-                past_reference.add(trial.group)
+                progress[trial.number] = f"{match['stage']} {match['done']}/{match['total']}"
 
+        progress[trial.number] = "starting"
         began = time.monotonic()
         return execute(trial, on_line), time.monotonic() - began
 
     with ThreadPoolExecutor(runs_at_once) as pool:
+        unfinished = {pool.submit(run, trial): trial for trial in trials}
         try:
-            while waiting or running:
-                for trial in startable(waiting, running.values(), past_reference, runs_at_once):
-                    waiting.remove(trial)
-                    running[pool.submit(run, trial)] = trial
-                ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
+            while unfinished:
+                ended, _ = wait(unfinished, timeout=PAUSE, return_when=FIRST_COMPLETED)
                 cancellation.stop_if_noticed()
                 for future in ended:
-                    on_end(running.pop(future), *future.result())
-                active = [f"{trial.number} {doing.get(trial.number, 'starting')}" for trial in running.values()]
-                on_progress(active, len(waiting))
+                    trial = unfinished.pop(future)
+                    del progress[trial.number]
+                    on_end(trial, *future.result())
+                active = [f"{number} {state}" for number, state in progress.copy().items()]
+                on_progress(active, len(unfinished) - len(active))
         finally:
-            while not all(future.done() for future in running):  # we are cancelled or stopped
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in unfinished):  # we are cancelled or stopped
                 processes.terminate_awaited()
                 time.sleep(PAUSE)
-
-
-def _later_stages() -> re.Pattern[str]:
-    """A line of any stage after the shared ones."""
-    stages = list(dvc_lock.all_stages(ROOT))
-    later = stages[stages.index(SHARED_STAGE) + 1 :] if SHARED_STAGE in stages else stages
-    return re.compile(rf"^({'|'.join(later)}): ")

@@ -107,17 +107,13 @@ class ActorTrainGroup(Group):
                 "mlp_tile_tokens does not work with zero_stage: 3, where workers with different numbers of tiles would "
                 "wait for each other. Use sequence_parallel, or zero_stage: 2"
             )
-        if self.num_workers % self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel is {self.sequence_parallel} and num_workers is {self.num_workers}: every "
-                f"{self.sequence_parallel} workers share the tokens of a row, so num_workers must be a multiple of it"
-            )
-        if self.num_workers % self.tensor_parallel:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} and num_workers is {self.num_workers}: every "
-                f"{self.tensor_parallel} workers share the weights of each layer, so num_workers must be a multiple "
-                "of it"
-            )
+        for name, shared in (("sequence_parallel", "tokens of a row"), ("tensor_parallel", "weights of each layer")):
+            size = getattr(self, name)
+            if self.num_workers % size:
+                raise ValueError(
+                    f"{name} is {size} and num_workers is {self.num_workers}: every {size} workers share the {shared}, "
+                    "so num_workers must be a multiple of it"
+                )
         if self.tensor_parallel > 1 and self.sequence_parallel > 1:
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel} and sequence_parallel is {self.sequence_parallel}, which "
