@@ -144,8 +144,13 @@ def record_path(recipe: str | None, overrides: Mapping[str, Any] | None, root: P
 
 def params_and_code(files: ConfigFiles, root: Path = ROOT) -> Content:
     """What determines a run besides the content behind its addresses."""
+    return {"params": run_params(files, root), "code": code_hashes(root)}
+
+
+def run_params(files: ConfigFiles, root: Path = ROOT) -> Content:
+    """All of params.yaml, validated."""
     params = files.get("params.yaml") or read_yaml(root / "params.yaml")
-    return {"params": validate(Params, params, root / "params.yaml").model_dump(mode="json"), "code": code_hashes(root)}
+    return validate(Params, params, root / "params.yaml").model_dump(mode="json")
 
 
 def code_hashes(root: Path) -> dict[str, str]:

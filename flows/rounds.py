@@ -64,7 +64,7 @@ def plan(
     """The rounds with their validated parameters; a mistake is reported before anything starts."""
     if count < 1:
         raise UserError(f"`dpo rounds {count}`: there must be at least 1 round.")
-    content = retrain.params_and_code(run_config.changed_files(recipe, overrides))["params"]
+    content = retrain.run_params(run_config.changed_files(recipe, overrides))
     params = Params.model_validate(content)
     values = {**({} if params.sample else SAMPLING), **(overrides or {})}
     base = registered_name(params.source.model)[1] if params.source.model.startswith(REGISTRY) else params.source.model

@@ -39,8 +39,7 @@ def plan(
     """All trials with their validated params, and the sweep's name: an invalid value is reported before any run."""
     planned: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for values in combinations(space, draws, seed):
-        files = run_config.changed_files(recipe, {**overrides, **values})
-        params = retrain.params_and_code(files)["params"]
+        params = retrain.run_params(run_config.changed_files(recipe, {**overrides, **values}))
         if params not in [earlier for _, earlier in planned]:
             planned.append((values, params))
     content = fingerprint({"params": [params for _, params in planned], "code": retrain.code_hashes(ROOT)})
