@@ -64,8 +64,8 @@ class Service:
     def is_healthy(self) -> bool:
         return is_healthy(self.health)
 
-    def log_tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
 def is_healthy(url: str) -> bool:

@@ -34,9 +34,9 @@ def runs_link(address: str, experiment: str = "1") -> str:
     return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&viewStateShareKey={VIEW}"
 
 
-def curves_link(address: str, experiment: str = "1") -> str:
+def curves_link(address: str) -> str:
     """The charts of that view: the curves of the newest runs, overlaid."""
-    return f"{runs_link(address, experiment)}&compareRunsMode=CHART"
+    return f"{runs_link(address)}&compareRunsMode=CHART"
 
 
 def _page(ids: dict[str, Any]) -> str:

@@ -38,7 +38,8 @@ def prefect_login() -> str:
 
 
 def mlflow_passwords() -> dict[str, str]:
-    return {user: load()[f"mlflow/{user}"] for user in MLFLOW_USERS}
+    passwords = load()
+    return {user: passwords[f"mlflow/{user}"] for user in MLFLOW_USERS}
 
 
 def write_client(api: str, login: str) -> bool:

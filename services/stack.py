@@ -23,7 +23,7 @@ from services import background, passwords
 from services.background import Service
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.system.environment import QUIET
+from tasks.runs import dvc
 from tasks.system.ports import free_port, is_free, port_holder
 
 LOOPBACK = "127.0.0.1"
@@ -201,10 +201,10 @@ def _command(*arguments: str) -> list[str]:
 
 
 def common_env(settings: Settings) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     logins = (LOGIN, "PREFECT_API_AUTH_STRING")
-    inherited = {name: value for name, value in os.environ.items() if name not in ("DPO_WEBHOOK_URL", *logins)}
-    env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO", BIND: settings.bind}
+    env = dvc.environment(PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="INFO", BIND=settings.bind)
+    for name in ("DPO_WEBHOOK_URL", *logins):
+        env.pop(name, None)
     return env | dict.fromkeys(logins, settings.login) if settings.login else env
 
 
