@@ -120,7 +120,6 @@ class ActorTrainGroup(Group):
                 "exclude each other. Set one of them to 1: tensor_parallel for layers that are too large, "
                 "sequence_parallel for rows that are too long"
             )
-        return self
 
 
 class EvaluateGroup(Group):
