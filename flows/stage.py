@@ -42,7 +42,7 @@ def should_retry(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
     return retry
 
 
-retried: Any = partial(
+retried: Any = partial(  # decorates the tasks that run again after a crash
     task,
     retries=2,
     retry_delay_seconds=[2, 5],
