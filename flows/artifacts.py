@@ -114,8 +114,8 @@ def result(workspace: Workspace) -> str:
 
 def _numbers(metrics: dict[str, Any]) -> tuple[str, str]:
     """Tables of the report's headline metrics and of all others; each metric once, with its interval."""
-    separate = ("samples/", "intervals/", "tables/")  # shown in tables of their own
-    shown = {name: value for name, value in metrics.items() if not name.startswith(separate)}
+    elsewhere = ("samples/", "intervals/", "tables/")
+    shown = {name: value for name, value in metrics.items() if not name.startswith(elsewhere)}
     headline = {f"{name}/rate" if f"{name}/rate" in shown else name: label for name, label, _ in HEADLINE_METRICS}
     headline["rewards/accuracies"] = accuracy_label(metrics)
     first = [(label, shown[name], _interval(metrics, name)) for name, label in headline.items() if name in shown]
