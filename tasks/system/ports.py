@@ -5,6 +5,13 @@ from contextlib import suppress
 
 import psutil
 
+from tasks.errors import UserError
+
+
+def require_free(host: str, port: int) -> None:
+    if not is_free(host, port):
+        raise UserError(f"Port {port} of {host} is in use by {port_holder(port)}. Choose another one with --port.")
+
 
 def is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
@@ -23,6 +30,10 @@ def port_holder(port: int) -> str:
                 command = " ".join(psutil.Process(connection.pid).cmdline())
                 return f"process {connection.pid} (`{command[:80]}`)"
     return "another program"
+
+
+def http_address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def free_port() -> int:
