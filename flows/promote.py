@@ -33,7 +33,7 @@ from tasks.system.files import read_json, recall
 from tasks.system.lock import file_lock
 
 NAME = "promote"
-NOBODY = "nobody, in time"  # the name in an answer that our own timeout gives
+NOBODY = "nobody, in time"  # the name in the answer that our own timeout sends
 PREFECT_TIMEOUT_MARGIN = 600  # seconds: our timeout comes first
 
 

@@ -18,7 +18,7 @@ from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, write_json
 
 FOLDER = ROOT / ".scratch" / "sweeps"
-PAUSE = 0.2  # seconds between two looks at the running trials
+PAUSE = 0.2  # seconds between two checks of the running trials
 
 
 @dataclass(frozen=True)

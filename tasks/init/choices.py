@@ -18,7 +18,7 @@ from tasks.init.machine import GIB, Machine, ModelFacts
 MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep
 HELD_OUT = 200  # pairs, for an interval of about 0.07 to either side of an accuracy
-STEPS = 60  # at least, before the batch grows
+STEPS = 60  # that a run has at least; a larger batch would have fewer
 SHARD_PAIRS = 16  # on a CPU; a shard takes seconds to a minute
 SMALL_MODEL = 10**9  # parameters
 

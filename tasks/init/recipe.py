@@ -23,7 +23,7 @@ from tasks.system.files import write_text
 from training.evaluation.hardware import operations_per_second
 
 NAME = re.compile(r"\w[\w.-]*")
-LONG = 30 * 60.0  # seconds of a run before which a short trial is worth its time
+LONG = 30 * 60.0  # seconds; before a longer run, a short trial is worth its time
 
 
 def init(data: str, model: str, name: str | None, full: bool, overrides: dict[str, Any], force: bool) -> None:
