@@ -68,12 +68,11 @@ def _server(report: Report, uri: str) -> None:
             "infra/cluster.yaml. A run continues without it, and `dpo sync` sends its metrics later."
         )
         return
-    theirs, ours = answer[0].strip(), version("mlflow")
-    report.ok(f"the tracking server {uri} answers, MLflow {theirs}")
-    if theirs.split(".")[0].isdecimal() and theirs.split(".")[0] != ours.split(".")[0]:
-        report.wrong(
-            f"the tracking server has MLflow {theirs}, and this environment has {ours}. Install the same major version."
-        )
+    remote, local = answer[0].strip(), version("mlflow")
+    report.ok(f"the tracking server {uri} answers, MLflow {remote}")
+    if remote.split(".")[0].isdecimal() and remote.split(".")[0] != local.split(".")[0]:
+        problem = f"the tracking server has MLflow {remote}, and this environment has {local}"
+        report.wrong(f"{problem}. Install the same major version.")
     _clock(report, uri, answer[1])
 
 
@@ -158,8 +157,8 @@ def _reachable(report: Report, url: str, name: str) -> None:
 
 def _clock(report: Report, server: str, date: str | None) -> None:
     """Signed requests and the times of metrics need clocks that agree."""
-    theirs = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
-    if abs(skew := time.time() - theirs) > SKEW:
+    server_time = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+    if abs(skew := time.time() - server_time) > SKEW:
         direction = "ahead of" if skew > 0 else "behind"
         report.wrong(
             f"this machine's clock is {abs(skew):.0f} s {direction} {server}. Set it: `timedatectl set-ntp true`."
