@@ -2,18 +2,7 @@
 
 import typer
 
-from cli import (
-    blame,
-    chat,
-    data,
-    experiments,
-    operations,
-    release,
-    rounds,
-    run,
-    runs,
-    serving,
-)
+from cli import experiments, models, operations, release, rounds, run, runs
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -32,11 +21,8 @@ for panel, module in (
     ("Run the pipeline", rounds),
     ("Experiments", experiments),
     ("Runs and data", runs),
-    ("Runs and data", data),
-    ("Runs and data", blame),
     ("Release a model", release),
-    ("Use a model", chat),
-    ("Use a model", serving),
+    ("Use a model", models),
     ("Services", operations),
 ):
     for command in module.COMMANDS:

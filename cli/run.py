@@ -1,21 +1,45 @@
-"""Start, resume and follow runs of the pipeline."""
+"""Prepare, start, resume and follow runs of the pipeline."""
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from cli.init import init
 from cli.options import Name, Recipe, Run, Set
 from cli.plan import plan
 from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
 
 Unregistered = Annotated[bool, typer.Option("--unregistered", help="Do not register the model in MLflow's registry.")]
+
+
+def init(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A file, a folder, s3://... or hub:owner/name@revision.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or hub:owner/name@revision.")],
+    full: Annotated[bool, typer.Option("--full/--lora", help="Train all weights, or a LoRA adapter.")] = False,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", metavar="NAME", help="Name of the recipe; by data and model by default."),
+    ] = None,
+    set_: Set = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
+) -> None:
+    """Look at your data, your model and this machine, and write a recipe with a reason for each value.
+
+    Prints what it found, three pairs with the chosen answer marked, and the command to run next. Trains nothing.
+
+    Examples:
+
+    - dpo init pairs.jsonl hub:HuggingFaceTB/SmolLM2-135M-Instruct --name helper
+    - dpo init pairs.csv models/mine --full --set 'prepare.columns={prompt: question, chosen: good, rejected: bad}'
+    """
+    from tasks.init import recipe
+
+    recipe.init(data, model, name, full, parse_overrides(set_), force)
 
 
 def run(recipe: Recipe = None, set_: Set = None, name: Name = None, unregistered: Unregistered = False) -> None:
@@ -88,42 +112,35 @@ def follow(
 
 def _run(**arguments: Any) -> None:
     """Run the flow in this process. Every error names how to continue the run."""
-    signal.signal(signal.SIGTERM, terminated)
-    from prefect.exceptions import CancelledRun
+    with interruptible(_next_command):
+        from flows import dpo
+        from flows.stage import StageFailed
+        from tasks.system import disk
 
-    from flows import dpo
-    from flows.stage import StageFailed
-    from tasks.system import disk
-
-    try:
-        dpo.run_here(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}{_after_mistake()}")
-    except StageFailed as error:
-        sys.exit(f"error: {error}\nIts output is above. {_next_command()}")
-    except OSError as error:
-        if (sentence := disk.explain(error)) is None:
-            raise
-        sys.exit(f"error: {sentence}\nThen {_next_command()}")
-    except CancelledRun as error:
-        sys.exit(f"{error} {_next_command()}")
-    except KeyboardInterrupt:
-        print(f"Stopped. {_next_command()}", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        try:
+            dpo.run_here(**arguments)
+        except UserError as error:
+            sys.exit(f"error: {error}{_after_mistake()}")
+        except StageFailed as error:
+            sys.exit(f"error: {error}\nIts output is above. {_next_command()}")
+        except OSError as error:
+            if (sentence := disk.explain(error)) is None:
+                raise
+            sys.exit(f"error: {sentence}\nThen {_next_command()}")
 
 
 @contextmanager
-def interruptible(again: str) -> Iterator[None]:
-    """A flow that is cancelled or interrupted ends the command with `again`: how to continue."""
+def interruptible(next_command: Callable[[], str]) -> Iterator[None]:
+    """A flow that is cancelled or interrupted ends the command with `next_command`: how to continue."""
     signal.signal(signal.SIGTERM, terminated)
     from prefect.exceptions import CancelledRun
 
     try:
         yield
     except CancelledRun as error:
-        sys.exit(f"{error} {again}")
+        sys.exit(f"{error} {next_command()}")
     except KeyboardInterrupt:
-        print(f"Stopped. {again}", file=sys.stderr)
+        print(f"Stopped. {next_command()}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 
@@ -133,11 +150,8 @@ def terminated(number: int, frame: object) -> None:
 
 
 def _next_command() -> str:
-    return _resume_command() or "Run the same command again to continue."
-
-
-def _resume_command() -> str:
-    return f"`dpo resume {name}` continues the run." if (name := _own_run()) else ""
+    name = _own_run()
+    return f"`dpo resume {name}` continues the run." if name else "Run the same command again to continue."
 
 
 def _after_mistake() -> str:

@@ -1,16 +1,18 @@
-"""List, open and delete runs."""
+"""List, open and delete runs; inspect their data, DVC's cache and the configuration."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cli.options import VERSION
+
 
 def runs() -> None:
     """List all runs with their state, start time, model, executed stages and MLflow page."""
-    from services import run_list
+    from services.status import show_runs
 
-    run_list.show()
+    show_runs()
 
 
 def open_(
@@ -45,4 +47,67 @@ def gc(
     gc.collect(keep, yes)
 
 
-COMMANDS = (runs, open_, gc)
+def preview(count: Annotated[int, typer.Argument(metavar="N", help="How many pairs to show.")] = 3) -> None:
+    """Show prepared pairs as the model sees them; tokens in the loss are highlighted."""
+    from tasks.dataset.card import preview
+
+    preview.show(count)
+
+
+def check_cache(
+    fix: Annotated[bool, typer.Option("--fix", help="Remove damaged objects.")] = False,
+) -> None:
+    """Check that every object in DVC's cache matches its hash."""
+    from tasks.runs import dvc
+
+    dvc.check_cache(fix)
+
+
+def check_config(
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Print the values with this recipe.")] = None,
+) -> None:
+    """Check params.yaml and infra/cluster.yaml for mistakes."""
+    from tasks.config import params
+
+    params.show(recipe)
+
+
+def blame(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A finished run, champion, MODEL/3, ...; this checkout by default."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help=f"Explain what got worse compared with {VERSION}"),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", metavar="N", min=1, help="How many pairs to show.")] = 20,
+) -> None:
+    """Find the training pairs that work against the held-out pairs.
+
+    Writes the scores of all pairs, and the flagged pairs as a file for `source.exclude`.
+
+    Examples:
+
+    - dpo blame
+    - dpo blame low-kl --against champion
+    """
+    from tasks.evaluation import blame
+
+    blame.blame(run, against, count)
+
+
+def forget(
+    user: Annotated[str, typer.Option(metavar="NAME", help="The person, as the column `user` of the rows names them.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Erase; without this option nothing is deleted.")] = False,
+) -> None:
+    """Erase a person's feedback, and the runs, data and models made from their rows (dry run by default).
+
+    The current champion is kept until a new one replaces it; the command says how. Then repeat the command.
+    """
+    from tasks.lifecycle import forget
+
+    forget.forget(user, yes)
+
+
+COMMANDS = (runs, open_, gc, preview, check_cache, check_config, blame, forget)

@@ -35,10 +35,8 @@ MAX_CHARACTERS = 400  # of a sample
 
 def announce(workspace: Workspace) -> bool:
     """Publish links to the running run; whether MLflow's page of the run is among them already."""
-    ids = recall(workspace.run_folder / "run.json")
-    report = mlflow_link(ids, f"/artifacts/{REPORT}")
-    tracking = str(recall(workspace.run_folder / "settings.json").get("tracking_uri", ""))
-    home = mlflow_link(ids) or mlflow_home({"tracking_uri": tracking})
+    page, report = _mlflow_page(workspace), _mlflow_page(workspace, f"/artifacts/{REPORT}")
+    home = page or mlflow_home(recall(workspace.run_folder / "settings.json"))
     when_ended = f"- [the run report]({report}), once the run has ended"
     lines = [
         f"- [curves and params in MLflow]({home})",
@@ -51,7 +49,12 @@ def announce(workspace: Workspace) -> bool:
         create_markdown_artifact(redact("\n".join(lines)), key="dpo-links", description="Where to follow this run")
     except Exception as error:  # a page that does not answer must not stop a run
         get_run_logger().debug("Cannot publish the links: %s", error)
-    return bool(ids)
+    return page is not None
+
+
+def _mlflow_page(workspace: Workspace, part: str = "") -> str | None:
+    """The run's page in MLflow, or a part of it; None before MLflow has given the run an id."""
+    return mlflow_link(recall(workspace.run_folder / "run.json"), part)
 
 
 def publish(workspace: Workspace, states: list[dict[str, Any]]) -> None:
@@ -60,7 +63,7 @@ def publish(workspace: Workspace, states: list[dict[str, Any]]) -> None:
     journal.Run(workspace.run_folder, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="Which stages ran, and which were unchanged")
     create_markdown_artifact(redact(result(workspace)), key="dpo-result", description="The result of the run")
-    link = mlflow_link(recall(workspace.run_folder / "run.json"), f"/artifacts/{REPORT}") or page.as_uri()
+    link = _mlflow_page(workspace, f"/artifacts/{REPORT}") or page.as_uri()
     create_link_artifact(link, link_text="The run report", key="dpo-report", description="Curves, answers, lineage")
 
 
@@ -69,7 +72,7 @@ def write_page(workspace: Workspace, states: list[dict[str, Any]]) -> Path:
     target = workspace.run_folder / REPORT
     links = {
         "Prefect": embedded_server.flow_page(runtime.flow_run.id),
-        "MLflow": mlflow_link(recall(workspace.run_folder / "run.json")),
+        "MLflow": _mlflow_page(workspace),
         "branch": f"runs/{workspace.run_name}" if workspace.is_worktree else None,
     }
     target.write_text(
@@ -147,7 +150,7 @@ def _where(workspace: Workspace) -> str:
     lines = [f"- the model: {worktree if workspace.is_worktree else checkout}"]
     lines.append("- every run and curve: `dpo up` starts MLflow's pages")
     lines.append(f"- the run report: `{workspace.run_folder / REPORT}`")
-    if link := mlflow_link(recall(workspace.run_folder / "run.json")):
+    if link := _mlflow_page(workspace):
         lines.append(f"- this run in MLflow: [{link}]({link})")
     if workspace.is_worktree:
         lines.append(f"- its code, params.yaml and dvc.lock: branch `runs/{workspace.run_name}`")

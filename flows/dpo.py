@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -72,7 +71,7 @@ def dpo(
             outcome = check.outcome(workspace, began) if registered else None
     check.write(outcome)
     # The workspace is unlocked while the run waits for a person.
-    if registered and promote.waits_for_approval(workspace) and not embedded_server.embedded():
+    if registered and not embedded_server.embedded():
         promote.ask_for_approval(workspace)
     return {"key": workspace.run_name, "workspace": str(_close(workspace)), "stages": states}
 
@@ -124,9 +123,9 @@ def _close(workspace: Workspace) -> Path:
 
 
 def run_stages(
-    workspace: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]] = MappingProxyType({})
+    workspace: Workspace, states: list[dict[str, Any]], checks: Mapping[str, Callable[[], None]]
 ) -> list[State]:
-    """Run every stage in order and append what became of it to `states`; `checks` run after the stage of that name.
+    """Run every stage in order and append its state to `states`; `checks` run after the stage of that name.
 
     Returns Prefect's state of the last stage: each stage waits for the one before, which draws the run's graph.
     """
@@ -134,35 +133,25 @@ def run_stages(
     for line in workspace.watch():
         get_run_logger().info("%s", line)
     stale = workspace.stale_stages()
+    previous: list[State] = []
     with ray_kept(workspace, stale) as workspace:
-        last = _run_in_order(workspace, states, checks, stale, announced)
+        for name in workspace.stages():
+            # `dvc status` covers all stages until the first one runs; after that DVC decides stage by stage.
+            unchanged = name not in stale and all(state["state"] == "cached" for state in states)
+            if workspace.is_off(name):  # later stages depend on its empty output; no page lists the stage
+                if not unchanged:
+                    workspace.dvc("repro", "--single-item", name)
+                continue
+            announced = announced or artifacts.announce(workspace)  # the run gets its MLflow id after seconds
+            previous = [stage(name, workspace, unchanged, wait_for=previous)]
+            states.append(previous[0].result())
+            if name in checks:
+                checks[name]()
     if any(state["state"] != "cached" for state in states) and (stale := workspace.stale_stages()):
         raise UserError(
             f"All stages have run, but {', '.join(sorted(stale))} would have to run again: params.yaml, code or data "
             f"changed during the run in {workspace.root}. See `dvc status`, then run again."
         )
-    return last
-
-
-def _run_in_order(
-    workspace: Workspace,
-    states: list[dict[str, Any]],
-    checks: Mapping[str, Callable[[], None]],
-    stale: set[str],
-    announced: bool,
-) -> list[State]:
-    previous: list[State] = []
-    for name in workspace.stages():
-        # One question to DVC covers all stages until one of them runs; after that DVC decides for each.
-        unchanged = name not in stale and all(state["state"] == "cached" for state in states)
-        if workspace.is_off(name):  # DVC wants its output all the same, and nobody else wants to hear of it
-            if not unchanged:
-                workspace.dvc("repro", "--single-item", name)
-            continue
-        announced = announced or artifacts.announce(workspace)  # MLflow gives the run its id seconds after the start
-        previous = [stage(name, workspace, unchanged, wait_for=previous)]
-        states.append(previous[0].result())
-        checks.get(name, lambda: None)()
     return previous
 
 

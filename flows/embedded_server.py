@@ -16,10 +16,10 @@ from pathlib import Path
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
 from services import background, passwords, prefect_api
-from services.background import free_port
 from tasks.config.paths import ROOT
 from tasks.system import processes
 from tasks.system.lock import exclusive
+from tasks.system.ports import free_port
 
 TIMEOUT = 600.0  # seconds; a server that ended is noticed at once, so this is for a busy machine
 COMMAND = ["-m", "uvicorn", "--factory", "services.prefect_sqlite:create_app", "--host", "127.0.0.1"]

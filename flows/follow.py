@@ -14,20 +14,14 @@ from uuid import UUID
 import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterName,
-    LogFilter,
-    LogFilterFlowRunId,
-    LogFilterTimestamp,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, Log, StateType
 from prefect.client.schemas.sorting import FlowRunSort, LogSort
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from flows import embedded_server
-from flows.terminal import Terminal
+from flows.terminal import LOGGERS, Terminal
 from tasks.errors import UserError
 from tasks.redact import redact
 
@@ -35,10 +29,8 @@ POLL_SECONDS = 1.0
 LATE = timedelta(seconds=30)  # lines of one moment may reach the server this far apart
 LAST_LINES_SECONDS = 10.0  # how long after the end a run's process may send its last lines
 PAGE = 200  # lines that the server returns at once
-# Prefect's engine writes to the loggers of our own lines.
-LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 ENDED = "Finished in state"
-ENGINE = re.compile(
+ENGINE = re.compile(  # lines of Prefect's engine, which writes to the loggers of our own lines
     rf"^({ENDED}|Beginning (flow|subflow) run|Created (task|subflow) run|View at |Encountered exception during|"
     r"Engine execution|Task run failed|Retries are exhausted|Running \d+ deployment|Executing deployment|"
     r"Deployment step|All deployment)"
@@ -64,7 +56,7 @@ def find(client: SyncPrefectClient, name: str) -> FlowRun:
     try:
         return client.read_flow_run(UUID(name))
     except ValueError:
-        named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        named = filters.FlowRunFilter(name=filters.FlowRunFilterName(any_=[name]))
         runs = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)
     except ObjectNotFound:
         runs = []
@@ -107,14 +99,14 @@ class RunLog:
     """Reads the log lines of a run from the server, each once."""
 
     def __init__(self, run: UUID) -> None:
-        self.run = LogFilterFlowRunId(any_=[run])
+        self.run = filters.LogFilterFlowRunId(any_=[run])
         self.seen: dict[UUID, Log] = {}
         self.ended = False  # whether the flow's last line has arrived
 
     def new(self, client: SyncPrefectClient) -> list[Log]:
         last = max((log.timestamp for log in self.seen.values()), default=None)
-        since = LogFilterTimestamp(after_=last - LATE) if last else None
-        query, logs = LogFilter(flow_run_id=self.run, timestamp=since), list[Log]()
+        since = filters.LogFilterTimestamp(after_=last - LATE) if last else None
+        query, logs = filters.LogFilter(flow_run_id=self.run, timestamp=since), list[Log]()
         while page := client.read_logs(query, limit=PAGE, offset=len(logs), sort=LogSort.TIMESTAMP_ASC):
             logs += page
         new = [log for log in logs if log.id not in self.seen]

@@ -9,16 +9,16 @@ import itertools
 import json
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
 from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
-from tasks.config.strict import section
+from tasks.config.strict import all_keys
 from tasks.errors import UserError
 from tasks.redact import redact
 
@@ -45,22 +45,12 @@ Name = Annotated[
 ]
 
 
-def keys(model: type[BaseModel] = Params, above: str = "") -> dict[str, FieldInfo]:
-    """Every key of params.yaml by its dotted name, such as `train.beta`; a section that may be null is a key too."""
-    fields: dict[str, FieldInfo] = {}
-    for name, field in model.model_fields.items():
-        if above or not field.is_required():
-            fields[above + name] = field
-        below = section(model, name)
-        if below and get_origin(field.annotation) is not dict:
-            fields |= keys(below, f"{above}{name}.")
-    return fields
-
-
 def settable() -> dict[str, FieldInfo]:
-    """The keys that overrides may set: every key of params.yaml, and those of worker groups below `cluster.`."""
-    cluster = {name: field for name, field in keys(Cluster).items() if name.split(".")[0] in groups()}
-    return {**keys(), **{f"cluster.{name}": field for name, field in cluster.items()}}
+    """The keys that overrides may set: those of params.yaml, where a section that may be null is a key too, and those
+    of worker groups below `cluster.`."""
+    params = {name: field for name, field in all_keys(Params) if "." in name or not field.is_required()}
+    cluster = {f"cluster.{name}": field for name, field in all_keys(Cluster) if name.split(".")[0] in groups()}
+    return params | cluster
 
 
 def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:

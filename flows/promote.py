@@ -13,14 +13,13 @@ from typing import Any
 from uuid import UUID, uuid5
 
 from httpx import HTTPError
-from prefect import get_client, get_run_logger, pause_flow_run, resume_flow_run, runtime, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_client, get_run_logger, pause_flow_run, resume_flow_run, runtime
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.events import Event
 from prefect.input import RunInput
 
 from flows import cancellation
-from flows.stage import USER_ERROR, StageFailed, StageOutput, should_retry
+from flows.stage import USER_ERROR, StageFailed, StageOutput, retried
 from services.automations import PROMOTED, REFUSED
 from services.mlflow_urls import mlflow_link
 from tasks.config.params import load_params
@@ -34,7 +33,7 @@ from tasks.system.files import read_json, recall
 from tasks.system.lock import file_lock
 
 NAME = "promote"
-NOBODY = "nobody, in time"  # the name in an answer that our own timeout gives
+NOBODY = "nobody, in time"  # the name in the answer that our own timeout sends
 PREFECT_TIMEOUT_MARGIN = 600  # seconds: our timeout comes first
 
 
@@ -45,13 +44,7 @@ class Approval(RunInput):
     your_name: str = ""
 
 
-@task(
-    task_run_name=NAME,
-    retries=2,
-    retry_delay_seconds=[2, 5],
-    retry_condition_fn=should_retry,
-    cache_policy=NO_CACHE,
-)
+@retried(task_run_name=NAME)
 def promote(workspace: Workspace) -> dict[str, Any]:
     cancellation.stop_if_cancelled()
     start = time.monotonic()
@@ -128,17 +121,12 @@ def _this_run() -> list[dict[str, str]]:
     return [{"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.role": "flow-run"}]
 
 
-def waits_for_approval(workspace: Workspace) -> bool:
-    return bool(
-        decision(workspace).get("waiting") and load_params(workspace.root / "params.yaml").promote.approval_hours
-    )
-
-
 def ask_for_approval(workspace: Workspace) -> None:
-    """Pause until a person presses Resume in Prefect, and approve the version if that person does."""
+    """If a version waits for approval, pause until a person presses Resume in Prefect, and approve it if they do."""
     log, result = get_run_logger(), decision(workspace)
     hours = load_params(workspace.root / "params.yaml").promote.approval_hours
-    assert hours is not None
+    if not (hours and result.get("waiting")):
+        return
     version, alias = result["version"], result["alias"]
     log.info("promote: waits up to %g hours for approval. Press Resume on this run's page in Prefect", hours)
     question = f"May version {version} of {result['model']} become {alias}? See the artifact dpo-result."

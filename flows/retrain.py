@@ -26,7 +26,7 @@ from tasks.tracking.journal import flatten
 from tasks.watch import content_ids_or_fail
 
 Content = dict[str, Any]
-STARTED_WITH = "asked.json"  # in the run's folder: what a resumed run was started with
+STARTED_WITH = "asked.json"  # in the run's folder: the params and code with which the run was started
 CLOCK_TOLERANCE = timedelta(minutes=5)  # by which the clocks of two machines may differ
 CARD = Path("data") / "card" / "report.json"
 
@@ -35,7 +35,7 @@ CARD = Path("data") / "card" / "report.json"
 class RetrainCheck:
     """Compares a run with the last finished run that had the same recipe and overrides."""
 
-    path: Path | None  # of the last run's record; None if a resumed run did not save what it was started with
+    path: Path | None  # of the last run's record; None if a resumed run did not save how it was started
     current: Content  # what this run is made from: params and code
     last: Content | None  # the last run's record
 
@@ -49,7 +49,7 @@ class RetrainCheck:
         return cls(None, {}, None)
 
     def save(self, workspace: Workspace) -> None:
-        """For when this run is resumed: the checkout may have other code and params by then."""
+        """A resumed run reads this: the checkout may have other code and params by then."""
         if self.path:
             write_json(workspace.run_folder / STARTED_WITH, {"record": str(self.path), "now": self.current})
 
@@ -144,15 +144,20 @@ def record_path(recipe: str | None, overrides: Mapping[str, Any] | None, root: P
 
 def params_and_code(files: ConfigFiles, root: Path = ROOT) -> Content:
     """What determines a run besides the content behind its addresses."""
+    return {"params": run_params(files, root), "code": code_hashes(root)}
+
+
+def run_params(files: ConfigFiles, root: Path = ROOT) -> Content:
+    """All of params.yaml, validated."""
     params = files.get("params.yaml") or read_yaml(root / "params.yaml")
-    return {"params": validate(Params, params, root / "params.yaml").model_dump(mode="json"), "code": code_hashes(root)}
+    return validate(Params, params, root / "params.yaml").model_dump(mode="json")
 
 
 def code_hashes(root: Path) -> dict[str, str]:
-    """The hash of each dependency in dvc.yaml that no stage makes, and of all stage commands."""
+    """The hash of each dependency in dvc.yaml that is no output of a stage, and of all stage commands."""
     stages = dvc_lock.stages(root)
-    made = {path for stage in stages.values() for path in dvc_lock.out_paths(stage)}
-    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - made - {str(WATCH)})
+    outputs = {path for stage in stages.values() for path in dvc_lock.out_paths(stage)}
+    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outputs - {str(WATCH)})
     commands = {name: stage["cmd"] for name, stage in stages.items()}
     return {**{dep: _hash(root / dep) for dep in deps}, "dvc.yaml": fingerprint(commands)}
 

@@ -7,7 +7,6 @@ start of a round is pinned to a version before its run begins, so that a resumed
 command again continues where it stopped; a larger number adds rounds.
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +14,10 @@ from typing import Any, Literal
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from flows import cancellation, embedded_server, retrain, terminal
+from flows import cancellation, retrain, terminal
 from flows.artifacts import table
+from flows.child_runs import execute, resume_command, run_command
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
-from flows.sweep_trials import Trial, environment
 from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
@@ -26,7 +25,6 @@ from tasks.models import REGISTRY, registered_name
 from tasks.release.start_model import start_version
 from tasks.reports import rounds_table
 from tasks.runs import records, run_config
-from tasks.system import processes
 from tasks.system.files import fingerprint, recall, write_json
 
 FOLDER = ROOT / ".scratch" / "rounds"
@@ -66,7 +64,7 @@ def plan(
     """The rounds with their validated parameters; a mistake is reported before anything starts."""
     if count < 1:
         raise UserError(f"`dpo rounds {count}`: there must be at least 1 round.")
-    content = retrain.params_and_code(run_config.changed_files(recipe, overrides))["params"]
+    content = retrain.run_params(run_config.changed_files(recipe, overrides))
     params = Params.model_validate(content)
     values = {**({} if params.sample else SAMPLING), **(overrides or {})}
     base = registered_name(params.source.model)[1] if params.source.model.startswith(REGISTRY) else params.source.model
@@ -149,14 +147,9 @@ class Rounds:
         return self.starts[str(number)]
 
     def _execute(self, run: str, number: int, address: str, *, resume: bool) -> None:
-        trial = Trial(number, run, self.values(number, address), {})
-        command = [sys.executable, "-m", "cli", "resume", run] if resume else trial.command(self.recipe, self.overrides)
-        env = environment({"rounds": self.name, "round": str(number)})
-        if embedded_server.embedded():  # the run must not wait for approval on a server that nobody can open
-            del env["PREFECT_API_URL"]
-        code = processes.run(command, ROOT, env, lambda line: self.log.info("%s", line))
-        cancellation.stop_if_noticed()
-        if code:
+        command = run_command(run, self.recipe, {**self.overrides, **self.values(number, address)})
+        tags = {"rounds": self.name, "round": str(number)}
+        if code := execute(resume_command(run) if resume else command, tags):
             raise UserError(
                 f"Round {number} failed: {run} ended with exit code {code}. Its output is above. The same command "
                 "again continues at this round."
@@ -165,10 +158,9 @@ class Rounds:
 
 def run_here(count: int, reference: str, keep_going: bool, **options: Any) -> int:
     """Run the rounds in this process and print their table; the exit code is 1 if the last model was not promoted."""
-    chosen = {name: options[name] for name in ("recipe", "overrides", "name")}
-    plan(count, reference, **chosen)  # a mistake is reported before a server is started
+    plan(count, reference, **options)  # a mistake is reported before a server is started
     with terminal.attached():
-        result: dict[str, Any] = rounds(count=count, reference=reference, keep_going=keep_going, **chosen)
+        result: dict[str, Any] = rounds(count=count, reference=reference, keep_going=keep_going, **options)
     head = tuple(rounds_table.COLUMNS.values())
     print(f"\n{records.text_table(rounds_table.cells(result['rows']), head)}\n{result['ended']}")
     return 0 if result["rows"][-1]["promoted"] else 1

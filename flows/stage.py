@@ -5,9 +5,9 @@ DVC decides whether the stage must run.
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect import Task, get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -27,7 +27,6 @@ from tasks.system import disk, processes
 from tasks.system.lock import exclusive
 
 USER_ERROR = 2  # a stage's exit code for a mistake of its user
-STATE_NAMES = {"restored": "Restored", "cached": "Cached"}  # on Prefect's pages
 MESSAGES = {"restored": "restored from DVC's run cache", "cached": "unchanged, not run"}
 
 
@@ -43,21 +42,25 @@ def should_retry(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
     return retry
 
 
-@task(
-    task_run_name="{name}",
+retried: Any = partial(  # decorates the tasks that run again after a crash
+    task,
     retries=2,
     retry_delay_seconds=[2, 5],
     retry_condition_fn=should_retry,
     cache_policy=NO_CACHE,  # DVC decides whether a stage must run
 )
+
+
+@retried(task_run_name="{name}")
 def stage(name: str, workspace: Workspace, unchanged: bool) -> State[dict[str, Any]]:
     """Completed; the state is named Cached or Restored on Prefect's pages if nothing was computed."""
     start = time.monotonic()
     state = "cached" if unchanged else _reproduce(name, workspace)
-    if state in MESSAGES:
-        get_run_logger().info("%s: %s", name, MESSAGES[state])
     result = {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
-    return Completed(name=STATE_NAMES.get(state), message=MESSAGES.get(state), data=result)
+    if state not in MESSAGES:
+        return Completed(data=result)
+    get_run_logger().info("%s: %s", name, MESSAGES[state])
+    return Completed(name=state.capitalize(), message=MESSAGES[state], data=result)
 
 
 def _reproduce(name: str, workspace: Workspace) -> str:
@@ -94,7 +97,7 @@ class StageOutput:
         self.lines: list[str] = []
         self.error_lines: list[str] = []  # from `error: ` on: a user error is shown once, at the end of the run
         self.log = get_run_logger()
-        self.artifact: UUID | None = None
+        self.artifact: Any = None  # its id, once there is one
 
     def __call__(self, line: str) -> None:
         line = redact(line)
@@ -113,7 +116,8 @@ class StageOutput:
         percent = min(100.0, 100 * done / max(total, 1))
         try:
             if self.artifact is None:
-                self.artifact = _progress_artifact(self.stage, percent)
+                key, description = f"{self.stage}-progress", f"Progress of the stage {self.stage}"
+                self.artifact = create_progress_artifact(percent, key=key, description=description)
             else:
                 update_progress_artifact(self.artifact, progress=percent)
         except Exception as error:  # a page that does not answer must not stop a training run
@@ -135,9 +139,3 @@ class StageOutput:
 
     def user_error(self) -> UserError:
         return UserError("\n".join(self.error_lines).removeprefix("error: "))
-
-
-def _progress_artifact(stage: str, percent: float) -> UUID:
-    made = create_progress_artifact(percent, key=f"{stage}-progress", description=f"Progress of the stage {stage}")
-    assert isinstance(made, UUID)
-    return made

@@ -8,7 +8,6 @@ gate. The same command again continues an interrupted sweep and does not repeat 
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any, Literal
 from prefect import flow, get_run_logger
 
 from flows import cancellation, embedded_server, sweep_artifacts, terminal
-from flows.sweep_trials import FOLDER, Trial, environment, plan, run_trials
+from flows.child_runs import environment, execute, resume_command, run_command
+from flows.sweep_trials import FOLDER, Trial, plan, run_trials
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import sweep_table
@@ -71,7 +71,7 @@ def sweep(
 
 @dataclass
 class Sweep:
-    """The trials of a sweep, and what became of each."""
+    """The trials of a sweep and their outcomes."""
 
     name: str
     trials: list[Trial]
@@ -105,9 +105,8 @@ class Sweep:
 
     def _execute(self, trial: Trial, on_line: Callable[[str], None]) -> int:
         """Start a trial, or resume it in its own worktree with its own run in MLflow; its exit code."""
-        command = trial.command(self.recipe, self.overrides)
-        if records.read_record(trial.name):
-            command = _resume(trial.name)
+        is_started = records.read_record(trial.name) is not None
+        command = resume_command(trial.name) if is_started else trial.command(self.recipe, self.overrides)
         with self._log_file(trial).open("w", buffering=1) as log:
 
             def copy(line: str) -> None:
@@ -130,14 +129,12 @@ class Sweep:
 
     def result(self) -> dict[str, Any]:
         rows = sweep_table.ranked([self._row(trial) for trial in self.trials], self.goal)
-        best = next(trial for trial in self.trials if trial.name == rows[0]["name"])
-        command = best.command(self.recipe, self.overrides)
-        command[command.index("--name") + 1] = f"{best.name}-promoted"
+        _, command = self._promotion(rows[0])
         return {
             "sweep": self.name,
             "metric": self.metric,
             "goal": self.goal,
-            "best": best.name,
+            "best": rows[0]["name"],
             "promote": shlex.join(["dpo", *command[3:]]),
             "rows": rows,
             "ids": [ids for row in rows if row["logs"] and (ids := recall(Path(row["logs"]) / "run.json"))],
@@ -146,19 +143,18 @@ class Sweep:
 
     def promote(self, result: Mapping[str, Any]) -> None:
         """Run the best trial once more, which computes nothing again, and this time let it through the gate."""
-        name = f"{result['best']}-promoted"
+        name, command = self._promotion(result["rows"][0])
         record = records.read_record(name)
         if record and record.state == records.FINISHED:
             self.log.info("%s went through the gate already", name)
             return
-        command = _resume(name) if record else [sys.executable, "-m", "cli", *shlex.split(result["promote"])[1:]]
-        env = environment({"sweep": self.name})
-        if embedded_server.embedded():  # the run must not wait for approval on a server that nobody can open
-            del env["PREFECT_API_URL"]
-        code = processes.run(command, ROOT, env, lambda line: self.log.info("%s", line))
-        cancellation.stop_if_noticed()
-        if code:
+        if code := execute(resume_command(name) if record else command, {"sweep": self.name}):
             raise UserError(f"The best run was not promoted: {name} ended with exit code {code}. Its output is above.")
+
+    def _promotion(self, best: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """The name of the run that promotes the model of the best trial's row, and its command."""
+        name = f"{best['name']}-promoted"
+        return name, run_command(name, self.recipe, {**self.overrides, **best["values"]})
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics, record = self.metrics(trial), self.finished(trial)
@@ -203,10 +199,6 @@ class Sweep:
         if status != self.last_status:
             self.log.info("%s", status)
         self.last_status = status
-
-
-def _resume(name: str) -> list[str]:
-    return [sys.executable, "-m", "cli", "resume", name]
 
 
 def run_here(space: list[str], overrides: dict[str, Any], promote: bool = False, **options: Any) -> int:

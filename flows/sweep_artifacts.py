@@ -53,16 +53,13 @@ def markdown(result: Result) -> str:
     rows = result["rows"]
     varied = list(dict.fromkeys(key for row in rows for key in row["values"]))
     # The links are ours and not escaped: a column of their own, added to the finished table.
-    lines = table(["run", *varied, result["metric"], "95% interval", "seconds"], _cells(rows, varied)).splitlines()
+    cells = [sweep_table.cells(row, varied) for row in rows]
+    lines = table(["run", *varied, result["metric"], "95% interval", "seconds"], cells).splitlines()
     pages = ["", "---", *(f"[Prefect]({row['page']})" if row["page"] else "" for row in rows)]
     lines = [f"{line} {page} |" for line, page in zip(lines, pages, strict=True)]
     failed = [f"- {escape(row['name'])} failed: {escape(row['why'])}" for row in rows if row["why"]]
     steps = [f"- {line}" for line in next_steps(result)]
     return "\n\n".join([f"# {result['sweep']}", "\n".join(lines), *failed, *steps]) + "\n"
-
-
-def _cells(rows: list[dict[str, Any]], varied: list[str]) -> list[list[str]]:
-    return [sweep_table.cells(row, varied) for row in rows]
 
 
 def next_steps(result: Result) -> list[str]:

@@ -1,31 +1,24 @@
 """The runs of a sweep: their params and names, and how they run in parallel as processes."""
 
-import json
-import os
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
-
 from flows import cancellation, retrain
+from flows.child_runs import run_command
 from flows.terminal import PROGRESS
-from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.runs import dvc_lock, run_config
+from tasks.runs import run_config
 from tasks.runs.search_space import Space, combinations
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, write_json
 
 FOLDER = ROOT / ".scratch" / "sweeps"
-SHARED_STAGE = "reference"  # the last stage that trials may have in common
-PAUSE = 0.2  # seconds between two looks at the running trials
+PAUSE = 0.2  # seconds between two checks of the running trials
 
 
 @dataclass(frozen=True)
@@ -35,18 +28,9 @@ class Trial:
     number: int
     name: str
     values: dict[str, Any]
-    params: dict[str, Any]  # all of params.yaml
-
-    @property
-    def group(self) -> str:
-        """Trials of one group share everything up to the reference."""
-        return fingerprint({section: self.params[section] for section in ("source", "prepare", "reference")})
 
     def command(self, recipe: str | None, overrides: Mapping[str, Any]) -> list[str]:
-        arguments = ["--recipe", recipe] if recipe else []
-        for key, value in {**overrides, **self.values}.items():
-            arguments += ["--set", f"{key}={_as_yaml(value)}"]
-        return [sys.executable, "-m", "cli", "run", "--name", self.name, *arguments]
+        return run_command(self.name, recipe, {**overrides, **self.values})
 
 
 def plan(
@@ -55,8 +39,7 @@ def plan(
     """All trials with their validated params, and the sweep's name: an invalid value is reported before any run."""
     planned: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for values in combinations(space, draws, seed):
-        files = run_config.changed_files(recipe, {**overrides, **values})
-        params = retrain.params_and_code(files)["params"]
+        params = retrain.run_params(run_config.changed_files(recipe, {**overrides, **values}))
         if params not in [earlier for _, earlier in planned]:
             planned.append((values, params))
     content = fingerprint({"params": [params for _, params in planned], "code": retrain.code_hashes(ROOT)})
@@ -64,11 +47,10 @@ def plan(
     _check_same_sweep(name, content)
     width = len(str(len(planned)))
     trials = [
-        Trial(number, f"{name}-{number:0{width}d}-{_slug(values)}", values, params)
-        for number, (values, params) in enumerate(planned, start=1)
+        Trial(number, f"{name}-{number:0{width}d}-{_slug(values)}", values)
+        for number, (values, _) in enumerate(planned, start=1)
     ]
-    # The first trial of a group must be one that computes the reference, if any of them needs it.
-    return sorted(trials, key=lambda trial: not Params.model_validate(trial.params).train.needs_reference), name
+    return trials, name
 
 
 def _check_same_sweep(name: str, content: str) -> None:
@@ -87,24 +69,6 @@ def _slug(values: Mapping[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).replace(".-", "-").strip("-.").lower()[:40].rstrip("-.")
 
 
-def _as_yaml(value: Any) -> str:
-    """On one line; not as JSON, whose 5e-07 YAML reads as text."""
-    return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
-
-
-def startable(
-    waiting: Iterable[Trial], running: Iterable[Trial], past_reference: set[str], runs_at_once: int
-) -> list[Trial]:
-    """The trials that may start now. The first of a group runs alone until it is past the reference."""
-    groups = [trial.group for trial in running]
-    chosen: list[Trial] = []
-    for trial in waiting:
-        if len(groups) < runs_at_once and (trial.group in past_reference or trial.group not in groups):
-            chosen.append(trial)
-            groups.append(trial.group)
-    return chosen
-
-
 def run_trials(
     trials: Sequence[Trial],
     runs_at_once: int,
@@ -112,58 +76,36 @@ def run_trials(
     on_end: Callable[[Trial, int, float], None],
     on_progress: Callable[[list[str], int], None],
 ) -> None:
-    """Run all trials; none stops another.
+    """Run all trials; none stops another. A stage that several of them need is computed once (flows/stage.py).
 
     `execute` runs one trial and returns its exit code. `on_end` gets each trial's exit code and seconds, `on_progress`
-    what the running trials are doing and how many wait.
+    the state of each running trial and the number of waiting ones.
     """
-    waiting, past_reference, later_stage = list(trials), set[str](), _later_stages()
-    running: dict[Future[tuple[int, float]], Trial] = {}
-    doing: dict[int, str] = {}
+    progress: dict[int, str] = {}  # of the running trials, by number
 
     def run(trial: Trial) -> tuple[int, float]:
         def on_line(line: str) -> None:
             if match := PROGRESS.match(line):
-                doing[trial.number] = f"{match['stage']} {match['done']}/{match['total']}"
-            if later_stage.match(line):
-                past_reference.add(trial.group)
+                progress[trial.number] = f"{match['stage']} {match['done']}/{match['total']}"
 
+        progress[trial.number] = "starting"
         began = time.monotonic()
         return execute(trial, on_line), time.monotonic() - began
 
     with ThreadPoolExecutor(runs_at_once) as pool:
+        unfinished = {pool.submit(run, trial): trial for trial in trials}
         try:
-            while waiting or running:
-                for trial in startable(waiting, running.values(), past_reference, runs_at_once):
-                    waiting.remove(trial)
-                    running[pool.submit(run, trial)] = trial
-                ended, _ = wait(running, timeout=PAUSE, return_when=FIRST_COMPLETED)
+            while unfinished:
+                ended, _ = wait(unfinished, timeout=PAUSE, return_when=FIRST_COMPLETED)
                 cancellation.stop_if_noticed()
                 for future in ended:
-                    on_end(running.pop(future), *future.result())
-                active = [f"{trial.number} {doing.get(trial.number, 'starting')}" for trial in running.values()]
-                on_progress(active, len(waiting))
+                    trial = unfinished.pop(future)
+                    del progress[trial.number]
+                    on_end(trial, *future.result())
+                active = [f"{number} {state}" for number, state in progress.copy().items()]
+                on_progress(active, len(unfinished) - len(active))
         finally:
-            while not all(future.done() for future in running):  # we are cancelled or stopped
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in unfinished):  # we are cancelled or stopped
                 processes.terminate_awaited()
                 time.sleep(PAUSE)
-
-
-def _later_stages() -> re.Pattern[str]:
-    """A line of any stage after the shared ones."""
-    stages = list(dvc_lock.stages(ROOT))
-    later = stages[stages.index(SHARED_STAGE) + 1 :] if SHARED_STAGE in stages else stages
-    return re.compile(rf"^({'|'.join(later)}): ")
-
-
-def environment(tags: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a trial on our Prefect server, without what identifies this process's own run."""
-    keep = ("DPO_CLUSTER", "DPO_MLFLOW_")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(keep) or not name.startswith(("DPO_", "PREFECT__"))
-    }
-    login = PREFECT_API_AUTH_STRING.value()
-    api = {"PREFECT_API_URL": PREFECT_API_URL.value() or "", **({"PREFECT_API_AUTH_STRING": login} if login else {})}
-    return {**clean, **api, "PYTHONUNBUFFERED": "1", "DPO_TAGS": json.dumps(dict(tags))}

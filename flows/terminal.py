@@ -12,6 +12,7 @@ from flows import embedded_server
 FLOWS = str(Path(__file__).parent)
 PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")
 CLEAR = "\r\x1b[K"
+LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
 
 class Terminal(logging.Handler):
@@ -43,7 +44,7 @@ def attached() -> Iterator[None]:
     embedded_server.start()
     ensure_logging_setup()  # before our handler is added: it replaces the handlers of these loggers
     terminal = Terminal()
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in LOGGERS:
         logging.getLogger(name).addHandler(terminal)
     try:
         yield

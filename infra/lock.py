@@ -12,6 +12,7 @@ replaced file is rejected. torch has two builds of the same version: PyPI's need
 import argparse
 import hashlib
 import html
+import itertools
 import json
 import re
 import sys
@@ -35,18 +36,18 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK, DEV, CUDA = ROOT / "requirements.lock", ROOT / "requirements-dev.lock", ROOT / "infra" / "cuda.lock"
 OURS = {"dpo-pipeline", "pip"}
 FILE = re.compile(r'href="([^"]+?)#sha256=([0-9a-f]{64})')
-TRIES = 6  # wheels of one version whose metadata is asked for
+TRIES = 6  # wheels of a version whose metadata is requested
 PYTHONS = ("3.11.0", "3.11.14", "3.12.0", "3.13.0")
-PLACES = (("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Darwin", "darwin", "arm64"))
-Pins = dict[str, tuple[str, str]]  # by name: version, and for whom (a marker, or nothing)
+PLATFORMS = (("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Darwin", "darwin", "arm64"))
+Files = dict[str, tuple[str, str]]  # by file name: sha256 and address
+Pins = dict[str, tuple[str, str]]  # by name: version, and for which environments (a marker, or nothing)
 
 
 def environments() -> Iterator[dict[str, Any]]:
-    for full in PYTHONS:
-        for system, platform, machine in PLACES:
-            python = {"python_full_version": full, "python_version": full.rpartition(".")[0]}
-            place = {"platform_system": system, "sys_platform": platform, "platform_machine": machine}
-            yield {**default_environment(), **python, **place}
+    for full, (system, platform, machine) in itertools.product(PYTHONS, PLATFORMS):
+        python = {"python_full_version": full, "python_version": full.rpartition(".")[0]}
+        host = {"platform_system": system, "sys_platform": platform, "platform_machine": machine}
+        yield {**default_environment(), **python, **host}
 
 
 class Index:
@@ -54,28 +55,21 @@ class Index:
 
     def __init__(self, addresses: list[str], wheels: list[Path]) -> None:
         self.addresses, self.wheels = addresses, wheels
-        self.known: dict[str, dict[Version, dict[str, tuple[str, str]]]] = {}
+        self.known: dict[str, dict[Version, Files]] = {}
         self.metadata: dict[tuple[str, str], list[str] | None] = {}
 
-    def files(self, name: str) -> dict[Version, dict[str, tuple[str, str]]]:
-        """By version and file name: sha256 and address."""
+    def files(self, name: str) -> dict[Version, Files]:
         if name not in self.known:
-            found: dict[Version, dict[str, tuple[str, str]]] = {}
-            for address in self.addresses:
-                mine: dict[Version, dict[str, tuple[str, str]]] = {}
-                for url, digest in _links(f"{address.rstrip('/')}/{name}/"):
-                    file = unquote(url.rpartition("/")[2])
-                    if version := _version(file):
-                        mine.setdefault(version, {})[file] = (digest, url)
-                found = {**mine, **found}
-            self.known[name] = found
+            self.known[name] = {}
+            for address in reversed(self.addresses):
+                self.known[name] |= _listed_files(f"{address.rstrip('/')}/{name}/")
         return self.known[name]
 
     def hashes(self, name: str, version: str) -> list[str]:
         """Files of this version, including local builds such as torch's +cpu."""
         wanted = Version(version)
-        found = {v: files for v, files in self.files(name).items() if Version(v.public) == wanted}
-        digests = {digest for files in found.values() for digest, _ in files.values()}
+        matches = [files for built, files in self.files(name).items() if Version(built.public) == wanted]
+        digests = {digest for files in matches for digest, _ in files.values()}
         for folder in self.wheels:
             for path in folder.glob("*.whl"):
                 kind, built, *_ = parse_wheel_filename(path.name)
@@ -100,13 +94,16 @@ class Index:
         return self.metadata[name, version]
 
 
-def _links(page: str) -> Iterator[tuple[str, str]]:
-    try:
-        text = _read(page)
-    except (urllib.error.HTTPError, urllib.error.URLError, IsADirectoryError):
-        return
-    for url, digest in FILE.findall(text):
-        yield urljoin(page, html.unescape(url)), digest
+def _listed_files(page: str) -> dict[Version, Files]:
+    """The files on a package's page of an index; none if the index does not have the package."""
+    files: dict[Version, Files] = {}
+    with suppress(urllib.error.URLError, IsADirectoryError):
+        for link, digest in FILE.findall(_read(page)):
+            url = urljoin(page, html.unescape(link))
+            file = unquote(url.rpartition("/")[2])
+            if version := _version(file):
+                files.setdefault(version, {})[file] = (digest, url)
+    return files
 
 
 def _read(address: str) -> str:
@@ -124,9 +121,11 @@ def _version(file: str) -> Version | None:
 
 def installed() -> dict[str, tuple[str, list[str]]]:
     """Version and requirements of each installed package, by name."""
-    every = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
+    packages = {canonicalize_name(package.metadata["Name"]): package for package in distributions()}
     return {
-        name: (Version(one.version).public, list(one.requires or [])) for name, one in every.items() if name not in OURS
+        name: (Version(package.version).public, list(package.requires or []))
+        for name, package in packages.items()
+        if name not in OURS
     }
 
 
@@ -134,49 +133,52 @@ def elsewhere(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
     """Additional packages on other platforms and Python versions, each in the newest version that fits."""
     missing: dict[str, list[Requirement]] = {}
     for _, requirements in here.values():
-        for asked in map(Requirement, requirements):
-            if canonicalize_name(asked.name) not in here and any(_applies(asked, where) for where in environments()):
-                missing.setdefault(canonicalize_name(asked.name), []).append(asked)
-    return {
-        name: (newest(index, name, asked), " or ".join(sorted({str(one.marker) for one in asked})))
-        for name, asked in missing.items()
-    }
+        for requirement in map(Requirement, requirements):
+            name = canonicalize_name(requirement.name)
+            if name not in here and any(_applies(requirement, where) for where in environments()):
+                missing.setdefault(name, []).append(requirement)
+    pins: Pins = {}
+    for name, wanted in missing.items():
+        markers = sorted({str(requirement.marker) for requirement in wanted})
+        pins[name] = newest(index, name, wanted), " or ".join(markers)
+    return pins
 
 
 def needed_to_run(here: dict[str, tuple[str, list[str]]]) -> set[str]:
     """Names of the packages that pyproject.toml requires outside its dependency groups, with their dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["production"]]
-    open_ends, extras = list(map(Requirement, asked)), dict[str, set[str]]()
-    while open_ends:
-        one = open_ends.pop()
-        name = canonicalize_name(one.name)
-        if name in extras and one.extras <= extras[name]:
+    direct = [*project["dependencies"], *project["optional-dependencies"]["production"]]
+    todo, extras = list(map(Requirement, direct)), dict[str, set[str]]()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        if name in extras and requirement.extras <= extras[name]:
             continue
-        extras.setdefault(name, set()).update(one.extras)
+        extras.setdefault(name, set()).update(requirement.extras)
         below = map(Requirement, here[name][1] if name in here else [])
-        open_ends += [more for more in below if any(_applies(more, where, extras[name]) for where in environments())]
+        todo += [more for more in below if any(_applies(more, where, extras[name]) for where in environments())]
     return set(extras)
 
 
-def _applies(asked: Requirement, where: dict[str, Any], extras: Iterable[str] = ()) -> bool:
-    return asked.marker is None or any(asked.marker.evaluate({**where, "extra": extra}) for extra in ("", *extras))
+def _applies(requirement: Requirement, where: dict[str, Any], extras: Iterable[str] = ()) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({**where, "extra": extra}) for extra in ("", *extras))
 
 
-def newest(index: Index, name: str, asked: Iterable[Requirement]) -> str:
-    fits = [v for v in index.files(name) if all(one.specifier.contains(v) for one in asked) and not v.local]
+def newest(index: Index, name: str, wanted: list[Requirement]) -> str:
+    releases = [version for version in index.files(name) if not version.local]
+    fits = [version for version in releases if all(part.specifier.contains(version) for part in wanted)]
     if not fits:
-        sys.exit(
-            f"error: no version of {name} suits {', '.join(map(str, asked))}. Name an index with one: --index URL."
-        )
+        names = ", ".join(map(str, wanted))
+        sys.exit(f"error: no version of {name} suits {names}. Name an index with one: --index URL.")
     return str(max(fits))
 
 
-def newest_known(index: Index, name: str, asked: list[Requirement]) -> str:
+def newest_known(index: Index, name: str, wanted: list[Requirement]) -> str:
     """The newest version whose metadata can be read: an index may list files that it does not serve."""
-    best = newest(index, name, asked)
+    best = newest(index, name, wanted)
     while index.requires(name, best) is None:
-        best = newest(index, name, [*asked, Requirement(f"{name}<{best}")])
+        best = newest(index, name, [*wanted, Requirement(f"{name}<{best}")])
     return best
 
 
@@ -188,13 +190,14 @@ def cuda(here: dict[str, tuple[str, list[str]]], index: Index) -> Pins:
     pins: dict[str, str] = {}
     extras: dict[str, set[str]] = {}
     while True:
-        asked: dict[str, list[Requirement]] = {}
+        missing: dict[str, list[Requirement]] = {}
         for name, version in [("torch", here["torch"][0]), *pins.items()]:
-            for one in map(Requirement, index.requires(name, version) or []):
-                if _applies(one, linux, extras.get(name, ())) and canonicalize_name(one.name) not in here:
-                    asked.setdefault(canonicalize_name(one.name), []).append(one)
-        before, pins = pins, {name: newest_known(index, name, asks) for name, asks in asked.items()}
-        extras = {name: {extra for one in asks for extra in one.extras} for name, asks in asked.items()}
+            for requirement in map(Requirement, index.requires(name, version) or []):
+                required = canonicalize_name(requirement.name)
+                if required not in here and _applies(requirement, linux, extras.get(name, ())):
+                    missing.setdefault(required, []).append(requirement)
+        before, pins = pins, {name: newest_known(index, name, wanted) for name, wanted in missing.items()}
+        extras = {name: set().union(*(part.extras for part in wanted)) for name, wanted in missing.items()}
         if pins == before:
             return {name: (version, "") for name, version in pins.items()}
 
@@ -246,13 +249,13 @@ def sbom() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["lock", "sbom"])
-    parser.add_argument("--index", action="append", default=[], help="besides PyPI; several are asked in order")
+    parser.add_argument("--index", action="append", default=[], help="besides PyPI; several are searched in order")
     parser.add_argument("--wheels", action="append", type=Path, default=[], help="a folder of wheels")
-    given = parser.parse_args()
-    if given.what == "sbom":
+    arguments = parser.parse_args()
+    if arguments.what == "sbom":
         print(sbom())
     else:
-        lock(["https://pypi.org/simple", *given.index], given.wheels)
+        lock(["https://pypi.org/simple", *arguments.index], arguments.wheels)
 
 
 if __name__ == "__main__":

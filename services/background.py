@@ -7,7 +7,6 @@ those of a killed service can still be found and stopped.
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -65,8 +64,8 @@ class Service:
     def is_healthy(self) -> bool:
         return is_healthy(self.health)
 
-    def log_tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
 def is_healthy(url: str) -> bool:
@@ -147,7 +146,8 @@ def stop(name: str) -> bool:
 
 def end_leftovers(name: str) -> bool:
     """End descendants of a killed service: they may still hold its port. Returns whether there were any."""
-    leftovers = [process for process in psutil.process_iter() if _is_marked(process, name)]
+    others = [process for process in psutil.process_iter(["environ"]) if process.pid != os.getpid()]
+    leftovers = [process for process in others if (process.info["environ"] or {}).get(MARK) == _mark(name)]
     for process in leftovers:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -156,13 +156,6 @@ def end_leftovers(name: str) -> bool:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     return bool(leftovers)
-
-
-def _is_marked(process: psutil.Process, name: str) -> bool:
-    try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == _mark(name)
-    except (psutil.Error, OSError):
-        return False
 
 
 def _mark(name: str) -> str:
@@ -175,27 +168,3 @@ def exclusive_lock() -> AbstractContextManager[None]:
     return exclusive(
         FOLDER / "lock", lambda holder: print(f"Waiting for {holder}, which starts or stops services", flush=True)
     )
-
-
-def is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        probe.bind((host, port))
-        return True
-    return False
-
-
-def port_holder(port: int) -> str:
-    """The process that listens on a port, for messages; processes of other users are not visible."""
-    with suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("inet"):
-            listening = connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:] == (port,)
-            if listening and connection.pid:
-                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return "another program"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 
-from services.background import free_port
 from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
@@ -27,6 +26,7 @@ from tasks.runs.records import text_table
 from tasks.source import make_demo_model
 from tasks.system import processes
 from tasks.system.files import publish, read_json, recall, write_json
+from tasks.system.ports import free_port
 from tasks.system.progress import Bar
 from tasks.tracking.model_names import registered_version
 from tasks.tracking.registry import NotRegistered

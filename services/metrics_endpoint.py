@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from services import background, prefect_api, stage_activity
@@ -49,6 +49,7 @@ TRAINING = {  # by their names in the journal of `train`
 Metrics = list[GaugeMetricFamily]
 Source = Callable[[], Metrics]
 Labels = dict[str, str]
+T = TypeVar("T")
 
 
 class PipelineCollector(Collector):
@@ -66,12 +67,9 @@ class PipelineCollector(Collector):
         yield gauge("dpo_source_up", "1 if this source of metrics responded", up)
 
     def _read_all(self) -> dict[str, Metrics | None]:
-        try:
-            cluster = load_cluster(home())
-        except Exception as error:
-            self._report("configuration", error)
+        cluster = self._read("configuration", lambda: load_cluster(home()))
+        if cluster is None:
             return {"configuration": None}
-        self.errors.pop("configuration", None)
         sources: dict[str, Source] = {
             "prefect": flow_runs,
             "mlflow": lambda: champions(cluster),
@@ -81,21 +79,19 @@ class PipelineCollector(Collector):
             futures = {name: pool.submit(self._read, name, source) for name, source in sources.items()}
         return {"configuration": [], **{name: future.result() for name, future in futures.items()}}
 
-    def _read(self, name: str, source: Source) -> Metrics | None:
+    def _read(self, name: str, source: Callable[[], T]) -> T | None:
+        """What the source returns; None, and a message, if it fails."""
         try:
-            metrics = source()
+            content = source()
         except Exception as error:
-            self._report(name, error)
+            reason = redact((str(error).splitlines() or [type(error).__name__])[0][:300])
+            if self.errors.get(name) != reason:
+                print(f"metrics: {name} could not be read: {reason}", file=sys.stderr, flush=True)
+            self.errors[name] = reason
             return None
         if self.errors.pop(name, None):
             print(f"metrics: {name} can be read again", flush=True)
-        return metrics
-
-    def _report(self, name: str, error: Exception) -> None:
-        reason = redact((str(error).splitlines() or [type(error).__name__])[0][:300])
-        if self.errors.get(name) != reason:
-            print(f"metrics: {name} could not be read: {reason}", file=sys.stderr, flush=True)
-        self.errors[name] = reason
+        return content
 
     def _runs(self, cluster: Cluster) -> Metrics:
         runs = home() / cluster.logging_dir
@@ -208,10 +204,6 @@ def application(registry: CollectorRegistry, password: str) -> Any:
     return respond
 
 
-class Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
 class QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -220,8 +212,9 @@ class QuietHandler(WSGIRequestHandler):
 def serve(host: str, port: int, password: str) -> WSGIServer:
     registry = CollectorRegistry()
     registry.register(PipelineCollector())
-    kind = type("Server6", (Server,), {"address_family": socket.AF_INET6}) if ":" in host else Server
-    return make_server(host, port, application(registry, password), kind, QuietHandler)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = type("Server", (ThreadingWSGIServer,), {"address_family": family})
+    return make_server(host, port, application(registry, password), server, QuietHandler)
 
 
 @as_command

@@ -21,12 +21,12 @@ def mlflow_link(ids: dict[str, Any], part: str = "") -> str | None:
 
 def needs_server(ids: dict[str, Any]) -> bool:
     """Whether the run's page needs the server of `dpo up`, which does not run."""
-    return bool(ids) and not _given_page(ids) and background.running("mlflow") is None
+    return bool(ids) and not _external_page(ids) and background.running("mlflow") is None
 
 
-def mlflow_home(ids: dict[str, Any]) -> str:
+def mlflow_home(settings: dict[str, Any]) -> str:
     """The list of experiments, for a run that has no id yet."""
-    return f"{_page(ids)}/#/experiments?{TRAINING}"
+    return f"{_page(settings)}/#/experiments?{TRAINING}"
 
 
 def runs_link(address: str, experiment: str = "1") -> str:
@@ -34,20 +34,20 @@ def runs_link(address: str, experiment: str = "1") -> str:
     return f"{address}/#/experiments/{experiment}/runs?{TRAINING}&viewStateShareKey={VIEW}"
 
 
-def curves_link(address: str, experiment: str = "1") -> str:
+def curves_link(address: str) -> str:
     """The charts of that view: the curves of the newest runs, overlaid."""
-    return f"{runs_link(address, experiment)}&compareRunsMode=CHART"
+    return f"{runs_link(address)}&compareRunsMode=CHART"
 
 
 def _page(ids: dict[str, Any]) -> str:
     """Where a browser reaches MLflow. DPO_MLFLOW_UI_URL overrides it: containers use names unknown outside."""
-    if page := _given_page(ids):
+    if page := _external_page(ids):
         return page
     server = background.last_started("mlflow")
     return server.address if server else MLFLOW_PAGE
 
 
-def _given_page(ids: dict[str, Any]) -> str:
+def _external_page(ids: dict[str, Any]) -> str:
     """A server that we do not start; empty where the store is a file."""
     override, address = os.environ.get("DPO_MLFLOW_UI_URL"), str(ids.get("tracking_uri", ""))
     return (override or (address if address.startswith("http") else "")).rstrip("/")

@@ -5,14 +5,12 @@ address and login of the running server; `dpo down` removes it.
 """
 
 import json
-import os
 import secrets
-import tempfile
 import tomllib
-from pathlib import Path
 
 from services import background
 from tasks.config.paths import ROOT
+from tasks.system.files import write_text
 
 FILE = background.FOLDER / "passwords.json"
 SHOWN = FILE.with_suffix(".shown")  # exists once `dpo up` has printed them
@@ -30,7 +28,7 @@ def load() -> dict[str, str]:
     if missing := [name for name in names if name not in passwords]:
         passwords |= {name: secrets.token_urlsafe(24) for name in missing}
         background.make_folder()
-        write_private(FILE, json.dumps(passwords, indent=2) + "\n")
+        write_text(FILE, json.dumps(passwords, indent=2) + "\n", mode=0o600)
     return {str(name): str(value) for name, value in passwords.items()}
 
 
@@ -40,7 +38,8 @@ def prefect_login() -> str:
 
 
 def mlflow_passwords() -> dict[str, str]:
-    return {user: load()[f"mlflow/{user}"] for user in MLFLOW_USERS}
+    passwords = load()
+    return {user: passwords[f"mlflow/{user}"] for user in MLFLOW_USERS}
 
 
 def write_client(api: str, login: str) -> bool:
@@ -48,7 +47,7 @@ def write_client(api: str, login: str) -> bool:
     if CLIENT.exists() and not _is_ours():
         return False
     quoted = json.dumps(login, ensure_ascii=False)  # a JSON string is a TOML string
-    write_private(CLIENT, f'{OURS}[api]\nurl = "{api}"\nauth_string = {quoted}\n')
+    write_text(CLIENT, f'{OURS}[api]\nurl = "{api}"\nauth_string = {quoted}\n', mode=0o600)
     return True
 
 
@@ -60,16 +59,6 @@ def client_api_url() -> str | None:
 def remove_client() -> None:
     if _is_ours():
         CLIENT.unlink()
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file atomically that nobody else can read at any moment: mkstemp creates it with mode 600."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
 
 
 def _is_ours() -> bool:

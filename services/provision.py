@@ -7,7 +7,6 @@ changes nothing. `prefect deploy` would reset every schedule to its state in the
 a person switched are switched back afterwards.
 """
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -26,9 +25,10 @@ from services import automations, background, stack
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.system.commands import as_command
+from tasks.system.files import fingerprint, sha256
 
 FILE = "infra/prefect.yaml"
-DEPLOYED = background.FOLDER / "deployed"  # holds the fingerprint of the last deployment
+DEPLOYED = background.FOLDER / "deployed"  # the content hash of the last deployment
 
 # How a worker starts a run. Prefect's default template lets the creator of a run choose command, folder and
 # environment, which amounts to a shell. Ours has no variables. `env` is absent because Prefect would merge a run's
@@ -69,9 +69,9 @@ def create_pool(client: SyncPrefectClient) -> None:
 
 def deploy(client: SyncPrefectClient, access: Mapping[str, str], timezone: str) -> bool:
     """Deploy infra/prefect.yaml if it or the flows changed. Returns whether that was necessary."""
-    fingerprint = _fingerprint(timezone)
+    content = _content_hash(timezone)
     before = {name: _read_deployment(client, name) for name in deployment_names()}
-    if DEPLOYED.exists() and DEPLOYED.read_text() == fingerprint and all(before.values()):
+    if DEPLOYED.exists() and DEPLOYED.read_text() == content and all(before.values()):
         return False
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", FILE]
     env = {**os.environ, **access, stack.TIMEZONE: timezone, "COLUMNS": "200"}  # the file reads the time zone
@@ -82,7 +82,7 @@ def deploy(client: SyncPrefectClient, access: Mapping[str, str], timezone: str) 
     for deployment in filter(None, before.values()):
         _restore_schedules(client, deployment)
     background.make_folder()
-    DEPLOYED.write_text(fingerprint)
+    DEPLOYED.write_text(content)
     return True
 
 
@@ -92,12 +92,11 @@ def deployment_names() -> list[str]:
     return [f"{entry['entrypoint'].rpartition('.')[2]}/{entry['name']}" for entry in entries]
 
 
-def _fingerprint(timezone: str) -> str:
+def _content_hash(timezone: str) -> str:
     """A hash of everything that determines the deployments' settings and parameter schemas."""
     files = [ROOT / FILE, ROOT / "params.yaml", *ROOT.glob("flows/*.py"), *ROOT.glob("tasks/**/*.py")]
     files += ROOT.glob("flows/recipes/*.yaml")
-    digests = [(path.relative_to(ROOT).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
-    return hashlib.sha256(repr([timezone, *sorted(digests)]).encode()).hexdigest()
+    return fingerprint([timezone, {path.relative_to(ROOT).as_posix(): sha256(path) for path in files}])
 
 
 def _read_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:

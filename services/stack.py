@@ -23,7 +23,8 @@ from services import background, passwords
 from services.background import Service
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.system.environment import QUIET
+from tasks.runs import dvc
+from tasks.system.ports import free_port, is_free, port_holder
 
 LOOPBACK = "127.0.0.1"
 BIND, LOGIN, HOSTS = "BIND", "PREFECT_SERVER_API_AUTH_STRING", "DPO_ALLOWED_HOSTS"
@@ -108,20 +109,20 @@ def choose_port(name: str, settings: Settings) -> int:
     """The configured port, else the last one, else the default, else any free port (with a message)."""
     variable, default = PORTS[name]
     if configured := settings.ports.get(name):
-        if not background.is_free(settings.bind, configured):
+        if not is_free(settings.bind, configured):
             raise UserError(
-                f"Port {configured} is in use by {background.port_holder(configured)}. Set {variable} to another "
+                f"Port {configured} is in use by {port_holder(configured)}. Set {variable} to another "
                 "port, or unset it to let `dpo up` choose a free one."
             )
         return configured
     before = background.last_started(name)
     preferred = [before.port, default] if before else [default]
     for port in preferred:
-        if background.is_free(settings.bind, port):
+        if is_free(settings.bind, port):
             return port
-    port = background.free_port()
+    port = free_port()
     print(
-        f"Port {preferred[0]} is in use by {background.port_holder(preferred[0])}: the {TITLES[name]} listens on "
+        f"Port {preferred[0]} is in use by {port_holder(preferred[0])}: the {TITLES[name]} listens on "
         f"{port} instead. Set {variable} to choose another port.",
         flush=True,
     )
@@ -167,7 +168,7 @@ def start_mlflow(settings: Settings, store: str) -> Service:
 
 
 def start_worker(settings: Settings, api: str) -> Service:
-    port = background.free_port()
+    port = free_port()
     page = f"http://{LOOPBACK}:{port}"
     env = {
         "PREFECT_API_URL": api,
@@ -200,10 +201,10 @@ def _command(*arguments: str) -> list[str]:
 
 
 def common_env(settings: Settings) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     logins = (LOGIN, "PREFECT_API_AUTH_STRING")
-    inherited = {name: value for name, value in os.environ.items() if name not in ("DPO_WEBHOOK_URL", *logins)}
-    env = {**QUIET, **inherited, "PATH": path, "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO", BIND: settings.bind}
+    env = dvc.environment(PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="INFO", BIND=settings.bind)
+    for name in ("DPO_WEBHOOK_URL", *logins):
+        env.pop(name, None)
     return env | dict.fromkeys(logins, settings.login) if settings.login else env
 
 

@@ -1,6 +1,5 @@
 """The stages that are running now and what they logged last, read from the journals of their runs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,11 +78,5 @@ def _read_new_lines(journal: Path, stage: Stage | None) -> Stage:
 
 def unsent_lines(runs: Path) -> int:
     """Journal lines that MLflow has not received yet."""
-    return sum(len(read_lines(journal, offset)[0]) for journal, offset in _unsent_journals(runs))
-
-
-def _unsent_journals(runs: Path) -> Iterator[tuple[Path, int]]:
-    for journal in runs.glob("*/*.jsonl"):
-        offset = sent(journal.parent, journal.stem)
-        if journal.stat().st_size > offset:
-            yield journal, offset
+    journals = runs.glob("*/*.jsonl")
+    return sum(len(read_lines(journal, sent(journal.parent, journal.stem))[0]) for journal in journals)

@@ -1,11 +1,17 @@
-"""`dpo status`: the services, the schedules and the last runs."""
+"""`dpo status`: the services, the schedules and the last runs; `dpo runs`: a table of all runs."""
 
 from datetime import datetime
 from typing import Any
 
 from services import background, prefect_api
 from services.background import Service
+from services.mlflow_urls import mlflow_link, needs_server
 from services.stack import PORTS, TITLES
+from tasks.runs import records
+from tasks.runs.dvc_lock import artifacts_size, read_lock
+from tasks.runs.records import RunRecord
+from tasks.system.disk import human
+from tasks.system.files import recall
 
 LAST_RUNS = 5
 
@@ -62,3 +68,31 @@ def _line(run: dict[str, Any], deployments: dict[str, Any]) -> str:
     origin = deployments.get(run["deployment_id"], {"name": "by hand"})["name"]
     time = f"{began:%m-%d %H:%M}" if began else "not started"
     return f"{time}  {run['state_name']:<10} {origin:<8} {run['name']:<36} {run['estimated_run_time']:6.0f} s"
+
+
+def show_runs() -> None:
+    for path in records.damaged_records():
+        print(f"warning: {path} is empty or damaged; its run is not listed. `dpo doctor --fix` moves it aside.")
+    runs = records.all_records()
+    if not runs:
+        print("No runs yet. Start one with `make demo`, `dpo run`, or `prefect deployment run dpo/full`.")
+        return
+    head = ("run", "state", "since", "model", "stages", "artifacts", "MLflow")
+    print(records.text_table(map(_run_row, runs), head))
+    if any(needs_server(recall(run.folder / "run.json")) for run in runs):
+        print("\nThe pages of MLflow open after `dpo up`.")
+    if unfinished := [run.name for run in runs if run.current_state not in (records.RUNNING, records.FINISHED)]:
+        print(f"\n`dpo resume {unfinished[0]}` continues a run that did not finish; `dpo gc` deletes old ones.")
+
+
+def _run_row(record: RunRecord) -> tuple[str, ...]:
+    states = records.stage_states(record)
+    ran = [state["stage"] for state in states if state["state"] == "ran" and state["stage"] != "promote"]
+    cached = sum(state["state"] != "ran" for state in states)
+    link = mlflow_link(recall(record.folder / "run.json")) or ""
+    stages = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
+    since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
+    lock = read_lock(record.results())
+    size = human(artifacts_size(lock)) if lock else ""
+    model = recall(record.folder / "params.json").get("promote", {}).get("model_name", "")
+    return record.name, record.current_state, since, model, stages, size, link

@@ -5,8 +5,9 @@ A second `dpo up` reports what is running and starts what is missing. `dpo down`
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from services import background, passwords, prefect_api, stack
@@ -25,9 +26,9 @@ def up() -> None:
     store = load_cluster(ROOT).tracking_uri
     with background.exclusive_lock():
         settings = _settings()
-        server = _running("prefect") or _started(stack.start_prefect(settings))
+        server = _ensure("prefect", partial(stack.start_prefect, settings))
         mlflow = None if store.startswith("http") else _mlflow(settings, absolute_uri(store))
-        metrics = _running("metrics") or _started(stack.start_metrics(settings))
+        metrics = _ensure("metrics", partial(stack.start_metrics, settings))
         access = prefect_api.access_variables(server)
         worker = _provision(server, access, settings)
         for service in filter(None, (mlflow, worker, metrics)):
@@ -62,16 +63,13 @@ def _settings() -> Settings:
     return settings
 
 
-def _running(name: str) -> Service | None:
-    """Report and return the running service; None if it must be started."""
-    service = background.running(name)
-    if service:
-        print(f"{TITLES[name]}: running since {service.since:%Y-%m-%d %H:%M:%S} (process {service.pid})", flush=True)
-    return service
-
-
-def _started(service: Service) -> Service:
-    print(f"{TITLES[service.name]}: starting (process {service.pid})", flush=True)
+def _ensure(name: str, start: Callable[[], Service]) -> Service:
+    """The running service, or the one that `start` starts."""
+    if service := background.running(name):
+        state = f"running since {service.since:%Y-%m-%d %H:%M:%S}"
+    else:
+        service, state = start(), "starting"
+    print(f"{TITLES[name]}: {state} (process {service.pid})", flush=True)
     return service
 
 
@@ -80,7 +78,7 @@ def _mlflow(settings: Settings, store: str) -> Service:
     path = Path(store.removeprefix("sqlite:///"))
     is_new = store.startswith("sqlite:///") and not path.exists()
     with file_lock(path.parent / "store.lock") if is_new else nullcontext():
-        service = _running("mlflow") or _started(stack.start_mlflow(settings, store))
+        service = _ensure("mlflow", partial(stack.start_mlflow, settings, store))
         if is_new:
             background.wait_until_healthy(service, TITLES["mlflow"])
     return service
@@ -93,18 +91,18 @@ def _provision(server: Service, access: Mapping[str, str], settings: Settings) -
     background.wait_until_healthy(server, TITLES["prefect"])
     with provision.connect(access) as client:
         provision.create_pool(client)
-        worker = _worker(access) or _started(stack.start_worker(settings, access["PREFECT_API_URL"]))
+        worker = _worker(settings, access["PREFECT_API_URL"])
         provision.provision(client, access, settings)
     return worker
 
 
-def _worker(access: Mapping[str, str]) -> Service | None:
-    """The running worker; one that is connected to another server is stopped."""
+def _worker(settings: Settings, api: str) -> Service:
+    """The worker; one that is connected to another server is replaced."""
     service = background.running("worker")
-    if service and service.environment().get("PREFECT_API_URL") != access["PREFECT_API_URL"]:
+    if service and service.environment().get("PREFECT_API_URL") != api:
         print(f"{TITLES['worker']}: stopped, because the Prefect server has another address now", flush=True)
         background.stop("worker")
-    return _running("worker")
+    return _ensure("worker", partial(stack.start_worker, settings, api))
 
 
 def _print_addresses(server: Service, mlflow: str, metrics: str, settings: Settings, has_client: bool) -> None:

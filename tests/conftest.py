@@ -77,12 +77,13 @@ def prefect_store(once: Once) -> Path:
     """A PREFECT_HOME to copy, with the database of a server that has run nothing: creating one takes 14 seconds."""
     from flows import embedded_server
     from tasks.system import processes
+    from tasks.system.ports import free_port
 
     def make(folder: Path) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
         env = {**clean, **embedded_server.SERVER, "PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
         env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
-        command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := embedded_server.free_port())]
+        command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := free_port())]
         with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
             embedded_server.wait_until_healthy(process, f"http://127.0.0.1:{port}/api", folder / "server.log")
 
@@ -96,8 +97,9 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -
     Commands in that environment are forked from a process that has imported Prefect; `fork_server.fresh` prevents it.
     """
     import services
-    from flows.embedded_server import free_port, wait_until_healthy
+    from flows.embedded_server import wait_until_healthy
     from tasks.system import processes
+    from tasks.system.ports import free_port
 
     home = Path(shutil.copytree(prefect_store, tmp_path_factory.mktemp("prefect") / "home"))
     api = f"http://127.0.0.1:{(port := free_port())}/api"
@@ -133,8 +135,9 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -> di
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
     """The address of a real MLflow server on a free loopback port."""
-    from services.background import free_port, is_healthy
+    from services.background import is_healthy
     from tasks.system import processes
+    from tasks.system.ports import free_port
 
     home = tmp_path_factory.mktemp("mlflow-server")
     shutil.copytree(mlflow_store, home, dirs_exist_ok=True)

@@ -11,8 +11,9 @@ import typer
 import yaml
 
 from cli.main import app
-from flows import parameters
 from tasks.config.cluster import Cluster
+from tasks.config.params import Params
+from tasks.config.strict import all_keys
 from training.objectives.options import LOSS_OPTIONS
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -102,7 +103,8 @@ def test_our_side_of_the_table_for_roll_and_colossalai_exists():
     losses = {name for text in ours if text.startswith("train.loss: ") for name in yaml.safe_load(text)["train.loss"]}
     assert losses == {"ipo_sum"}  # ROLL's ipo; ours averages over tokens
     values = {"auto", "never"}
-    keys = {*parameters.keys(), *parameters.keys(Cluster), *Cluster.model_fields, *LOSS_OPTIONS, *values}
+    keys = {name for section in (Params, Cluster) for name, _ in all_keys(section)}
+    keys |= {*LOSS_OPTIONS, *values}
     named = {name.partition(":")[0] for name in ours}
     assert len(named) > 30
     assert named - keys == set()

@@ -16,12 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.release.verify import require_intact
 from tasks.system import processes
+from tasks.system.ports import free_port
 from tasks.tracking.model_names import registered_version
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read

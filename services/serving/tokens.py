@@ -14,9 +14,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from services.passwords import write_private
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.system.files import write_text
 
 VARIABLE = "DPO_SERVE_TOKENS"
 SHORTEST = 16  # characters
@@ -27,7 +27,8 @@ class Tokens:
         self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
         if self.file and not self.file.exists():
             self.file.parent.mkdir(mode=0o700, exist_ok=True)
-            write_private(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
+            content = json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2)
+            write_text(self.file, f"{content}\n", mode=0o600)
         self.names = self._read()
 
     @property

@@ -1,6 +1,6 @@
 """The schema of infra/cluster.yaml (where a run executes and how fast), and the layers that override each other.
 
-`load_cluster` returns the values; `resolve` also returns the origin of each. Later layers win:
+`load_cluster` returns the values, `changed_values` the origin of each that is not a default. Later layers win:
 
 1. the defaults of the schema below;
 2. infra/cluster.yaml;
@@ -14,9 +14,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tasks.config.paths import home
 from tasks.config.strict import Count, Layer, Positive, Section, Value, changed, merge, read_yaml, section, validate
@@ -35,8 +35,7 @@ class Ray(Section):
     interface: str | None = None
     env: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = Field(default={})
 
-    @model_validator(mode="after")
-    def _check_address(self) -> "Ray":
+    def check(self) -> None:
         if self.address not in ("local", "auto") and not re.fullmatch(r"[\w.-]+:\d+", self.address):
             raise ValueError(
                 f"address is '{self.address}', but it must be `local`, the head node's host:port (10.0.0.1:6379), or "
@@ -44,7 +43,6 @@ class Ray(Section):
             )
         if self.address == "local" and self.interface:
             raise ValueError("`interface` has no effect on address local: set it to null")
-        return self
 
 
 class Access(Section):
@@ -56,8 +54,7 @@ class Access(Section):
     networks: list[str] = Field(default=[])
     push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]] = Field(default=[])
 
-    @model_validator(mode="after")
-    def _check_networks(self) -> "Access":
+    def check(self) -> None:
         for network in self.networks:
             try:
                 ipaddress.ip_network(network)
@@ -65,7 +62,6 @@ class Access(Section):
                 raise ValueError(
                     f"networks: {error}. Write an address or a range, such as 10.1.2.3 or 10.0.0.0/8"
                 ) from None
-        return self
 
 
 class PrepareGroup(Section):
@@ -108,45 +104,27 @@ class ActorTrainGroup(Group):
     keep_best: Annotated[int, Field(ge=0)] = 0
     max_failures: Annotated[int, Field(ge=0)] = 2
 
-    @model_validator(mode="after")
-    def _check_offload(self) -> "ActorTrainGroup":
+    def check(self) -> None:
         if self.offload == "all" and self.zero_stage != 3:
             raise ValueError(f"offload: all needs zero_stage: 3, but zero_stage is {self.zero_stage}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tiles(self) -> "ActorTrainGroup":
         if self.mlp_tile_tokens and self.zero_stage == 3:
             raise ValueError(
                 "mlp_tile_tokens does not work with zero_stage: 3, where workers with different numbers of tiles would "
                 "wait for each other. Use sequence_parallel, or zero_stage: 2"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sequence_parallel(self) -> "ActorTrainGroup":
-        if self.num_workers % self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel is {self.sequence_parallel} and num_workers is {self.num_workers}: every "
-                f"{self.sequence_parallel} workers share the tokens of a row, so num_workers must be a multiple of it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tensor_parallel(self) -> "ActorTrainGroup":
-        if self.num_workers % self.tensor_parallel:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} and num_workers is {self.num_workers}: every "
-                f"{self.tensor_parallel} workers share the weights of each layer, so num_workers must be a multiple "
-                "of it"
-            )
+        for name, shared in (("sequence_parallel", "tokens of a row"), ("tensor_parallel", "weights of each layer")):
+            size = getattr(self, name)
+            if self.num_workers % size:
+                raise ValueError(
+                    f"{name} is {size} and num_workers is {self.num_workers}: every {size} workers share the {shared}, "
+                    "so num_workers must be a multiple of it"
+                )
         if self.tensor_parallel > 1 and self.sequence_parallel > 1:
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel} and sequence_parallel is {self.sequence_parallel}, which "
                 "exclude each other. Set one of them to 1: tensor_parallel for layers that are too large, "
                 "sequence_parallel for rows that are too long"
             )
-        return self
 
 
 class EvaluateGroup(Group):
@@ -172,19 +150,16 @@ class Cluster(Section):
     evaluate: EvaluateGroup = EvaluateGroup()
 
 
-class Resolved(NamedTuple):
-    cluster: Cluster
-    origins: dict[str, Value]  # by dotted name, of the values that are not the schema's defaults
-
-
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
     """The configuration of the workspace `root`, with `over` as further layers (a recipe, overrides)."""
-    return _validated(root, _layers(root, [Layer("override", content) for content in over]))
+    layers = _layers(root, [Layer("override", content) for content in over])
+    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
+    return validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
 
 
-def resolve(root: Path = Path(), *over: Layer) -> Resolved:
-    layers = _layers(root, over)
-    return Resolved(_validated(root, layers), changed(layers, Cluster))
+def changed_values(root: Path = Path(), *over: Layer) -> dict[str, Value]:
+    """The values that are not the schema's defaults, by dotted name, each with its origin."""
+    return changed(_layers(root, over), Cluster)
 
 
 def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
@@ -199,11 +174,6 @@ def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
                 f"{CLUSTER} or the site overlay."
             )
     return [*layers, *over]
-
-
-def _validated(root: Path, layers: Sequence[Layer]) -> Cluster:
-    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
-    return validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
 
 
 def groups() -> list[str]:

@@ -31,7 +31,7 @@ HEALTH = ("repetition", "repetition_rise", "empty", "unfinished", "length_ratio"
 VERDICTS = {"demo": ("kind", "correct"), "reward": ("reward",)}  # on single answers, by judge
 WINS = ("wins", "ties", "losses", "refused", "rate", "low", "high")
 WIN_RATES = (*WINS, *(f"length_controlled/{name}" for name in ("rate", "low", "high")))
-BY_DATA = ("tables/",)  # names that depend on the data follow
+BY_DATA = ("tables/",)  # prefixes of names that depend on the data
 
 
 def of_training(params: "Params") -> list[str]:

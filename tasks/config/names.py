@@ -1,4 +1,4 @@
-"""Names of things in tasks/dataset that params.yaml may use; tests/config/test_params.py holds both sides together."""
+"""Names from tasks/dataset that params.yaml may use; tests/config/test_params.py compares both sides."""
 
 # prepare.format: the keys of SHAPES in tasks/dataset/rows/row_shapes.py.
 ROW_FORMATS = (

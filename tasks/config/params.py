@@ -57,18 +57,12 @@ class Source(Section):
     adapter: str | None
     seed: int
 
-    @model_validator(mode="after")
-    def _check_mixture_names(self) -> "Source":
+    def check(self) -> None:
         names = [source.name for source in self.data] if isinstance(self.data, list) else ["data"]
-        if not names or len({*names, "eval", "sample"}) <= len(names) + 1:
+        if not names or len(set(names)) < len(names) or {"eval", "sample"}.intersection(names):
             raise ValueError("a mixture needs at least one source; each name must be unique and not `eval` or `sample`")
-        return self
-
-    @model_validator(mode="after")
-    def _check_adapter(self) -> "Source":
         if self.adapter and self.model.startswith("registry:"):
             raise ValueError("`adapter` belongs to another model than the registered one: set it to null")
-        return self
 
     def addresses(self) -> list[str]:
         return [self.data] if isinstance(self.data, str) else [source.data for source in self.data]
@@ -85,14 +79,12 @@ class Layout(Section):
     columns: dict[str, str]
     values: dict[str, dict[str | int | float | bool, str]] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _check_format_and_columns(self) -> "Layout":
+    def check(self) -> None:
         check_names("format", [self.format], ["auto", *ROW_FORMATS])
         check_names("columns", self.columns, COLUMNS)
         check_names("values", self.values, VALUES)
         for column, meanings in self.values.items():
             check_names(f"values.{column}", meanings.values(), VALUES[column])
-        return self
 
 
 class Prepare(Layout):
@@ -114,14 +106,13 @@ class Prepare(Layout):
     max_bad_fraction: Fraction
     thresholds: dict[str, Fraction]
 
-    @model_validator(mode="after")
-    def _check_thresholds_and_template(self) -> "Prepare":
+    def check(self) -> None:
+        super().check()
         check_names("thresholds", self.thresholds, REJECT_REASONS)
         if self.template not in ("auto", "plain", "chatml") and "{" not in self.template:
             raise ValueError(
                 f"template '{self.template}' is neither auto, plain, chatml nor the text of a Jinja template"
             )
-        return self
 
 
 class Reference(Section):
@@ -164,10 +155,8 @@ class Evaluate(Section):
     harness: Harness | None
     seed: int
 
-    @model_validator(mode="after")
-    def _check_judge(self) -> "Evaluate":
+    def check(self) -> None:
         check_judge(self)
-        return self
 
 
 def check_judge(section: "Evaluate | Sample") -> None:
@@ -195,10 +184,8 @@ class Sample(Section):
     endpoint: Endpoint | None = None
     seed: int = 0
 
-    @model_validator(mode="after")
-    def _check_judge(self) -> "Sample":
+    def check(self) -> None:
         check_judge(self)
-        return self
 
     def as_evaluate(self, evaluate: Evaluate) -> Evaluate:
         """The section `evaluate` with the sampling settings and the judge of this one."""
@@ -230,11 +217,9 @@ class ErrorBudget(Section):
     max_loss: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.03
     biased_votes: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
-    @model_validator(mode="after")
-    def _check_effect(self) -> "ErrorBudget":
+    def check(self) -> None:
         if not self.improvement and self.anchor is None:
             raise ValueError("error_budget has no effect without `improvement: true` or an `anchor`: set one of them")
-        return self
 
 
 class Promote(Section):
@@ -249,17 +234,11 @@ class Promote(Section):
     on_drift: Literal["stop", "warn"]
     error_budget: ErrorBudget | None = None
 
-    @model_validator(mode="after")
-    def _check_drift_figures(self) -> "Promote":
+    def check(self) -> None:
         check_names("drift", self.drift, DRIFT_METRICS)
-        return self
-
-    @model_validator(mode="after")
-    def _check_alias(self) -> "Promote":
         reserved = ("challenger", "previous", *(["anchor"] if self.error_budget else []))
         if self.alias in reserved:
             raise ValueError(f"alias: `{self.alias}` is reserved. Choose another, such as `champion`")
-        return self
 
 
 class Params(Section):
@@ -282,18 +261,23 @@ class Params(Section):
         judge = "demo" if source.get("data") == "demo" else "none"
         return {**content, "evaluate": {**evaluate, "judge": judge}}
 
-    @model_validator(mode="after")
-    def _check_secrets(self) -> "Params":
+    def check(self) -> None:
+        self._check_secrets()
+        self._check_quantization()
+        self._check_data_sources()
+        self._check_judge_and_metrics()
+        self._check_reference_model()
+        self._check_sample()
+
+    def _check_secrets(self) -> None:
         for name, value in _texts(self.model_dump()):
             if is_secret(value):
                 raise ValueError(
                     f"`{name}` holds what looks like a password or a token, and params are committed, logged and "
                     "exported. Put it into an environment variable (AWS_ACCESS_KEY_ID, HF_TOKEN, ...) and remove it"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_quantization(self) -> "Params":
+    def _check_quantization(self) -> None:
         if self.train.quantization != self.reference.quantization:
             raise ValueError(
                 "train.quantization and reference.quantization must be equal: the policy starts as the reference model"
@@ -308,18 +292,18 @@ class Params(Section):
                 "`evaluate.engine` vllm loads no adapter with `modules_to_save`: set evaluate.engine to auto or "
                 "transformers"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_held_out_source(self) -> "Params":
+    def _check_data_sources(self) -> None:
         if (self.source.eval is None) == (self.prepare.eval_fraction is None):
             raise ValueError(
                 "held-out pairs come from `source.eval` or `prepare.eval_fraction`: set one, and the other to null"
             )
-        return self
+        if self.source.sft and not self.sft:
+            raise ValueError(
+                "`source.sft` is the data of the stage sft, which is off: set `sft` too, or source.sft to null"
+            )
 
-    @model_validator(mode="after")
-    def _check_judge_and_metrics(self) -> "Params":
+    def _check_judge_and_metrics(self) -> None:
         judges = [self.evaluate.judge, self.sample.judge if self.sample else ""]
         if "demo" in judges and not self.source.is_demo():
             raise ValueError(
@@ -327,20 +311,16 @@ class Params(Section):
                 "data. Set evaluate.judge to auto, reward or endpoint"
             )
         metrics.check(self)
-        return self
 
-    @model_validator(mode="after")
-    def _check_reference_model(self) -> "Params":
+    def _check_reference_model(self) -> None:
         named = self.source.model.startswith("registry:") and "|" in self.source.model
         if self.train.reference_model == "base" and (self.sft or not named):
             raise ValueError(
                 "`train.reference_model` base is the model behind the bar of `source.model: registry:NAME|ADDRESS`, "
                 f"and source.model is {self.source.model}{' with sft' if self.sft else ''}. Set it to start"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_sample(self) -> "Params":
+    def _check_sample(self) -> None:
         if self.sample and self.sft:
             raise ValueError(
                 "`sample` draws answers of the model at `source.model`, and `sft` changes that model afterwards: set "
@@ -350,15 +330,6 @@ class Params(Section):
             raise ValueError(
                 "`sample` needs a judge, and there is none: set evaluate.judge or sample.judge to reward or endpoint"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sft_data(self) -> "Params":
-        if self.source.sft and not self.sft:
-            raise ValueError(
-                "`source.sft` is the data of the stage sft, which is off: set `sft` too, or source.sft to null"
-            )
-        return self
 
 
 def _texts(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -385,6 +356,15 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     return content.get(part, {})
 
 
+def read_params(recipe: str | None) -> dict[str, Any]:
+    """The validated content of params.yaml, with a recipe."""
+    content = read_yaml(PARAMS)
+    if recipe:
+        content = overlay(content, read_recipe(recipe))
+    validate(Params, content, RECIPES / f"{recipe}.yaml" if recipe else PARAMS)
+    return content
+
+
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
     return strict.overlay(base, over, model)
 
@@ -392,11 +372,8 @@ def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] =
 def show(recipe: str | None) -> None:
     """Validate both configuration files; with a recipe, print the resulting values."""
     load_cluster()
-    content = read_yaml(PARAMS)
-    if recipe is None:
-        validate(Params, content, PARAMS)
+    content = read_params(recipe)
+    if recipe:
+        print(yaml.safe_dump(content, sort_keys=False), end="")
+    else:
         print("params.yaml and infra/cluster.yaml are valid.")
-        return
-    content = overlay(content, read_recipe(recipe))
-    validate(Params, content, RECIPES / f"{recipe}.yaml")
-    print(yaml.safe_dump(content, sort_keys=False), end="")

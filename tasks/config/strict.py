@@ -4,10 +4,11 @@ import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from tasks.errors import UserError
 
@@ -20,14 +21,28 @@ T = TypeVar("T", bound=BaseModel)
 class Section(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
+    def check(self) -> None:
+        """ValueError if values of this section exclude each other; each value alone is valid."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check()
+        return self
+
 
 def parse_yaml(text: str) -> Any:
     """yaml.safe_load, in C where PyYAML has it: a run reads its configuration dozens of times."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # tests/config/test_security.py forbids yaml.load
     try:
         return loader.get_single_data()
     finally:
         loader.dispose()
+
+
+def to_yaml(value: Any) -> str:
+    """A value as YAML on one line; not as JSON, whose 5e-07 YAML reads as text."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
+    return text.strip()[1:-1]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -111,6 +126,15 @@ def section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((c for c in candidates if inspect.isclass(c) and issubclass(c, Section)), None)
 
 
+def all_keys(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The keys of a section and of the sections in it, by dotted name. Not those below a mapping from names."""
+    for name, field in model.model_fields.items():
+        yield f"{above}{name}", field
+        subsection = section(model, name)
+        if subsection and get_origin(field.annotation) is not dict:
+            yield from all_keys(subsection, f"{above}{name}.")
+
+
 def validate(model: type[T], content: dict[str, Any], path: Path) -> T:
     try:
         return model.model_validate(content)
@@ -127,7 +151,8 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"`{name}` is missing. Add it."
     if problem["type"] in ("float_type", "int_type") and isinstance(value, str) and _is_number(value):
-        return f"`{name}` is the text '{value}' and not a number: YAML needs a dot in it. Write {_with_dot(value)}."
+        number = to_yaml(float(value))
+        return f"`{name}` is the text '{value}' and not a number: YAML needs a dot in it. Write {number}."
     message = problem["msg"].removeprefix("Value error, ")
     return (f"`{name}`: {message}" if name else message) + (
         "" if problem["type"] == "value_error" else f", but it is {value!r}."
@@ -136,26 +161,15 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
 
 def _suggestion(model: type[BaseModel], path: list[str]) -> str:
     """The same key of another section, a similar one of this section, or all keys of this section."""
-    meant = list(_homes(model, path[-1]))
-    for part in path[:-1]:
+    *sections, key = path
+    candidates = [name for name, _ in all_keys(model) if name.rpartition(".")[2] == key]
+    for part in sections:
         model = section(model, part) or model
-    if not meant:
-        near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
-        meant = [".".join([*path[:-1], *near])] if near else []
-    return (
-        f"Did you mean {' or '.join(f'`{name}`' for name in meant)}?"
-        if meant
-        else f"Known keys: {', '.join(model.model_fields)}."
-    )
-
-
-def _homes(model: type[BaseModel], key: str, above: str = "") -> Iterator[str]:
-    """Dotted names of the keys that are called `key`, in any section."""
-    for name in model.model_fields:
-        if name == key:
-            yield f"{above}{name}"
-        elif subsection := section(model, name):
-            yield from _homes(subsection, key, f"{above}{name}.")
+    if not candidates:
+        candidates = [".".join([*sections, name]) for name in difflib.get_close_matches(key, model.model_fields, n=1)]
+    if not candidates:
+        return f"Known keys: {', '.join(model.model_fields)}."
+    return f"Did you mean {' or '.join(f'`{name}`' for name in candidates)}?"
 
 
 def _is_number(text: str) -> bool:
@@ -164,12 +178,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _with_dot(text: str) -> str:
-    mantissa, _, exponent = text.lower().partition("e")
-    mantissa = mantissa if "." in mantissa else f"{mantissa}.0"
-    return f"{mantissa}e{exponent if exponent[:1] in '+-' else '+' + exponent}" if exponent else mantissa
 
 
 def parse_overrides(texts: Iterable[str] | None) -> dict[str, Any]:

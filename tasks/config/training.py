@@ -1,8 +1,8 @@
 """The sections `sft` and `train` of params.yaml."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from tasks.config.strict import Count, Fraction, Positive, Section
 from training.objectives import options
@@ -22,8 +22,7 @@ class Adapter(Section):
     lora_plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
     modules_to_save: list[str] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _check_start(self) -> "Adapter":
+    def check(self) -> None:
         """The policy must start as the reference."""
         if self.dropout and self.use_dora:
             raise ValueError(
@@ -35,7 +34,6 @@ class Adapter(Section):
                 "`init: pissa` moves a part of the base model's weights into the adapter, where dropout and DoRA would "
                 "change it from the start: set dropout to 0.0 and use_dora to false, or init to zero"
             )
-        return self
 
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -78,8 +76,7 @@ class Optimization(Section):
     seed: int
     deterministic: bool
 
-    @model_validator(mode="after")
-    def _check_selection_and_quantization(self) -> Self:
+    def check(self) -> None:
         if self.patience and not (self.select and self.eval_steps):
             raise ValueError(
                 "`patience` counts evaluations of `select`: set `select` and `eval_steps` too, or set patience to null"
@@ -92,7 +89,6 @@ class Optimization(Section):
             raise ValueError(
                 "`adapter.init: pissa` changes weights that `quantization` has rounded: set one of them only"
             )
-        return self
 
 
 class Sft(Optimization):
@@ -160,12 +156,11 @@ class Train(Optimization):
         """ValueError if the loss is for the other kind of data."""
         options.check_rows(self.loss, unpaired)
 
-    @model_validator(mode="after")
-    def _check_loss_options(self) -> "Train":
+    def check(self) -> None:
+        super().check()
         options.check(self.loss, self.loss_options())
         if self.reference_model == "base" and (self.reference_update or not self.needs_reference):
             raise ValueError("`reference_model: base` needs a loss with a reference, and reference_update null")
         for name in ("kl_limit", "reference_update"):
             if getattr(self, name) and not self.needs_reference:
                 raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference model")
-        return self

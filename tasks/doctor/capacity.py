@@ -1,4 +1,4 @@
-"""Whether the configured run fits this machine: disk space, shared memory, memory of each device."""
+"""Checks whether the configured run fits this machine: disk space, shared memory, memory of each device."""
 
 import shutil
 from pathlib import Path
@@ -27,34 +27,24 @@ def disk(report: Report, params: Params, cluster: Cluster, sizes: Any | None) ->
     free = shutil.disk_usage(home()).free
     if sizes is None:
         sentence = f"{free / GIB:.0f} GiB of disk are free; how much the run needs is unknown until the model is here"
-        if free < MINIMUM_DISK:
-            report.wrong(f"{sentence}. Free some space: {ADVICE}.")
-        else:
-            report.ok(sentence)
+        report.check(free >= MINIMUM_DISK, sentence, f"{sentence}. Free some space: {ADVICE}.")
         return
     parts = run_needs(params, cluster, sizes)
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > 0.05 * GIB)
-    sentence = f"this run writes up to {total / GIB:.1f} GiB{f' ({listed})' if listed else ''}"
-    if total > free:
-        report.wrong(f"{sentence}, and {free / GIB:.1f} GiB of disk are free. Free some space: {ADVICE}.")
-    else:
-        report.ok(f"{sentence}, and {free / GIB:.0f} GiB of disk are free")
+    files = f" ({listed})" if listed else ""
+    sentence = f"this run writes up to {total / GIB:.1f} GiB{files}, and {free / GIB:.1f} GiB of disk are free"
+    report.check(total <= free, sentence, f"{sentence}. Free some space: {ADVICE}.")
 
 
 def shared_memory(report: Report, folder: Path = Path("/dev/shm")) -> None:
-    """Ray's objects and messages between workers of one machine are there; a container gets 64 MiB by default."""
+    """/dev/shm holds Ray's objects and messages between workers of a machine; a container gets 64 MiB by default."""
     if not folder.exists():
         return
     size = shutil.disk_usage(folder)
     sentence = f"{folder} has {size.total / GIB:.2g} GiB, {size.free / GIB:.2g} of them free"
-    if size.free < MINIMUM_SHARED:
-        report.wrong(
-            f"{sentence}, and workers need half a GiB. Start the container with `--shm-size=8g`, or run "
-            f"`mount -o remount,size=8G {folder}`."
-        )
-    else:
-        report.ok(sentence)
+    remedy = f"Start the container with `--shm-size=8g`, or run `mount -o remount,size=8G {folder}`"
+    report.check(size.free >= MINIMUM_SHARED, sentence, f"{sentence}, and workers need half a GiB. {remedy}.")
 
 
 def fit(report: Report, params: Params, cluster: Cluster) -> None:
@@ -104,16 +94,14 @@ def _check_memory(report: Report, cluster: Cluster, name: str, sentence: str, ne
 
     group, cards = getattr(cluster, name), gpus()
     sentence = f"{sentence} on each of {group.num_workers} workers"
-    if group.gpus_per_worker and not cards and cluster.ray.address == "local":
-        report.wrong(
-            f"{sentence}, {name}.gpus_per_worker asks for GPUs, and this machine has none. "
-            "Set it to 0, or ray.address to a cluster."
-        )
-    elif group.gpus_per_worker and not cards:
-        report.note(f"{sentence}; this machine has no GPU to compare with")
-    elif group.gpus_per_worker and needed > cards[0][1]:
-        report.wrong(f"{sentence}, and a GPU has {cards[0][1] / GIB:.0f} GiB: {advice}.")
-    elif not group.gpus_per_worker and needed * group.num_workers > psutil.virtual_memory().total:
-        report.wrong(f"{sentence}, more than this machine's memory: {advice}.")
+    if not group.gpus_per_worker:
+        fits = needed * group.num_workers <= psutil.virtual_memory().total
+        report.check(fits, sentence, f"{sentence}, more than this machine's memory: {advice}.")
+    elif cards:
+        size = cards[0][1]
+        report.check(needed <= size, sentence, f"{sentence}, and a GPU has {size / GIB:.0f} GiB: {advice}.")
+    elif cluster.ray.address == "local":
+        problem = f"{sentence}, {name}.gpus_per_worker asks for GPUs, and this machine has none"
+        report.wrong(f"{problem}. Set it to 0, or ray.address to a cluster.")
     else:
-        report.ok(sentence)
+        report.note(f"{sentence}; this machine has no GPU to compare with")

@@ -14,8 +14,8 @@ import psutil
 
 from tasks.cluster.nodes import check_storage, check_versions, package_versions, run_on_nodes
 from tasks.cluster.ray_cluster import ray_cluster
-from tasks.config import params as parameters
-from tasks.config.cluster import Cluster
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import Params, read_params, read_recipe
 from tasks.config.paths import ROOT, home
 from tasks.doctor import capacity, network_checks, stale_locks
 from tasks.doctor.report import Report
@@ -34,36 +34,31 @@ def run_checks(recipe: str | None, fix: bool = False) -> int:
     stale_locks.locks(report, home())
     network_checks.ports(report)
     try:
-        params, cluster = _configured(recipe)
-    except UserError as error:
-        for sentence in str(error).splitlines():
-            report.wrong(sentence)
-    else:
+        params, cluster = configured(recipe)
         report.ok("params.yaml and infra/cluster.yaml are valid" + (f" with recipe {recipe}" if recipe else ""))
         network_checks.tracking(report, cluster)
         network_checks.hub(report, params)
         network_checks.remotes(report, home())
         capacity.fit(report, params, cluster)
         nodes(report, cluster)
+    except UserError as error:
+        for sentence in str(error).splitlines():
+            report.wrong(sentence)
     print("ready" if not report.problems else f"problems: {report.problems}")
     return 1 if report.problems else 0
 
 
-def _configured(recipe: str | None) -> tuple[parameters.Params, parameters.Cluster]:
-    content, cluster = parameters.read_yaml(parameters.PARAMS), {}
-    if recipe:
-        content = parameters.overlay(content, parameters.read_recipe(recipe))
-        cluster = parameters.read_recipe(recipe, "cluster")
-    params = parameters.validate(parameters.Params, content, parameters.PARAMS)
-    return params, parameters.load_cluster(Path(), cluster)
+def configured(recipe: str | None) -> tuple[Params, Cluster]:
+    from_recipe = read_recipe(recipe, "cluster") if recipe else {}
+    return Params.model_validate(read_params(recipe)), load_cluster(Path(), from_recipe)
 
 
 def tools(report: Report) -> None:
-    running = ".".join(map(str, sys.version_info[:3]))
-    (report.ok if sys.version_info >= (3, 11) else report.wrong)(f"Python {running} (3.11 or newer is needed)")
+    python = f"Python {'.'.join(map(str, sys.version_info[:3]))} (3.11 or newer is needed)"
+    report.check(sys.version_info >= (3, 11), python, python)
     for name in ("git", "dvc"):
         path = shutil.which(name)
-        report.ok(f"{name}: {path}") if path else report.wrong(f"{name} is not on the PATH. Install it.")
+        report.check(path is not None, f"{name}: {path}", f"{name} is not on the PATH. Install it.")
 
 
 def packages(report: Report, lock: Path) -> None:
@@ -79,14 +74,9 @@ def packages(report: Report, lock: Path) -> None:
                 different.append(f"{name} {version(name)} (locked: {locked})")
         except PackageNotFoundError:
             different.append(f"{name} is missing (locked: {locked})")
-    if different:
-        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
-        report.wrong(
-            f"packages differ from the lock file: {', '.join(different[:3])}{more}. "
-            "Run `rm .venv/.ready`, then `dpo doctor`."
-        )
-    else:
-        report.ok(f"{len(wanted)} packages match the lock file")
+    names = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
+    problem = f"packages differ from the lock file: {names}. Run `rm .venv/.ready`, then `dpo doctor`."
+    report.check(not different, f"{len(wanted)} packages match the lock file", problem)
 
 
 def machine(report: Report) -> None:
@@ -109,18 +99,12 @@ def nodes(report: Report, cluster: Cluster) -> None:
         return
     folder = home() / cluster.output_dir
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with ray_cluster(cluster.ray, 0):
-            check_versions()
-            check_storage(folder)
-            versions = " ".join(f"{name} {number}," for name, number in package_versions().items())
-            for address, free in run_on_nodes(_free, folder).items():
-                report.ok(
-                    f"Ray node {address}: {versions} as on this machine; it sees {folder}, {free / GIB:.0f} GiB free"
-                )
-    except UserError as error:
-        for sentence in str(error).splitlines():
-            report.wrong(sentence)
+    with ray_cluster(cluster.ray, 0):
+        check_versions()
+        check_storage(folder)
+        versions = " ".join(f"{name} {number}," for name, number in package_versions().items())
+        for address, free in run_on_nodes(_free, folder).items():
+            report.ok(f"Ray node {address}: {versions} as on this machine; it sees {folder}, {free / GIB:.0f} GiB free")
 
 
 def _free(folder: Path) -> int:

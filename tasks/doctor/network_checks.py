@@ -10,13 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
-import psutil
-
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import home
 from tasks.doctor.report import Report, within
 from tasks.models import HUB, hub_address, hub_snapshot
 from tasks.runs import dvc
+from tasks.system.ports import is_free, port_holder
 from tasks.tracking.journal import unsent
 from tasks.tracking.mlflow_client import absolute_uri
 
@@ -32,38 +31,13 @@ WELL_KNOWN = {"http": 80, "https": 443, "ssh": 22, "postgresql": 5432, "mysql": 
 def ports(report: Report) -> None:
     for name, variable, default, option in PAGES:
         port = int(os.environ.get(variable) or default)
-        if _free(port):
+        holder = "" if is_free("127.0.0.1", port) else port_holder(port)
+        if not holder:
             report.ok(f"port {port} is free for {name}")
-            continue
-        process = _listener(port)
-        if process and any(server in process for server in ("mlflow", "prefect", "uvicorn")):
-            report.ok(f"port {port}: {name} seems to be running ({process})")
+        elif any(server in holder for server in ("mlflow", "prefect", "uvicorn")):
+            report.ok(f"port {port}: {name} seems to be running ({holder})")
         else:
-            report.note(
-                f"port {port} of {name} is taken by {process or 'a process of another user'}: use `{option}{port + 1}`"
-            )
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def _listener(port: int) -> str | None:
-    """The process that listens there, as far as this user can see."""
-    try:
-        listening = [socket for socket in psutil.net_connections("tcp") if socket.status == psutil.CONN_LISTEN]
-        pid = next(
-            (socket.pid for socket in listening if socket.laddr and socket.laddr[1] == port and socket.pid), None
-        )
-        return f"process {pid}, `{' '.join(psutil.Process(pid).cmdline())[:80]}`" if pid else None
-    except psutil.Error:
-        return None
+            report.note(f"port {port} of {name} is in use by {holder}: use `{option}{port + 1}`")
 
 
 def tracking(report: Report, cluster: Cluster) -> None:
@@ -82,12 +56,8 @@ def tracking(report: Report, cluster: Cluster) -> None:
 
 def _writable(report: Report, file: Path) -> None:
     existing = next(path for path in (file, *file.parents) if path.exists())
-    if os.access(existing, os.W_OK):
-        report.ok(f"MLflow's store is {file}")
-    else:
-        report.wrong(
-            f"{existing} is not writable, and MLflow's store is {file}. Correct its permissions, or tracking_uri."
-        )
+    problem = f"{existing} is not writable, and MLflow's store is {file}. Correct its permissions, or tracking_uri."
+    report.check(os.access(existing, os.W_OK), f"MLflow's store is {file}", problem)
 
 
 def _server(report: Report, uri: str) -> None:
@@ -98,12 +68,11 @@ def _server(report: Report, uri: str) -> None:
             "infra/cluster.yaml. A run continues without it, and `dpo sync` sends its metrics later."
         )
         return
-    theirs, ours = answer[0].strip(), version("mlflow")
-    report.ok(f"the tracking server {uri} answers, MLflow {theirs}")
-    if theirs.split(".")[0].isdecimal() and theirs.split(".")[0] != ours.split(".")[0]:
-        report.wrong(
-            f"the tracking server has MLflow {theirs}, and this environment has {ours}. Install the same major version."
-        )
+    remote, local = answer[0].strip(), version("mlflow")
+    report.ok(f"the tracking server {uri} answers, MLflow {remote}")
+    if remote.split(".")[0].isdecimal() and remote.split(".")[0] != local.split(".")[0]:
+        problem = f"the tracking server has MLflow {remote}, and this environment has {local}"
+        report.wrong(f"{problem}. Install the same major version.")
     _clock(report, uri, answer[1])
 
 
@@ -119,10 +88,9 @@ def hub(report: Report, params: Params) -> None:
 
 def _hub_addresses(params: Params) -> list[tuple[str, str, str]]:
     source = params.source
-    data = [source.data] if isinstance(source.data, str) else [part.data for part in source.data]
-    every = [("source.data", address, "datasets") for address in data]
-    every += [("source.eval", source.eval or "", "datasets"), ("source.model", source.model, "models")]
-    return [entry for entry in every if entry[1].startswith(HUB)]
+    addresses = [("source.data", address, "datasets") for address in source.addresses()]
+    addresses += [("source.eval", source.eval or "", "datasets"), ("source.model", source.model, "models")]
+    return [entry for entry in addresses if entry[1].startswith(HUB)]
 
 
 def _cached(name: str, revision: str | None) -> bool:
@@ -165,12 +133,9 @@ def remotes(report: Report, root: Path) -> None:
             _reachable(report, url, f"DVC's remote {name}")
             continue
         folder = (root / ".dvc" / url).resolve()
-        if folder.is_dir() and os.access(folder, os.W_OK):
-            report.ok(f"DVC's remote {name} is {folder}")
-        else:
-            report.wrong(
-                f"DVC's remote {name} is {folder}, which is not writable. Create it, or run `dvc remote modify`."
-            )
+        sentence = f"DVC's remote {name} is {folder}"
+        problem = f"{sentence}, which is not writable. Create it, or run `dvc remote modify`."
+        report.check(folder.is_dir() and os.access(folder, os.W_OK), sentence, problem)
 
 
 def _reachable(report: Report, url: str, name: str) -> None:
@@ -184,17 +149,16 @@ def _reachable(report: Report, url: str, name: str) -> None:
     host = parts.hostname
     answer = within(2 * SECONDS, lambda: socket.create_connection((host, port), SECONDS).close())
     if isinstance(answer, Exception):
-        report.wrong(
-            f"{name} ({url}) does not answer ({_reason(answer)}). Check the address, your network and the server."
-        )
+        problem = f"{name} ({url}) does not answer ({_reason(answer)})"
+        report.wrong(f"{problem}. Check the address, your network and the server.")
     else:
         report.ok(f"{name} ({url}) answers")
 
 
 def _clock(report: Report, server: str, date: str | None) -> None:
     """Signed requests and the times of metrics need clocks that agree."""
-    theirs = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
-    if abs(skew := time.time() - theirs) > SKEW:
+    server_time = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+    if abs(skew := time.time() - server_time) > SKEW:
         direction = "ahead of" if skew > 0 else "behind"
         report.wrong(
             f"this machine's clock is {abs(skew):.0f} s {direction} {server}. Set it: `timedatectl set-ntp true`."

@@ -24,6 +24,10 @@ class Report:
         self.problems += 1
         self._print("WRONG ", sentence)
 
+    def check(self, passes: bool, sentence: str, problem: str) -> None:
+        """`sentence` if the check passes, else `problem` with its remedy."""
+        self.ok(sentence) if passes else self.wrong(problem)
+
     def stale(self, sentence: str, clear: Callable[[], object]) -> None:
         """A leftover that blocks a run and is safe to remove."""
         if self.fix:

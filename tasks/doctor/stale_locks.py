@@ -1,7 +1,5 @@
 """Leftovers of killed processes: our locks, those of DVC, git and torch's extension builds, and damaged files."""
 
-import fcntl
-import json
 import os
 import shutil
 from functools import partial
@@ -12,6 +10,7 @@ import psutil
 from tasks.doctor.report import Report
 from tasks.runs import crash_recovery, dvc_lock
 from tasks.system.files import recall
+from tasks.system.lock import file_lock, workspace_holder
 
 STALE_SECONDS = 600.0  # the age at which a lock without a living owner is stale
 BUILDERS = {"ninja", "nvcc", "cicc", "ptxas", "cc1plus", "c++", "g++"}
@@ -32,10 +31,8 @@ def locks(report: Report, root: Path) -> None:
 
 def _workspace_lock(report: Report, workspace: Path) -> None:
     """The kernel releases the lock with its holder. A killed holder's name stays in the file and blocks nothing."""
-    path = workspace / ".scratch" / "run.lock"
-    if path.exists() and _is_locked(path):
-        holder = _parsed(path.read_text())
-        process = f"process {holder.get('pid', '?')} (`{holder.get('command', '?')}`, since {holder.get('since', '?')})"
+    if holder := workspace_holder(workspace):
+        process = f"process {holder['pid']} (`{holder['command']}`, since {holder['since']})"
         report.note(f"a run is using {workspace}: {process}")
 
 
@@ -98,26 +95,13 @@ def _torch(report: Report, folder: Path) -> None:
 
 
 def _extensions() -> Path:
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def _is_locked(path: Path) -> bool:
-    with path.open("r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    with file_lock(path, wait=False) as acquired:
+        return not acquired
 
 
 def _any_running(names: set[str]) -> bool:
     return any(process.info["name"] in names for process in psutil.process_iter(["name"]))
-
-
-def _parsed(text: str) -> dict[str, str]:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

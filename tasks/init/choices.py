@@ -18,7 +18,7 @@ from tasks.init.machine import GIB, Machine, ModelFacts
 MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep
 HELD_OUT = 200  # pairs, for an interval of about 0.07 to either side of an accuracy
-STEPS = 60  # at least, before the batch grows
+STEPS = 60  # that a run has at least; a larger batch would have fewer
 SHARD_PAIRS = 16  # on a CPU; a shard takes seconds to a minute
 SMALL_MODEL = 10**9  # parameters
 
@@ -55,21 +55,22 @@ def choose(
     overrides: dict[str, Any],
 ) -> Plan:
     """The first variant that fits the machine; the smallest if none does."""
-    given = [
+    fixed = [
         Choice(key if key.startswith("cluster.") else f"params.{key}", value, "given with --set")
         for key, value in overrides.items()
     ]
     choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full, overrides)]
     for variant in _variants(machine, full):
-        chosen = [
-            one
-            for one in (*choices, *variant)
-            if not any(f"{key}.".startswith(f"{one.key}.") or f"{one.key}.".startswith(f"{key}.") for key, *_ in given)
-        ]
-        plan = _plan([*chosen, *given], data, model, machine)
+        free = [choice for choice in (*choices, *variant) if not any(_overlap(choice.key, key) for key, *_ in fixed)]
+        plan = _plan([*free, *fixed], data, model, machine)
         if plan.fits:
             break
     return plan
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether both name the same value, or one of them a section that holds the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Machine) -> Plan:
@@ -81,7 +82,7 @@ def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Ma
     params, cluster = validate(Params, content, ROOT / "params.yaml"), load_cluster(ROOT, nested["cluster"])
     settings = make_settings(params, cluster, model.folder, ROOT / cluster.output_dir, origin={})
     kept = data.lengths <= params.prepare.max_tokens
-    longest = int((data.prompts + data.chosen + data.others)[kept].max(initial=0))
+    longest = int((data.prompts + data.chosen + data.rejected)[kept].max(initial=0))
     settings = replace(settings, row_tokens=max(settings.row_tokens, longest))  # a longer pair is a row of its own
     needed = memory.estimate(settings, cluster.actor_train.num_workers).total
     workers = cluster.actor_train.num_workers
@@ -96,13 +97,13 @@ def _source(addresses: tuple[str, str], data: DataFacts, model: ModelFacts) -> I
 
 
 def _values(
-    name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool, given: dict[str, Any]
+    name: str, data: DataFacts, model: ModelFacts, machine: Machine, full: bool, overrides: dict[str, Any]
 ) -> Iterator[Choice]:
-    limit = given.get("prepare.max_tokens") or next(
+    limit = overrides.get("prepare.max_tokens") or next(
         (value for value in limits(model) if data.share_within(value) >= KEPT), limits(model)[-1]
     )
     pairs = max(1, round(data.pairs * data.share_within(limit)))
-    pairs = min(pairs, given.get("prepare.max_pairs") or pairs)
+    pairs = min(pairs, overrides.get("prepare.max_pairs") or pairs)
     fraction = round(min(0.2, max(0.05, HELD_OUT / pairs)), 2)
     held_out, training = round(pairs * fraction), round(pairs * (1 - fraction))
     longest = int(data.lengths.max())
@@ -116,7 +117,7 @@ def _values(
         yield Choice("params.train.loss", {"kto": 1.0}, "KTO: the rows have one answer each, desirable or not")
     else:
         yield Choice("params.train.loss", {"sigmoid": 1.0}, "DPO as in its paper; docs/losses.md has others")
-    yield from _training(training, model, full, given)
+    yield from _training(training, model, full, overrides)
     if not model.has_template:
         yield from _sft(model, machine, full)
     answer = int(np.percentile(data.chosen, 95))
@@ -132,8 +133,8 @@ def _values(
     yield Choice("params.promote.max_regression", {"rewards/accuracies": "auto"}, why)
 
 
-def _training(pairs: int, model: ModelFacts, full: bool, given: dict[str, Any]) -> Iterator[Choice]:
-    epochs = given.get("train.epochs") or (3 if pairs < 1000 else 2 if pairs < 5000 else 1)
+def _training(pairs: int, model: ModelFacts, full: bool, overrides: dict[str, Any]) -> Iterator[Choice]:
+    epochs = overrides.get("train.epochs") or (3 if pairs < 1000 else 2 if pairs < 5000 else 1)
     batch = next((size for size in (64, 32, 16) if pairs * epochs / size >= STEPS), 8)
     steps, small = math.ceil(pairs / batch) * epochs, model.sizes.parameters < SMALL_MODEL
     yield Choice("params.train.epochs", epochs, f"about {pairs} training pairs; fewer pairs take more epochs")

@@ -1,8 +1,10 @@
-"""What the data is like under the model's tokenizer: the stages `source` and `prepare` on a sample, without a limit."""
+"""Facts about the data: the stages `source` and `prepare` run on a sample, without a limit on tokens."""
 
 import os
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks import prepare, source
-from tasks.config.params import Params, Source
+from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
 from tasks.dataset.shards import read_shard
 from tasks.dataset.tokenization import ChatTemplate
-from tasks.init.languages import languages
 
 SAMPLE = 20_000  # pairs to examine at most
-TEXTS = 300  # whose language is looked at
+TEXTS = 300  # prompts whose language is detected
 NO_LIMIT = 10**9
+LETTERS = 400  # at the start of a text, which decide its script
+MINIMUM_SHARE = 0.02  # of the texts; rarer languages are not listed
+WORDS = {
+    "English": "the and of is that you for with this are what have",
+    "German": "der die und ist nicht das ein sie mit für auf wie",
+    "French": "les des est une pour dans que vous avec pas qui sur",
+    "Spanish": "el los que una por para con las como es del más",
+    "Italian": "il che di per una sono non gli della con più come",
+    "Portuguese": "que não uma para com os do da em você são mais",
+    "Dutch": "het een van niet dat voor met zijn op aan ook maar",
+}
+SCRIPTS = {"CJK": "Chinese", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "HANGUL": "Korean", "DEVANAGARI": "Hindi"}
 
 
 @dataclass(frozen=True)
@@ -29,16 +42,16 @@ class DataFacts:
     rows: int
     pairs: int  # usable ones
     shape: str
-    rejected: Counter[str]  # rows by reason
+    reject_reasons: Counter[str]  # number of rejected rows by reason
     prompts: NDArray[Any]  # tokens of each examined pair
     chosen: NDArray[Any]
-    others: NDArray[Any]  # of the rejected answers
+    rejected: NDArray[Any]
     languages: dict[str, float]
 
     @property
     def lengths(self) -> NDArray[Any]:
         """What `prepare.max_tokens` limits."""
-        return self.prompts + np.maximum(self.chosen, self.others)
+        return self.prompts + np.maximum(self.chosen, self.rejected)
 
     def share_within(self, max_tokens: int) -> float:
         return float((self.lengths <= max_tokens).mean())
@@ -46,7 +59,7 @@ class DataFacts:
     def tokens_within(self, max_tokens: int) -> float:
         """Mean tokens of a pair, whose prompt is computed once, among the pairs that the limit keeps."""
         kept = self.lengths <= max_tokens
-        total = self.prompts + self.chosen + self.others
+        total = self.prompts + self.chosen + self.rejected
         return float(total[kept].mean()) if kept.any() else 0.0
 
 
@@ -56,7 +69,8 @@ def examine_data(params: Params, template: ChatTemplate) -> DataFacts:
     options = params.prepare.model_copy(update=unlimited | held_out)
     shards = Path("shards")
     with _scratch_workspace():
-        raw = _fetch(params.source)
+        RAW.mkdir(parents=True)
+        raw = source.fetch_data(params.source, RAW)
         done = prepare.process(raw, template, options, shards, Path("quarantine.jsonl"))
         sample = next(rows for result in done.results if (rows := _prompts(shards, result.number)))
     columns, kept = done.columns, done.kept
@@ -64,10 +78,10 @@ def examine_data(params: Params, template: ChatTemplate) -> DataFacts:
         rows=raw["rows"],
         pairs=int(kept.sum() + done.stats.by_reason()["not_sampled"]),
         shape=done.sources[0].layout.shape,
-        rejected=done.stats.by_reason(),
+        reject_reasons=done.stats.by_reason(),
         prompts=columns["prompt_tokens"][kept],
         chosen=columns["chosen_tokens"][kept],
-        others=columns["rejected_tokens"][kept],
+        rejected=columns["rejected_tokens"][kept],
         languages=languages(sample),
     )
 
@@ -88,10 +102,27 @@ def _scratch_workspace() -> Iterator[None]:
             os.environ |= {"DPO_HOME": before} if before is not None else {}
 
 
-def _fetch(params: Source) -> dict[str, Any]:
-    RAW.mkdir(parents=True)
-    return source.fetch_data(params, RAW)
-
-
 def _prompts(shards: Path, number: int) -> list[str]:
     return read_shard(shards / f"{number:06d}.arrow").slice(0, TEXTS).column("prompt").to_pylist()
+
+
+def languages(texts: Iterable[str]) -> dict[str, float]:
+    """The share of texts in each recognized language, the most frequent first."""
+    counts = Counter(filter(None, map(language, texts)))
+    return {name: share for name, n in counts.most_common() if (share := n / counts.total()) >= MINIMUM_SHARE}
+
+
+def language(text: str) -> str | None:
+    """By the script of its letters, and for Latin letters by a few frequent words."""
+    scripts = Counter(unicodedata.name(letter, "").split(" ")[0] for letter in text[:LETTERS] if letter.isalpha())
+    if not scripts:
+        return None
+    script = scripts.most_common(1)[0][0]
+    if script == "CJK" and (scripts["HIRAGANA"] or scripts["KATAKANA"]):
+        return "Japanese"
+    if script != "LATIN":
+        return SCRIPTS.get(script, script.capitalize())
+    words = Counter(re.findall(r"\w+", text.lower()))
+    hits = {name: sum(words[word] for word in frequent.split()) for name, frequent in WORDS.items()}
+    best = max(hits, key=lambda name: hits[name])
+    return best if hits[best] else None

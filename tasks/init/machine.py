@@ -1,4 +1,4 @@
-"""Facts about the model and the machine that decide how to train: sizes, memory, dtypes, measured speed."""
+"""Facts about the model and the machine that decide how to train: sizes, memory, dtypes."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,11 +5,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
+from tasks.config.strict import to_yaml
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
 from tasks.dataset.tokenization import ChatTemplate, choose_template
@@ -24,7 +23,7 @@ from tasks.system.files import write_text
 from training.evaluation.hardware import operations_per_second
 
 NAME = re.compile(r"\w[\w.-]*")
-LONG = 30 * 60.0  # seconds of a run before which a short trial is worth its time
+LONG = 30 * 60.0  # seconds; before a longer run, a short trial is worth its time
 
 
 def init(data: str, model: str, name: str | None, full: bool, overrides: dict[str, Any], force: bool) -> None:
@@ -38,8 +37,9 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
     facts, machine = examine_data(params, template), examine_machine()
     plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
-    given = "".join(f" --set {shlex.quote(f'{key}={_flow(value)}')}" for key, value in overrides.items())
-    write_text(path, render(plan.choices, f"dpo init {data} {model}{' --full' if full else ''}{given}", name))
+    options = " --full" if full else ""
+    options += "".join(f" --set {shlex.quote(f'{key}={to_yaml(value)}')}" for key, value in overrides.items())
+    write_text(path, render(plan.choices, f"dpo init {data} {model}{options}", name))
     _show(facts, model_facts, machine, template, plan.params.prepare.max_tokens)
     _show_next(plan, facts, model_facts, machine, name)
 
@@ -66,8 +66,8 @@ def _recipe_path(name: str, force: bool) -> Path:
 
 def _params(data: str, model: str, overrides: dict[str, Any]) -> Params:
     changes = dotted({"source.data": data, "source.model": model, "source.eval": None, "source.adapter": None})
-    given = {key: value for key, value in overrides.items() if not key.startswith("cluster.")}
-    content = overlay(overlay(read_yaml(ROOT / "params.yaml"), changes), dotted(given))
+    of_params = {key: value for key, value in overrides.items() if not key.startswith("cluster.")}
+    content = overlay(overlay(read_yaml(ROOT / "params.yaml"), changes), dotted(of_params))
     return validate(Params, content, Path("params.yaml with overrides" if overrides else "params.yaml"))
 
 
@@ -88,21 +88,15 @@ def render(choices: list[Choice], command: str, name: str) -> str:
         *path, last = key.split(".")
         new = next((depth for depth in range(len(path)) if path[: depth + 1] != above[: depth + 1]), len(path))
         lines += [f"{'  ' * depth}{path[depth]}:" for depth in range(new, len(path))]
-        lines.append(f"{'  ' * len(path)}{last}: {_flow(value)}".ljust(44) + f"  # {why}")
+        lines.append(f"{'  ' * len(path)}{last}: {to_yaml(value)}".ljust(44) + f"  # {why}")
         above = path
     return "\n".join(lines) + "\n"
-
-
-def _flow(value: Any) -> str:
-    """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
 
 
 def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate, max_tokens: int) -> None:
     sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
     print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
-    for reason, count in data.rejected.most_common(4):
+    for reason, count in data.reject_reasons.most_common(4):
         if reason != "not_sampled":
             print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
     if data.languages:

@@ -1,4 +1,4 @@
-"""How long a run will take, from the number of tokens and the machine's measured speed; earlier runs are not needed."""
+"""Estimates how long a run takes, from the number of tokens and the machine's measured speed."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from tasks.init.machine import Machine, ModelFacts
 
 EFFICIENCY = {"cpu": 0.45, "cuda": 0.4}  # of training and scoring, relative to a large matrix product
 SAMPLING = {"cpu": 0.12, "cuda": 0.02}  # of generating: it reads all weights for each token
-STARTS = 90.0  # seconds: processes of six stages, loading, export
+START_SECONDS = 90.0  # of the processes of six stages, loading and export included
 TRIAL = {"prepare.max_pairs": 100, "train.epochs": 1, "evaluate.prompts": 8}  # enough to see that everything works
 EVALUATIONS = 5  # of the held-out pairs: during training, and by the stage evaluate
 
@@ -30,7 +30,7 @@ def run_seconds(plan: Plan, data: DataFacts, model: ModelFacts, machine: Machine
     passes += pairs * forward + pairs * fraction * EVALUATIONS * forward  # the reference, and held-out pairs
     answers = 2 * params.evaluate.prompts * params.evaluate.max_new_tokens * forward  # of both models
     scoring = data.tokens_within(limit) * passes / (EFFICIENCY[device] * speed)
-    return STARTS + scoring + answers / (SAMPLING[device] * speed)
+    return START_SECONDS + scoring + answers / (SAMPLING[device] * speed)
 
 
 def short_trial(plan: Plan) -> tuple[Plan, str]:

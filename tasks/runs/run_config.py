@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tasks.config.cluster import CLUSTER, OVERRIDES, RECIPE, SITE, Cluster, groups, load_cluster, resolve
+from tasks.config.cluster import CLUSTER, OVERRIDES, RECIPE, SITE, Cluster, changed_values, groups, load_cluster
 from tasks.config.params import Params, read_recipe
 from tasks.config.paths import ROOT
 from tasks.config.strict import Layer, Value, changed, dotted, merge, overlay, read_yaml, validate
@@ -51,7 +51,7 @@ def non_default_values(recipe: str | None, overrides: dict[str, Any] | None) -> 
     The defaults of params.yaml are the values in the file, those of the cluster settings the schema's.
     """
     params, cluster = _layers(recipe, overrides)
-    values = {f"cluster.{name}": value for name, value in resolve(ROOT, *cluster).origins.items()}
+    values = {f"cluster.{name}": value for name, value in changed_values(ROOT, *cluster).items()}
     return {**changed(params, Params), **values}
 
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ def temporary(path: Path) -> Iterator[Path]:
             aside.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, also across a kill or power failure: to a temporary file, synced, renamed."""
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file atomically, also across a kill or power failure: to a temporary file, synced, renamed.
+
+    Nobody can open it with other rights than `mode` at any moment; the umask applies.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary(path) as aside:
-        with aside.open("w") as file:
+        with open(aside, "w", opener=partial(os.open, mode=mode)) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

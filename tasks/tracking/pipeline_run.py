@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
-from tasks.config.cluster import resolve
+from tasks.config.cluster import changed_values
 from tasks.config.paths import METRICS, PAIRS, RAW, home
 from tasks.redact import redact, redacted
 from tasks.system import disk, processes
@@ -88,10 +88,14 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     write_json(folder / "settings.json", settings)
     (folder / "settings.json").chmod(0o600)  # an address may hold a password
     write_json(folder / "params.json", redacted(params.model_dump()))
-    origins = {name: value.origin for name, value in resolve(root).origins.items()}
-    configuration = redacted({"cluster": cluster.model_dump(), "origins": origins})
-    write_text(folder / CONFIGURATION, yaml.safe_dump(configuration, sort_keys=False))
+    _write_configuration(folder / CONFIGURATION, cluster, root)
     return folder
+
+
+def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
+    """The cluster configuration in effect, and the origin of each value that is not the default."""
+    origins = {name: value.origin for name, value in changed_values(root).items()}
+    write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
 
 
 def run_key(params: "Params", runs: Path) -> str:

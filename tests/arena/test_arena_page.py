@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.config.cluster import load_cluster
 from tasks.feedback import traces
+from tasks.system.ports import free_port
 from tests.support.arena import TOKEN, FixedAnswers, arena, questions, votes
 from tests.support.browser import Page, browser, chromium
 from tests.support.workspaces import environment, make_workspace, wait_for

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.cluster import OVERRIDES, RECIPE, Cluster, ReferenceGroup, load_cluster, resolve
+from tasks.config.cluster import OVERRIDES, RECIPE, Cluster, ReferenceGroup, changed_values, load_cluster
 from tasks.config.params import Params
 from tasks.config.strict import Layer, changed
-from tasks.doctor.checks import _configured
+from tasks.doctor.checks import configured
 from tasks.errors import UserError
 from tasks.runs import run_config
 from tests.support.workspaces import PROJECT, make_workspace
@@ -63,7 +63,7 @@ def test_a_relative_site_overlay_is_found_from_a_worktree_too(root, monkeypatch,
 def test_infra_cluster_yaml_as_it_comes_lists_every_key_with_its_default(monkeypatch):
     monkeypatch.delenv("DPO_CLUSTER", raising=False)
     assert yaml.safe_load((PROJECT / "infra/cluster.yaml").read_text()) == Cluster().model_dump()
-    assert resolve(PROJECT).origins == {}
+    assert changed_values(PROJECT) == {}
 
 
 def test_a_key_that_is_left_out_keeps_its_default(root):
@@ -76,7 +76,7 @@ def test_each_value_that_is_not_the_default_has_an_origin(root, monkeypatch):
     set_site(root, monkeypatch, site)
     (root / RECIPE).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
     (root / OVERRIDES).write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
-    assert {name: tuple(found) for name, found in resolve().origins.items()} == {
+    assert {name: tuple(found) for name, found in changed_values().items()} == {
         "tensorboard": (True, "infra/cluster.yaml"),
         "system_metrics": (0.2, "infra/cluster.yaml"),
         "reference.shard_pairs": (16, "infra/cluster.yaml"),
@@ -150,9 +150,9 @@ def test_mistakes_in_the_site_overlay_name_it(root, monkeypatch):
 def test_doctor_and_plan_see_the_site_below_the_recipe(root, monkeypatch):
     recipe = "qwen2.5-7b-lora-zero3"  # 8 training workers
     set_site(root, monkeypatch)
-    found = _configured(recipe)[1]
+    found = configured(recipe)[1]
     assert (found.actor_train.num_workers, found.tracking_uri) == (8, "http://mlflow:5000")
-    assert _configured(None)[1].actor_train.num_workers == 3
+    assert configured(None)[1].actor_train.num_workers == 3
     assert run_config.changed_files(None, None) == {}  # the site alone needs no worktree
     overlay = run_config.changed_files(recipe, None)[str(RECIPE)]
     assert "tracking_uri" not in overlay  # what the site knows is not written into a run's commit

@@ -11,8 +11,7 @@ from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.init import recipe
 from tasks.init.choices import choose
-from tasks.init.data_facts import DataFacts
-from tasks.init.languages import languages
+from tasks.init.data_facts import DataFacts, languages
 from tasks.init.machine import GIB, Machine, ModelFacts
 from tasks.init.times import run_seconds, short_trial
 from tests.benchmarks.workload import qwen_config

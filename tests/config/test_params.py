@@ -146,11 +146,10 @@ def test_layouts_and_thresholds_know_our_names():
 
 def test_a_number_that_yaml_reads_as_text_is_told_how_to_be_written():
     assert yaml.safe_load("5e-7") == "5e-7"
-    expected = "`train.learning_rate` is the text '5e-7' and not a number: YAML needs a dot in it. Write 5.0e-7."
+    expected = "`train.learning_rate` is the text '5e-7' and not a number: YAML needs a dot in it. Write 5.0e-07."
     assert expected in refusal(**{"train.learning_rate": "5e-7"})
-    assert yaml.safe_load("5.0e-7") == 5e-7
-    assert "Write 1.5e+3." in refusal(**{"train.learning_rate": "1.5e3"})
-    assert yaml.safe_load("1.5e+3") == 1500.0
+    assert yaml.safe_load("5.0e-07") == 5e-7
+    assert "Write 1500.0." in refusal(**{"train.learning_rate": "1.5e3"})
 
 
 def test_a_missing_key_is_named():

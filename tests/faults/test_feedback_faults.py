@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.config.cluster import load_cluster
 from tasks.feedback import traces
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
+from tasks.system.ports import free_port
 from tests.support.feedback import answer, feedback, vote
 from tests.support.workspaces import PROJECT, wait_for
 

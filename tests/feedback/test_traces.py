@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.system import processes
+from tasks.system.ports import free_port
 from tasks.tracking.mlflow_server import USERS
 from tests.support.feedback import NOW, answer, feedback, new_id, vote, written
 from tests.support.workspaces import PROJECT, wait_for

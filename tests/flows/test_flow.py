@@ -297,7 +297,7 @@ def test_a_second_run_of_one_workspace_is_refused(repo: Path, prefect_api: Env) 
     ("arguments", "sentence"),
     [
         (["--set", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
-        (["--set", "train.learning_rate=5e-7"], "Write 5.0e-7."),
+        (["--set", "train.learning_rate=5e-7"], "Write 5.0e-07."),
         (["--set", "train.beta"], "--set takes KEY=VALUE"),
         (["--recipe", "nope"], "There is no recipe 'nope'"),
     ],

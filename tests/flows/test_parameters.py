@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from flows.parameters import comments, keys, known_and_typed, schema
+from flows.parameters import comments, known_and_typed, schema, settable
 
 
 def test_the_form_has_a_field_for_every_key_with_its_comment() -> None:
     fields = schema()["properties"]
-    assert {"train.beta", "train.adapter.rank", "promote.require", "source.data"} <= set(keys())
+    assert {"train.beta", "train.adapter.rank", "promote.require", "source.data"} <= set(settable())
     assert fields["train.beta"]["anyOf"][0] == {"exclusiveMinimum": 0.0, "type": "number"}
     assert fields["prepare.ties"]["enum"] == ["drop", "soft"]
     assert fields["source.seed"] == {

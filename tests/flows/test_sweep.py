@@ -17,7 +17,7 @@ import yaml
 
 from cli.main import app
 from flows import sweep_trials
-from flows.sweep_trials import Trial, run_trials, startable
+from flows.sweep_trials import Trial, run_trials
 from services.mlflow_urls import compare_link
 from tasks.errors import UserError
 from tasks.reports import plots, sweep_table
@@ -63,7 +63,7 @@ def test_random_draws_are_the_same_for_a_seed_and_lie_in_their_range() -> None:
         (["--space", "train.beta=0.5..0.1", "--random", "2"], "the range from 0.5 to 0.1 is empty"),
         (["--space", "train.beta=0.1,{"], "is neither values nor a range"),
         (["--space", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
-        (["--space", "train.learning_rate=5e-7"], "Write 5.0e-7."),
+        (["--space", "train.learning_rate=5e-7"], "Write 5.0e-07."),
         (["--space", "train.beta=0.1", "--random", "0"], "a sweep needs at least one run"),
     ],
 )
@@ -79,12 +79,6 @@ def planned(space: Any, name: str | None = None) -> tuple[list[Trial], str]:
 
 def test_a_sweep_is_named_by_a_hash_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_trials, "FOLDER", tmp_path)
-    space = {"train.beta": [0.2, 0.3], "train.loss": [{"simpo": 1.0}, {"sigmoid": 1.0}]}
-    first, *_ = planned(space)[0]
-    assert (first.number, first.values["train.loss"]) == (
-        2,
-        {"sigmoid": 1.0},
-    )  # it computes the reference
     space = {"train.learning_rate": [5e-7, 1e-6]}
     made, name = planned(space)
     assert planned(space)[1] == name
@@ -99,19 +93,8 @@ def test_a_sweep_is_named_by_a_hash_of_its_content(tmp_path: Path, monkeypatch: 
         planned({"train.beta": [0.9]}, "mine")
 
 
-def trial(number: int, prepare: str = "same") -> Trial:
-    return Trial(number, f"run-{number}", {}, {"source": 0, "prepare": prepare, "reference": 0})
-
-
-def test_one_trial_of_a_group_runs_alone_until_it_is_past_the_reference() -> None:
-    waiting = [trial(1), trial(2), trial(3, "other"), trial(4)]
-    running = startable(waiting, [], set(), runs_at_once=3)
-    assert [trial.number for trial in running] == [1, 3]
-    waiting = [trial(2), trial(4)]
-    assert startable(waiting, running, set(), runs_at_once=3) == []
-    past_reference = {trial(1).group}
-    assert startable(waiting, running, past_reference, runs_at_once=3) == waiting[:1]
-    assert startable(waiting, running, past_reference, runs_at_once=4) == waiting
+def trial(number: int) -> Trial:
+    return Trial(number, f"run-{number}", {})
 
 
 def run_trial(script: str) -> Callable[[Trial, Callable[[str], None]], int]:
@@ -120,21 +103,21 @@ def run_trial(script: str) -> Callable[[Trial, Callable[[str], None]], int]:
     return lambda trial, on_line: processes.run(["sh", "-c", script, str(trial.number)], Path("/"), env, on_line)
 
 
-def test_trials_run_in_parallel_after_the_first_of_their_group() -> None:
-    script = "echo 'reference: 1/2 steps'; sleep 0.5; echo 'train: 1/2 steps'; sleep 1; exit $(($0 % 2))"
+def test_trials_run_in_parallel_up_to_the_limit() -> None:
+    script = "sleep 0.3; echo 'train: 1/2 steps'; sleep 1; exit $(($0 % 2))"
     codes: dict[int, int] = {}
-    active: list[list[str]] = []
+    states: list[tuple[list[str], int]] = []  # of the running trials, and how many wait
 
     def on_end(trial: Trial, code: int, seconds: float) -> None:
         codes[trial.number] = code
-        assert seconds >= 1.5
+        assert seconds >= 1.3
 
     trials = [trial(number) for number in range(1, 4)]
-    run_trials(trials, 2, run_trial(script), on_end, lambda running, waiting: active.append(running))
+    run_trials(trials, 2, run_trial(script), on_end, lambda running, waiting: states.append((running, waiting)))
     assert codes == {1: 1, 2: 0, 3: 1}  # a trial that fails stops no other
-    assert max(map(len, active)) == 2
-    alone = next(running for running in active if running == ["1 reference 1/2"])
-    assert active.index(alone) < next(number for number, running in enumerate(active) if len(running) == 2)
+    assert max(len(running) for running, _ in states) == 2
+    assert (["1 train 1/2", "2 train 1/2"], 1) in states
+    assert states[-1] == ([], 0)
 
 
 def test_no_trial_outlives_an_interrupted_sweep(tmp_path: Path) -> None:
@@ -142,7 +125,7 @@ def test_no_trial_outlives_an_interrupted_sweep(tmp_path: Path) -> None:
         if len([path for path in tmp_path.iterdir() if path.read_text()]) == len(running) == 2:
             raise KeyboardInterrupt
 
-    trials = [trial(1), trial(2, "other"), trial(3)]
+    trials = [trial(1), trial(2), trial(3)]
     script = f"echo $$ > {tmp_path}/$0; sleep 600 & wait"
     with pytest.raises(KeyboardInterrupt):
         run_trials(trials, 2, run_trial(script), lambda *ended: None, interrupt)

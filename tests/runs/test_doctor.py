@@ -133,7 +133,7 @@ def locked(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(stale_locks, "_any_running", lambda names: False)  # whatever else this machine does just now
     root = tmp_path / "project"
     for name, content in {
-        ".scratch/run.lock": json.dumps({"pid": 99999999, "command": "python -m tasks.train"}),
+        ".scratch/run.lock": json.dumps({"pid": 99999999, "command": "python -m tasks.train", "since": "2026-01-01"}),
         ".dvc/tmp/rwlock": json.dumps({"write": {"data/raw": {"pid": 99999999, "cmd": "dvc repro"}}, "read": {}}),
         ".git/index.lock": "",
         "../extensions/py311/cpu_adam/lock": "",
@@ -194,7 +194,7 @@ def test_a_taken_port_names_who_has_it(monkeypatch, capsys):
         monkeypatch.setenv("PORT", str(port := taken.getsockname()[1]))
         network_checks.ports(Report())
     output = capsys.readouterr().out
-    assert f"note   port {port} of MLflow's pages is taken by process {os.getpid()}, `" in output
+    assert f"note   port {port} of MLflow's pages is in use by process {os.getpid()} (`" in output
     assert f"`dpo up --mlflow-port {port + 1}`" in output
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from services import background, run_list
+from services import background, status
 from tasks.errors import UserError
 from tasks.runs import records
 from tasks.system.files import write_json
@@ -217,7 +217,7 @@ def test_the_list_names_the_model_and_how_to_open_mlflow(
     ids = {"experiment_id": "1", "run_id": "ab"}
     for store, hint in (("sqlite:///mlflow.db", True), ("http://mlflow:5000", False)):
         write_json(tmp_path / "calm-otter/run.json", {**ids, "tracking_uri": store})
-        run_list.show()
+        status.show_runs()
         shown = capsys.readouterr().out
         assert shown.splitlines()[-1 - 2 * hint].split()[:3] == ["calm-otter", "finished", "polite"]
         assert ("The pages of MLflow open after `dpo up`" in shown) == hint

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.runs.records import CRASHED, RunRecord
 from tasks.system import processes
 from tasks.system.files import write_json
+from tasks.system.ports import free_port
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, notify
 from tasks.tracking.journal import Run

@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.dataset import demo
 from tasks.system import processes
+from tasks.system.ports import free_port
 from tests.support import postgres
 from tests.support.prometheus import scrape, scraped
 from tests.support.workspaces import PROJECT, SMALL, wait_for, write_cluster, write_data

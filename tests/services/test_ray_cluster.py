@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.embedded_server import free_port
 from tasks.cluster import embedded_ray, nodes, ray_cluster
 from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
+from tasks.system.ports import free_port
 
 PROJECT = Path(__file__).resolve().parents[2]
 

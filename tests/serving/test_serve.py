@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from services.background import free_port, is_healthy
+from services.background import is_healthy
 from tasks.config.params import load_cluster, load_params
 from tasks.config.paths import MODEL
 from tasks.feedback import traces
@@ -29,6 +29,7 @@ from tasks.promote import promote
 from tasks.release import verify
 from tasks.release.champion import rollback
 from tasks.system.files import hash_files, read_json, write_json
+from tasks.system.ports import free_port
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
 from tests.release.test_promote import NAME, export

@@ -15,9 +15,9 @@ import uvicorn
 
 from services.arena.answers import AnswerSource, Prompt, stable_id
 from services.arena.app import create_app, create_router
-from services.background import free_port
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import FeedbackJournal, read_events
+from tasks.system.ports import free_port
 from tests.support.workspaces import wait_for
 
 TOKEN = "a token of the tests"

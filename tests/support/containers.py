@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
-from services.background import free_port
+from tasks.system.ports import free_port
 from tests.support.workspaces import PROJECT
 
 INFRA = PROJECT / "infra"

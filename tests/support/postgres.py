@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.embedded_server import free_port
 from tasks.system import processes
+from tasks.system.ports import free_port
 from tests.support.workspaces import wait_for
 
 NOBODY = 65534  # Postgres refuses to run as root

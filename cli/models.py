@@ -1,11 +1,46 @@
-"""Let people compare answers, serve a model, and look at collected feedback."""
+"""Use a trained model: talk to it, serve it, let people compare answers, and look at their feedback."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.chat import MODEL, MaxNewTokens, Temperature, TopP
+MODEL = "champion, base, 3, a run, a folder, or MODEL/champion, MODEL/3 and MODEL/base of another registered model"
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
+
+
+def chat(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help=f"{MODEL}. Several answer side by side.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+) -> None:
+    """Talk to a model in the terminal: this workspace's export, the champion, or any other."""
+    from tasks import chat
+
+    chat.chat(models or [], system, max_new_tokens, temperature, top_p)
+
+
+def generate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One prompt a line: text, or JSON with `prompt`.")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help=f"{MODEL[0].upper()}{MODEL[1:]}.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write; FILE.answers.jsonl by default.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+) -> None:
+    """Answer every prompt of a file, one JSON line each."""
+    from tasks import chat
+
+    print(chat.generate(file, model, out, max_new_tokens, temperature, top_p, seed))
 
 
 def arena(
@@ -71,9 +106,10 @@ def raters(
     from tasks.feedback import raters, traces
 
     experiment = traces.experiment_name(model or load_params().promote.model_name)
-    if not (found := raters.raters(traces.read(load_cluster(), experiment))):
+    summaries = raters.raters(traces.read(load_cluster(), experiment))
+    if not summaries:
         raise UserError(f"The experiment {experiment} has no feedback yet. Collect some with `dpo arena`.")
-    print(raters.table(found))
+    print(raters.table(summaries))
 
 
-COMMANDS = (arena, serve, raters)
+COMMANDS = (chat, generate, arena, serve, raters)
