@@ -162,8 +162,7 @@ def _compared(endpoint: Endpoint, prompts: Sequence[Prompt], answers: Sequence[l
     """The share of the other answers to its prompt that each answer beats. The judge caches its replies itself."""
     matches = [(n, pair) for n, texts in enumerate(answers) for pair in combinations(range(len(texts)), 2)]
     items = [(prompts[n].text, answers[n][first], answers[n][second]) for n, (first, second) in matches]
-    with Bar("sample", len(items), "judgements") as bar:
-        outcomes = EndpointJudge(endpoint).compare(items, bar.update)
+    outcomes = EndpointJudge(endpoint).compare(items, "sample")
     scores = [[0.0] * len(texts) for texts in answers]
     for (n, (first, second)), outcome in zip(matches, outcomes, strict=True):
         share = 0.5 if outcome is None else outcome  # a refusal is a tie

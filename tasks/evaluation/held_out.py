@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from statistics import correlation
 from typing import Any
 
 import numpy
@@ -126,13 +127,12 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
 
 def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, float]]:
     """The number of pairs by margin; a bin is named by its middle."""
-    margins = [value.margin for value in values]
-    low, high = min(margins), max(margins)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
-    for margin in margins:
-        counts[min(bins - 1, int((margin - low) / width))] += 1
-    return [{"margin": round(low + (n + 0.5) * width, 4), "pairs": count} for n, count in enumerate(counts)]
+    counts, edges = numpy.histogram([value.margin for value in values], bins)
+    middles = (edges[:-1] + edges[1:]) / 2
+    return [
+        {"margin": round(margin, 4), "pairs": count}
+        for margin, count in zip(middles.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def disagreements(
@@ -147,10 +147,10 @@ def disagreements(
 
 
 def _own_answers(value: PairValues) -> dict[str, str]:
-    """The answers of a row by their column: what each is. The second answer of an unpaired row is another row's."""
-    return (
-        {"chosen": "chosen" if value.sign > 0 else "rejected"} if value.sign else {n: n for n in ("chosen", "rejected")}
-    )
+    """The name of each answer by its column. An unpaired row has its own answer, of either kind, in `chosen`."""
+    if value.sign:
+        return {"chosen": "chosen" if value.sign > 0 else "rejected"}
+    return {"chosen": "chosen", "rejected": "rejected"}
 
 
 def _line(value: PairValues, row: PairRow, texts: dict[str, str]) -> dict[str, Any]:
@@ -218,6 +218,5 @@ def _confidence(value: PairValues) -> float:
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Pearson's correlation; 0 if one column is constant."""
-    a, b = ([value - sum(column) / len(column) for value in column] for column in (first, second))
-    spread = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    return round(sum(x * y for x, y in zip(a, b, strict=True)) / spread, DIGITS) if spread else 0.0
+    is_constant = len(set(first)) == 1 or len(set(second)) == 1
+    return 0.0 if is_constant else round(correlation(first, second), DIGITS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params
-from tasks.dataset.pairs import PairTable, open_table, pairs_file, read_pairs, read_rows, with_reference
+from tasks.dataset.pairs import PairTable, open_table, pairs_file, read_pairs, read_rows
 from tasks.errors import UserError
 from tasks.evaluation.answers import Record, held_out_prompts, judge_answers
 from tasks.evaluation.evaluator import Weights
@@ -47,8 +47,7 @@ class ModelResults:
 
 
 def current_held_out(params: Params) -> HeldOut:
-    pairs = read_pairs("eval")
-    pairs = with_reference(pairs, "eval") if params.train.needs_reference else pairs
+    pairs = read_pairs("eval", params.train.needs_reference)
     return HeldOut(read_rows(pairs_file("eval")), list(pairs), params.reference.quantization)
 
 
@@ -103,13 +102,12 @@ def evaluated_weights(workers: WorkerPool, params: Params, folder: Path, manifes
 
 def require_same_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Pairs are stored as tokens: a model with another tokenizer or base model cannot be evaluated on them."""
-    for what, first, second in (
-        ("tokenizer", *(manifest["files"].get("tokenizer.json") for manifest in (ours, theirs))),
-        ("base model", ours["base"]["sha256"], theirs["base"]["sha256"]),
-    ):
-        if first != second:
+    tokenizers = {manifest["files"].get("tokenizer.json") for manifest in (ours, theirs)}
+    bases = {manifest["base"]["sha256"] for manifest in (ours, theirs)}
+    for part, hashes in (("tokenizer", tokenizers), ("base model", bases)):
+        if len(hashes) > 1:
             raise UserError(
-                f"the two models do not have the same {what}, so neither can be evaluated on the other's pairs"
+                f"the two models do not have the same {part}, so neither can be evaluated on the other's pairs"
             )
 
 

@@ -5,12 +5,18 @@ results, bit for bit on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Cluster, Evaluate
+from tasks.config.params import Cluster, Evaluate, Params
+from tasks.config.paths import POLICY
 from tasks.errors import UserError
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
+from tasks.models import base_folder
 from training.evaluation.samples import Answer, PairValues
 from training.rows.pair import Pair, pack
 
@@ -20,13 +26,20 @@ if TYPE_CHECKING:  # it loads torch
 BATCH = 50  # prompts per task
 PACKED_TOGETHER = 512  # pairs
 ROWS = 4  # packed rows per task
-EXCHANGES = 64  # per task of a reward model
 
 Report = Callable[[int], None]
 
 
 def evaluator_pool(cluster: Cluster, stage: str) -> WorkerPool:
     return WorkerPool(cluster, cluster.evaluate, Evaluator, stage)
+
+
+def base_and_policy(workers: WorkerPool, params: Params) -> tuple[Weights, Weights]:
+    """This workspace's models. The base model is loaded as in training, where it computed the reference."""
+    folder = str(workers.shared_path(base_folder(params.source.model)))
+    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
+    base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
+    return base, replace(base, adapter=trained) if params.train.adapter else Weights(trained, folder, base.dtype)
 
 
 def sample_answers(
@@ -153,20 +166,7 @@ def answer_log_ratios(
     return [sum(new[0]) - sum(old[0]) for new, old in zip(live, stored, strict=True)]
 
 
-def reward_scores(
-    workers: WorkerPool, folder: str, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
-) -> list[float]:
-    """A reward model's score of each (prompt, answer)."""
-    parts = [exchanges[start : start + EXCHANGES] for start in range(0, len(exchanges), EXCHANGES)]
-    results = workers.map("reward_scores", [(folder, label, part, dtype) for part in parts])
-    return [score for scores in results for score in scores]
-
-
 def _in_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
     """The results of batches of item numbers, in the order of the numbers."""
-    numbered = {
-        number: result
-        for batch, some in zip(batches, results, strict=True)
-        for number, result in zip(batch, some, strict=True)
-    }
-    return [numbered[number] for number in range(len(numbered))]
+    numbers, ordered = chain.from_iterable(batches), chain.from_iterable(results)
+    return [result for _, result in sorted(zip(numbers, ordered, strict=True), key=itemgetter(0))]
