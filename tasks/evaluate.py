@@ -94,7 +94,7 @@ def _pair_metrics(
 def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
     """Scores of both models by lm-evaluation-harness; each of its tasks is a task of the worker pool."""
     assert params.harness is not None
-    folder = str(workers.shared_path(local_path(params.harness.folder))) if params.harness.folder else None
+    folder = workers.shared_path(local_path(params.harness.folder)) if params.harness.folder else None
     options = (params.harness.limit, folder, params.seed)
     names = params.harness.task_names()
     tasks = [(model, [name], *options) for model in (base, policy) for name in names]

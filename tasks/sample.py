@@ -103,7 +103,7 @@ def _draw(
     keys = {(n, seed): fingerprint([prompt.ids, seed]) for n, prompt in enumerate(prompts) for seed in seeds}
     missing = {item for item, key in keys.items() if key not in store.values}
     if missing:
-        base = str(workers.shared_path(source_folder(params.source.model)))
+        base = workers.shared_path(source_folder(params.source.model))
         weights = Weights(base, base, settings.dtype, params.train.quantization)
         size = VLLM_BATCH if uses_vllm(workers, settings, weights) else BATCH
         batches = list(_missing_batches(prompts, seeds, missing, size))

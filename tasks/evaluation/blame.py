@@ -55,7 +55,7 @@ class Blamer(Evaluator):
     gradient: Any = None
 
     def influence(
-        self, weights: Weights, base: str | None, target: Target, pairs: Sequence[Pair], row_tokens: int
+        self, weights: Weights, base: Path | None, target: Target, pairs: Sequence[Pair], row_tokens: int
     ) -> list[float]:
         """How much each pair's margin rises with those of the target."""
         from training.evaluation.influence import MarginDerivatives, move_halfway
@@ -63,7 +63,7 @@ class Blamer(Evaluator):
 
         with self._loaded(weights) as model:
             if self.derivatives is None:
-                parameters = move_halfway(model, Path(base) if base else None)
+                parameters = move_halfway(model, base)
                 self._start_scoring(weights, target.pairs[:3])
                 self.derivatives = MarginDerivatives(self.scorer, target.objective, parameters, best_device())
                 self.gradient = self.derivatives.gradient(target.pairs, target.weights)

@@ -50,7 +50,7 @@ def score(answer: Verdicts) -> float:
 
 def _rewards(workers: WorkerPool, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
     assert params.reward_model is not None
-    folder, exchanges = str(workers.shared_path(reward_folder(params))), list(zip(prompts, answers, strict=True))
+    folder, exchanges = workers.shared_path(reward_folder(params)), list(zip(prompts, answers, strict=True))
     parts = [exchanges[start : start + EXCHANGES] for start in range(0, len(exchanges), EXCHANGES)]
     tasks = [(folder, params.reward_model.label, part, params.dtype) for part in parts]
     try:

@@ -63,7 +63,7 @@ def add_reference(workers: WorkerPool, params: Params, held_out: HeldOut, manife
         return held_out
     if pairs[0].ref_chosen_logps is not None and held_out.quantization == quantization:
         return held_out
-    base = str(workers.shared_path(base_folder(params.source.model)))
+    base = workers.shared_path(base_folder(params.source.model))
     values = token_values(workers, Weights(base, base, params.reference.dtype, quantization), pairs)
     logps = zip(pairs, split_logps(values, pairs), strict=True)
     pairs = [replace(pair, ref_chosen_logps=chosen, ref_rejected_logps=rejected) for pair, (chosen, rejected) in logps]
@@ -93,11 +93,11 @@ def reevaluate(
 
 def evaluated_weights(workers: WorkerPool, params: Params, folder: Path, manifest: dict[str, Any]) -> Weights:
     """The policy that `evaluate` measured: after QLoRA the adapter on the quantized base, else the merged model."""
-    quantization, exported = _quantization(manifest), str(workers.shared_path(folder))
+    quantization, exported = _quantization(manifest), workers.shared_path(folder)
     if quantization is None:
         return Weights(exported, exported, params.evaluate.dtype)
-    base = str(workers.shared_path(base_folder(params.source.model)))
-    return Weights(base, exported, params.evaluate.dtype, quantization, str(Path(exported) / "adapter"))
+    base = workers.shared_path(base_folder(params.source.model))
+    return Weights(base, exported, params.evaluate.dtype, quantization, exported / "adapter")
 
 
 def require_same_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

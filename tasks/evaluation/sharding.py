@@ -36,8 +36,8 @@ def evaluator_pool(cluster: Cluster, stage: str) -> WorkerPool:
 
 def base_and_policy(workers: WorkerPool, params: Params) -> tuple[Weights, Weights]:
     """This workspace's models. The base model is loaded as in training, where it computed the reference."""
-    folder = str(workers.shared_path(base_folder(params.source.model)))
-    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
+    folder = workers.shared_path(base_folder(params.source.model))
+    trained = workers.shared_path(Path.cwd(), POLICY) / POLICY
     base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
     return base, replace(base, adapter=trained) if params.train.adapter else Weights(trained, folder, base.dtype)
 
