@@ -177,6 +177,15 @@ def exclusive_lock() -> AbstractContextManager[None]:
     )
 
 
+def require_free(host: str, port: int) -> None:
+    if not is_free(host, port):
+        raise UserError(f"Port {port} of {host} is in use by {port_holder(port)}. Choose another one with --port.")
+
+
+def http_address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do

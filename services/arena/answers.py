@@ -66,8 +66,8 @@ def sides(
     if challenger is None:
         if sampling["temperature"] == 0:
             raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
-        one = _side("sample", champion, sampling, unregistered)
-        return one, replace(one, sampling={**sampling, "seed": sampling["seed"] + 1})
+        side = _side("sample", champion, sampling, unregistered)
+        return side, replace(side, sampling={**sampling, "seed": sampling["seed"] + 1})
     first, second = (
         _side(role, name, sampling, unregistered) for role, name in (("champion", champion), ("challenger", challenger))
     )
@@ -95,7 +95,6 @@ class ModelAnswers:
         self.cache = cache or cache_folder()
         self.hashes = {side.folder: _model_hash(side.folder) for side in self.sides}
         self.models: dict[Path, Any] = {}
-        self.computed = 0
 
     def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
         first, second = (self._answers(side, prompts) for side in self.sides)
@@ -109,7 +108,6 @@ class ModelAnswers:
             for number, text in zip(missing, texts, strict=True):
                 valid = text.encode(errors="replace").decode().replace("\0", "")  # the journal takes no other text
                 write_json(files[number], {"text": valid, "time": time.time(), "user": prompts[number].user})
-            self.computed += len(missing)
         return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
 
     def _file(self, side: Side, prompt: Prompt) -> Path:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from services.arena.answers import AnswerSource
 from services.arena.comparisons import Arena
+from tasks.errors import problems
 from tasks.feedback.journal import FeedbackJournal
 
 PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
@@ -125,10 +126,10 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
     @router.get("/api/next")
     def next_comparison(skip: Annotated[tuple[str, ...], Query()] = (), name: str = rater) -> dict[str, Any]:
         """Nothing in it tells which answer is whose."""
-        if (found := arena.next(name, skip)) is None:
+        if (chosen := arena.next(name, skip)) is None:
             return {"comparison": None, "state": "failed" if arena.failed else "waiting" if arena.queue else "done"}
-        left, right = (found.first.text, found.second.text)[:: -1 if arena.is_swapped(name, found.id) else 1]
-        return {"comparison": {"id": found.id, "messages": found.first.messages, "left": left, "right": right}}
+        left, right = (chosen.first.text, chosen.second.text)[:: -1 if arena.is_swapped(name, chosen.id) else 1]
+        return {"comparison": {"id": chosen.id, "messages": chosen.first.messages, "left": left, "right": right}}
 
     @router.post("/api/vote")
     def vote(form: Vote, name: str = rater) -> dict[str, Any]:
@@ -158,5 +159,4 @@ def create_app(router: APIRouter) -> FastAPI:
 def _refuse(request: Request, error: Exception) -> Response:
     """FastAPI's own reply repeats the input, which may hold what no reply can."""
     assert isinstance(error, RequestValidationError)
-    found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
-    return JSONResponse({"detail": "; ".join(found)}, 422)
+    return JSONResponse({"detail": problems(error.errors())}, 422)

@@ -4,7 +4,6 @@ All writers' journals are read, so votes of the arena count too. An answer whose
 up in MLflow; the figures begin at `since`.
 """
 
-import math
 import statistics
 import threading
 from contextlib import suppress
@@ -19,7 +18,6 @@ from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import read_events
 
 MOST_ANSWERS = 200_000  # in memory; the oldest are dropped
-Z = 1.96  # a confidence of 95%
 
 
 @dataclass
@@ -95,7 +93,8 @@ def wilson(successes: int, count: int) -> dict[str, float] | None:
     """A share with Wilson's score interval."""
     if not count:
         return None
-    share, shrink = successes / count, 1 + Z * Z / count
-    middle = (share + Z * Z / (2 * count)) / shrink
-    half = Z / shrink * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
-    return {"value": round(share, 4), "low": round(max(middle - half, 0), 4), "high": round(min(middle + half, 1), 4)}
+    from scipy.stats import binomtest  # imports for a second, which would delay the first answer
+
+    interval = binomtest(successes, count).proportion_ci(0.95, method="wilson")
+    share = {"value": successes / count, "low": interval.low, "high": interval.high}
+    return {name: round(float(value), 4) for name, value in share.items()}

@@ -82,10 +82,10 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
     @app.post("/v1/feedback")
     async def give_feedback(request: Request, name: Caller) -> dict[str, str]:
-        given = await read_body(request, FeedbackRequest)
-        about = {"answer": given.answer_id, "other": given.other, "kind": given.kind, "value": given.value}
-        event = Feedback(id=uuid.uuid4().hex, time=time.time(), rater=given.user or name, **about)
-        for answer_id in filter(None, (given.answer_id, given.other)):
+        body = await read_body(request, FeedbackRequest)
+        vote = body.model_dump(include={"kind", "value", "other"})
+        event = Feedback(id=uuid.uuid4().hex, time=time.time(), answer=body.answer_id, rater=body.user or name, **vote)
+        for answer_id in filter(None, (event.answer, event.other)):
             if not await run_in_threadpool(index.knows, answer_id):
                 raise HTTPException(404, f"There is no answer {answer_id}.")
         try:
@@ -125,12 +125,11 @@ async def answer(
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
-    said = "".join(text).replace("\0", "\ufffd")  # a null character cannot be stored
-    made = Answer(
+    record = Answer(
         id=same["id"],
         time=began,
         messages=messages,
-        text=said,
+        text="".join(text).replace("\0", "\ufffd"),  # a null character cannot be stored
         model=target.model,
         version=target.version,
         run=target.run,
@@ -138,7 +137,7 @@ async def answer(
         user=chat.user or name,
         parameters={**how, **measured},
     )
-    await run_in_threadpool(keep, journal, made)
+    await run_in_threadpool(keep, journal, record)
     yield last | same | {"usage": usage}
 
 
@@ -148,9 +147,9 @@ async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code >= 400:
-                said = (await response.aread()).decode(errors="replace")[:500]
+                reason = (await response.aread()).decode(errors="replace")[:500]
                 status = 400 if response.status_code < 500 else 502
-                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {said}")
+                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {reason}")
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     chunk = json.loads(line.removeprefix("data: "))
@@ -161,12 +160,12 @@ async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str
         raise unavailable(engine.target, ENDED) from error
 
 
-def keep(journal: FeedbackJournal, made: Answer) -> None:
+def keep(journal: FeedbackJournal, record: Answer) -> None:
     """A full disk costs the record of an answer, never the answer."""
     try:
-        journal.append(made)
+        journal.append(record)
     except (OSError, ValueError) as error:
-        print(f"serve: answer {made.id} was not recorded: {error}", flush=True)
+        print(f"serve: answer {record.id} was not recorded: {error}", flush=True)
 
 
 async def as_events(first: dict[str, Any], chunks: Chunks) -> AsyncIterator[str]:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tasks.errors import problems
+
 LARGEST_BODY = 2**20  # bytes
 Name = Annotated[str, Field(max_length=250)]
 Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -77,5 +79,4 @@ async def read_body(request: Request, schema: type[T]) -> T:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()[:5]]
-        raise HTTPException(400, "; ".join(found)) from None
+        raise HTTPException(400, problems(error.errors())) from None

@@ -7,14 +7,13 @@ from contextlib import suppress
 
 import uvicorn
 
-from services.background import is_free, port_holder
+from services.background import http_address, require_free
 from services.serving.engine import uses_vllm
 from services.serving.fleet import Fleet
 from services.serving.gateway import create_app
 from services.serving.tokens import RateLimit, Tokens
 from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.paths import ROOT, home
-from tasks.errors import UserError
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
 
@@ -24,8 +23,7 @@ DRAIN = 30  # seconds that running answers get when the gateway ends
 def serve(
     model: str, host: str, port: int, challenger: str | None, share: float, per_minute: int, most_tokens: int
 ) -> None:
-    if not is_free(host, port):
-        raise UserError(f"Port {port} of {host} is in use by {port_holder(port)}. Choose another one with --port.")
+    require_free(host, port)
     tokens, journal, fleet = Tokens(), FeedbackJournal(), Fleet(model, challenger, share)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the blocks below end
     try:
@@ -44,11 +42,11 @@ def serve(
 
 def _print_address(fleet: Fleet, tokens: Tokens, host: str, port: int) -> None:
     names = ", ".join(f"{engine.target.name} ({role})" for role, engine in fleet.engines.items())
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    address = f"{http_address(host, port)}/v1"
     example = '{"messages": [{"role": "user", "content": "Hello"}]}'
     print(
         f"Serving {names} by {'vLLM' if uses_vllm() else 'transformers'} at {address} (OpenAI's API)\n"
-        f"Tokens: {tokens.place}. Example, with one of them:\n"
+        f"Tokens: {tokens.origin}. Example, with one of them:\n"
         f"  curl {address}/chat/completions -H 'Authorization: Bearer TOKEN' -d '{example}'",
         flush=True,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import correlation
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tasks.evaluation.bootstrap import DIGITS, Interval, interval, mean_interval, widened
 from training.evaluation.samples import PairValues
 
+K = TypeVar("K", int, str)
 PairRow = dict[str, Any]  # a row of data/pairs
 BUCKETS = (32, 64, 128, 256, 512)  # the upper ends of the buckets, in tokens of the longer response
 BINS = 10
@@ -67,13 +68,11 @@ def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
     if any(value.sign for value in values):
         lengths = [float(value.chosen_tokens) for value in values]
         return {"correlation": _correlation(lengths, [_own_reward(value) for value in values])}
-    groups: dict[str, list[PairValues]] = defaultdict(list)
-    for value in values:
-        difference = value.chosen_tokens - value.rejected_tokens
-        groups["chosen_shorter" if difference < 0 else "chosen_longer" if difference else "same_length"].append(value)
-    bias = {f"{name}/pairs": float(len(group)) for name, group in sorted(groups.items())}
-    bias |= {f"{name}/accuracy": _accuracy(group) for name, group in sorted(groups.items())}
     lengths = [float(value.chosen_tokens - value.rejected_tokens) for value in values]
+    names = ["chosen_shorter" if length < 0 else "chosen_longer" if length else "same_length" for length in lengths]
+    groups = sorted(_grouped(values, names).items())
+    bias = {f"{name}/pairs": float(len(group)) for name, group in groups}
+    bias |= {f"{name}/accuracy": _accuracy(group) for name, group in groups}
     return {**bias, "correlation": _correlation(lengths, [value.margin for value in values])}
 
 
@@ -112,9 +111,7 @@ def _own_reward(value: PairValues) -> float:
 
 def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
     """By bin of confidence in the preferred response: mean confidence, accuracy and number of pairs."""
-    bins: dict[int, list[PairValues]] = defaultdict(list)
-    for value in values:
-        bins[min(BINS - 1, int((_confidence(value) - 0.5) * 2 * BINS))].append(value)
+    bins = _grouped(values, [min(BINS - 1, int((_confidence(value) - 0.5) * 2 * BINS)) for value in values])
     return [
         {
             "confidence": round(sum(map(_confidence, group)) / len(group), DIGITS),
@@ -181,10 +178,14 @@ def _errors(values: Sequence[PairValues]) -> dict[str, float]:
     }
 
 
+def _grouped(values: Sequence[PairValues], keys: Sequence[K]) -> dict[K, list[PairValues]]:
+    groups = defaultdict[K, list[PairValues]](list)
+    for value, key in zip(values, keys, strict=True):
+        groups[key].append(value)
+    return groups
+
+
 def _table(values: Sequence[PairValues], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    groups: dict[str, list[PairValues]] = defaultdict(list)
-    for value, name in zip(values, names, strict=True):
-        groups[name].append(value)
     return {
         name: {
             "pairs": len(group),
@@ -192,7 +193,7 @@ def _table(values: Sequence[PairValues], names: Sequence[str]) -> dict[str, dict
             "margin": round(sum(value.margin for value in group) / len(group), DIGITS),
             "kl": round(sum(value.kl for value in group) / len(group), DIGITS),
         }
-        for name, group in sorted(groups.items(), key=lambda item: (_first_number(item[0]), item[0]))
+        for name, group in sorted(_grouped(values, names).items(), key=lambda item: (_first_number(item[0]), item[0]))
     }
 
 

@@ -30,9 +30,9 @@ class Rater:
 
 
 def split(events: Iterable[Event]) -> tuple[dict[str, Answer], list[Feedback]]:
-    every = list(events)
-    answers = {event.id: event for event in every if isinstance(event, Answer)}
-    return answers, [event for event in every if isinstance(event, Feedback)]
+    events = list(events)
+    answers = {event.id: event for event in events if isinstance(event, Answer)}
+    return answers, [event for event in events if isinstance(event, Feedback)]
 
 
 def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
@@ -44,28 +44,28 @@ def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
 
 def renamed(feedback: Iterable[Feedback], known_as: Mapping[str, str]) -> list[Feedback]:
     """Feedback under those ids, without feedback on answers that are gone and votes between equal answers."""
-    known = (one for one in feedback if {one.answer, one.other} - {""} <= known_as.keys())
-    named = (replace(one, answer=known_as[one.answer], other=known_as.get(one.other, "")) for one in known)
-    return [one for one in named if one.answer != one.other]
+    known = (vote for vote in feedback if {vote.answer, vote.other} - {""} <= known_as.keys())
+    named = (replace(vote, answer=known_as[vote.answer], other=known_as.get(vote.other, "")) for vote in known)
+    return [vote for vote in named if vote.answer != vote.other]
 
 
 def last_votes(feedback: Iterable[Feedback], kind: str) -> list[Feedback]:
     """A rater's last word on each answer or two answers, unless it was withdrawn."""
-    ordered = sorted((one for one in feedback if one.kind == kind), key=lambda one: (one.time, one.id))
-    last = {(one.rater, _pair(one)): one for one in ordered}
-    return [one for one in last.values() if kind != "preference" or one.value != "withdrawn"]
+    ordered = sorted((vote for vote in feedback if vote.kind == kind), key=lambda vote: (vote.time, vote.id))
+    last = {(vote.rater, _pair(vote)): vote for vote in ordered}
+    return [vote for vote in last.values() if kind != "preference" or vote.value != "withdrawn"]
 
 
-def _pair(one: Feedback) -> Pair:
-    return (one.answer, one.other) if one.answer < one.other else (one.other, one.answer)
+def _pair(vote: Feedback) -> Pair:
+    return (vote.answer, vote.other) if vote.answer < vote.other else (vote.other, vote.answer)
 
 
 def comparisons(feedback: Iterable[Feedback]) -> Comparisons:
-    found: Comparisons = defaultdict(dict)
-    for one in last_votes(feedback, "preference"):
-        in_order = one.answer < one.other
-        found[_pair(one)][one.rater] = one.value if in_order else SWAPPED.get(one.value, one.value)
-    return dict(found)
+    votes: Comparisons = defaultdict(dict)
+    for vote in last_votes(feedback, "preference"):
+        in_order = vote.answer < vote.other
+        votes[_pair(vote)][vote.rater] = vote.value if in_order else SWAPPED.get(vote.value, vote.value)
+    return dict(votes)
 
 
 def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
@@ -83,7 +83,7 @@ def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> 
 
 
 def contradicting(compared: Comparisons) -> frozenset[str]:
-    """Raters below chance; the clearest first, since one makes honest raters who share comparisons look worse."""
+    """Raters below chance; the clearest first: such a rater makes honest ones who share comparisons look worse."""
     named = frozenset[str]()
     tests = max(1, len(agreement(compared)))
     while True:
@@ -102,24 +102,25 @@ def below_chance(compared: int, agreed: int) -> float:
 def raters(events: Iterable[Event]) -> list[Rater]:
     """Everybody who gave feedback, those with most votes first."""
     answers, feedback = split(events)
-    every = renamed(feedback, same_answers(answers))
-    compared = comparisons(every)
+    feedback = renamed(feedback, same_answers(answers))
+    compared = comparisons(feedback)
     counts, named = agreement(compared), contradicting(compared)
-    votes = Counter(rater for on_one in compared.values() for rater in on_one)
-    thumbs = Counter(one.rater for one in last_votes(every, "thumb"))
-    names = sorted({one.rater for one in every}, key=lambda name: (-votes[name] - thumbs[name], name))
+    votes = Counter(rater for by_rater in compared.values() for rater in by_rater)
+    thumbs = Counter(vote.rater for vote in last_votes(feedback, "thumb"))
+    names = sorted({vote.rater for vote in feedback}, key=lambda name: (-votes[name] - thumbs[name], name))
     return [Rater(name, votes[name], thumbs[name], *counts.get(name, (0, 0)), name in named) for name in names]
 
 
-def table(found: list[Rater]) -> str:
+def table(people: list[Rater]) -> str:
     """For the terminal."""
-    width = max(len("rater"), *(len(one.name) for one in found))
+    width = max(len("rater"), *(len(rater.name) for rater in people))
     lines = [f"{'rater':<{width}}  votes  thumbs  compared  agreement"]
-    for one in found:
-        share = f"{one.agreed / one.compared:.0%}" if one.compared else "-"
-        note = "  contradicts the others" if one.contradicts else ""
-        lines.append(f"{one.name:<{width}}  {one.votes:>5}  {one.thumbs:>6}  {one.compared:>8}  {share:>9}{note}")
-    if named := [one.name for one in found if one.contradicts]:
+    for rater in people:
+        share = f"{rater.agreed / rater.compared:.0%}" if rater.compared else "-"
+        note = "  contradicts the others" if rater.contradicts else ""
+        counts = f"{rater.votes:>5}  {rater.thumbs:>6}  {rater.compared:>8}  {share:>9}"
+        lines.append(f"{rater.name:<{width}}  {counts}{note}")
+    if named := [rater.name for rater in people if rater.contradicts]:
         lines.append(
             f"\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, level "
             f"{LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
