@@ -68,9 +68,8 @@ def sides(
             raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
         side = _side("sample", champion, sampling, unregistered)
         return side, replace(side, sampling={**sampling, "seed": sampling["seed"] + 1})
-    first, second = (
-        _side(role, name, sampling, unregistered) for role, name in (("champion", champion), ("challenger", challenger))
-    )
+    first = _side("champion", champion, sampling, unregistered)
+    second = _side("challenger", challenger, sampling, unregistered)
     if second.model != first.model:  # feedback on a pair is kept with the champion's model
         second = replace(second, model=first.model, version="", run="")
     return first, second

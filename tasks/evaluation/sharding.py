@@ -6,8 +6,6 @@ results, bit for bit on a CPU.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +43,18 @@ def base_and_policy(workers: WorkerPool, params: Params) -> tuple[Weights, Weigh
 def sample_answers(
     workers: WorkerPool, params: Evaluate, weights: Weights, prompts: Sequence[Sequence[int]], report: Report
 ) -> list[Answer]:
-    """One answer per prompt by the configured engine; `report` gets the number of new answers.
-
-    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's. Nor
-    does an adapter with `modules_to_save`, which vLLM does not load.
-    """
-    sampling = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
-    if prompts and uses_vllm(workers, params, weights):
-        return _sample_by_vllm(workers, weights, prompts, sampling, report)
+    """One answer per prompt by the configured engine; `report` gets the number of new answers."""
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))  # for little padding
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-    tasks = [(weights, [prompts[number] for number in batch], sampling) for batch in batches]
-    return _in_order(batches, workers.map("sample", tasks, lambda task: report(len(batches[task]))))
+    if prompts and uses_vllm(workers, params, weights):  # it makes its own batches, and takes a minute to start
+        count = min(workers.num_workers, len(prompts))
+        batches = [list(range(number, len(prompts), count)) for number in range(count)]
+    requests = [([prompts[number] for number in batch], params.seed) for batch in batches]
+    answers: dict[int, Answer] = {}
+    for task, drawn in draw_batches(workers, params, weights, requests):
+        answers |= zip(batches[task], drawn, strict=True)
+        report(len(drawn))
+    return [answers[number] for number in range(len(prompts))]
 
 
 def draw_batches(
@@ -68,14 +66,22 @@ def draw_batches(
     """
     settings = (params.max_new_tokens, params.temperature, params.top_p)
     tasks: list[Any] = [(weights, prompts, Sampling(*settings, seed)) for prompts, seed in batches]
-    if not uses_vllm(workers, params, weights):
+    if not tasks or not uses_vllm(workers, params, weights):
         yield from ((number, answers) for number, (answers, *_) in workers.results("sample", tasks))
         return
     tasks = [(*task, workers.cluster.evaluate.gpu_memory_utilization) for task in tasks]
-    yield from ((number, answers) for number, ((answers, _), *_) in workers.results("sample_by_vllm", tasks))
+    for number, ((answers, held), *_) in workers.results("sample_by_vllm", tasks):
+        if held > 0.1:
+            print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
+        yield number, answers
 
 
 def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
+    """Whether vLLM samples.
+
+    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's. Nor
+    does an adapter with `modules_to_save`, which vLLM does not load.
+    """
     if params.engine == "transformers" or (params.engine == "auto" and workers.zero3):
         return False
     if workers.zero3:
@@ -87,20 +93,6 @@ def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
     if params.engine == "vllm" and not installed:
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
     return installed and loads_adapter and not weights.quantization
-
-
-def _sample_by_vllm(
-    workers: WorkerPool, weights: Weights, prompts: Sequence[Sequence[int]], sampling: Sampling, report: Report
-) -> list[Answer]:
-    """One task per worker: vLLM makes its own batches and takes a minute to start."""
-    count = min(workers.num_workers, len(prompts))
-    batches = [list(range(number, len(prompts), count)) for number in range(count)]
-    memory = workers.cluster.evaluate.gpu_memory_utilization
-    tasks = [(weights, [prompts[number] for number in batch], sampling, memory) for batch in batches]
-    results = workers.map("sample_by_vllm", tasks, lambda task: report(len(batches[task])))
-    if (held := max(gib for _, gib in results)) > 0.1:
-        print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
-    return _in_order(batches, [answers for answers, _ in results])
 
 
 def token_values(
@@ -118,10 +110,13 @@ def token_values(
         batches.append(batch)
         task_rows = [[index[number] for number in row] for row in rows]
         tasks.append((weights, [pairs[number] for number in batch], task_rows, probes))
+    values: dict[int, Any] = {}
     results = workers.map("score", tasks, lambda task: report(len(batches[task])))
+    for batch, (scored, _) in zip(batches, results, strict=True):
+        values |= zip(batch, scored, strict=True)
     if note := next((note for _, note in results if note), None):
         print(f"{workers.stage}: {note}", flush=True)
-    return _in_order(batches, [values for values, _ in results])
+    return [values[number] for number in range(len(pairs))]
 
 
 def _rows(pairs: Sequence[Pair], row_tokens: int) -> list[list[list[int]]]:
@@ -164,9 +159,3 @@ def answer_log_ratios(
     ]
     live, stored = (split_logps(token_values(workers, weights, pairs), pairs) for weights in (policy, reference))
     return [sum(new[0]) - sum(old[0]) for new, old in zip(live, stored, strict=True)]
-
-
-def _in_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results of batches of item numbers, in the order of the numbers."""
-    numbers, ordered = chain.from_iterable(batches), chain.from_iterable(results)
-    return [result for _, result in sorted(zip(numbers, ordered, strict=True), key=itemgetter(0))]

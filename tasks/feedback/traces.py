@@ -345,19 +345,16 @@ def erase(cluster: Cluster, user: str, folder: Path | None = None) -> int:
         traces, assessments = _belonging(store, user)
         local, waiting = stored_events(folder), _waiting(folder)
         answers = {TRACE + event.id for event in local if isinstance(event, Answer) and event.user == user}
-        answers |= {info.trace_id for infos in traces.values() for info in infos}
+        answers |= {info.trace_id for info in traces}
         theirs = {event.id for event in [*local, *waiting] if _is_of(event, user, answers)}
         for path in folder.glob("*.jsonl"):
             blank(path, theirs)
         if waiting:
             kept = [to_json(event) for event in waiting if event.id not in theirs]
             write_json(folder / WAITING, {"events": kept})
-        for experiment, infos in traces.items():
-            for start in range(0, len(infos), 100):  # MLflow's limit
-                ids = [info.trace_id for info in infos[start : start + 100]]
-                store.client.delete_traces(experiment, trace_ids=ids)
+        store.each(lambda info: store.client.delete_traces(info.experiment_id, trace_ids=[info.trace_id]), traces)
         store.each(lambda rated: store.tracing.delete_assessment(rated.trace_id, rated.assessment_id), assessments)
-    assessments += [rated for infos in traces.values() for info in infos for rated in info.assessments]
+    assessments += [rated for info in traces for rated in info.assessments]
     erased = {trace.removeprefix(TRACE) for trace in answers} | theirs
     return len(erased | {rated.assessment_id.removeprefix(ASSESSMENT) for rated in assessments})
 
@@ -368,13 +365,13 @@ def _is_of(event: Event, user: str, traces: set[str]) -> bool:
     return event.rater == user or TRACE + event.answer in traces
 
 
-def _belonging(store: _Store, user: str) -> tuple[dict[str, list[Any]], list[Any]]:
-    """The person's traces by experiment, and the person's assessments of other traces."""
-    traces, assessments = defaultdict[str, list[Any]](list), list[Any]()
+def _belonging(store: _Store, user: str) -> tuple[list[Any], list[Any]]:
+    """The person's traces, and the person's assessments of other traces."""
+    traces, assessments = list[Any](), list[Any]()
     for experiment in _experiments(store):
         for info in (trace.info for trace in store.traces(experiment.experiment_id, texts=False)):
             if info.tags.get("dpo.user") == user:
-                traces[experiment.experiment_id].append(info)
+                traces.append(info)
             else:
                 assessments += [rated for rated in info.assessments if rated.source.source_id == user]
     return traces, assessments
