@@ -19,11 +19,12 @@ from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens
-from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.events import Answer, Feedback, Messages
 from tasks.feedback.journal import FeedbackJournal
 
 UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
 ENDED = "ended during the answer"
+Sampling = dict[str, Any]  # the parameters of a request
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
@@ -105,15 +106,15 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
 
 async def answer(
-    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, how: dict[str, Any]
+    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, sampling: Sampling
 ) -> Chunks:
     """One answer in OpenAI's chunks. The last comes after the answer is in the journal, so that feedback finds it."""
     began, clock, text, last = time.time(), time.monotonic(), list[str](), None
     messages, usage = [message.plain() for message in chat.messages], None
     with fleet.lease(chat.model, chat.user) as (role, engine):
         target = engine.target
-        same = {"id": uuid.uuid4().hex, "model": target.name}
-        async with aclosing(ask(engine, client, messages, how)) as upstream:
+        identity = {"id": uuid.uuid4().hex, "model": target.name}
+        async with aclosing(ask(engine, client, messages, sampling)) as upstream:
             async for chunk in upstream:
                 usage = chunk.get("usage") or usage
                 choice = (chunk["choices"] or [{}])[0]
@@ -121,12 +122,12 @@ async def answer(
                 if choice.get("finish_reason"):
                     last = chunk
                 elif choice:
-                    yield chunk | same
+                    yield chunk | identity
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
     record = Answer(
-        id=same["id"],
+        id=identity["id"],
         time=began,
         messages=messages,
         text="".join(text).replace("\0", "\ufffd"),  # a null character cannot be stored
@@ -135,15 +136,15 @@ async def answer(
         run=target.run,
         role=role,
         user=chat.user or name,
-        parameters={**how, **measured},
+        parameters={**sampling, **measured},
     )
     await run_in_threadpool(keep, journal, record)
-    yield last | same | {"usage": usage}
+    yield last | identity | {"usage": usage}
 
 
-async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str, str]], how: dict[str, Any]) -> Chunks:
+async def ask(engine: Engine, client: httpx.AsyncClient, messages: Messages, sampling: Sampling) -> Chunks:
     """The engine's own chunks. Closing this generator closes the connection, and the engine stops generating."""
-    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, how)
+    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, sampling)
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code >= 400:
@@ -194,9 +195,9 @@ async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) 
         text.append(last["choices"][0]["delta"].get("content") or "")
     finish = last["choices"][0].get("finish_reason")
     message = {"role": "assistant", "content": "".join(text)}
-    same: dict[str, Any] = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
+    identity: dict[str, Any] = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
     choice = {"index": 0, "message": message, "finish_reason": finish}
-    return {**same, "object": "chat.completion", "choices": [choice]}
+    return {**identity, "object": "chat.completion", "choices": [choice]}
 
 
 def error_content(error: AnyHTTPException) -> dict[str, Any]:

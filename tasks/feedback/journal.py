@@ -27,7 +27,7 @@ def feedback_folder() -> Path:
 
 
 class FeedbackJournal:
-    """Threads may share one."""
+    """Thread-safe: threads may share a journal."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or feedback_folder()
@@ -37,16 +37,16 @@ class FeedbackJournal:
         self._file: FileIO | None = None
 
     def append(self, event: Event) -> None:
-        """On disk when this returns. ValueError for an invalid event. Threads that wait share one fsync."""
+        """Write an event and sync it to disk; threads that wait share an fsync. ValueError for an invalid event."""
         check(event)
         content = to_json(_without_secrets(event))
         line = json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._writing:
             self._write(line)
             self._written += 1
-            mine = self._written
+            number = self._written
         with self._syncing:
-            if self._synced < mine:
+            if self._synced < number:
                 written = self._written
                 os.fsync(self._opened())
                 self._synced = written

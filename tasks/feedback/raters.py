@@ -42,10 +42,10 @@ def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
     return {id_: first.setdefault(content, id_) for id_, content in contents.items()}
 
 
-def renamed(feedback: Iterable[Feedback], known_as: Mapping[str, str]) -> list[Feedback]:
-    """Feedback under those ids, without feedback on answers that are gone and votes between equal answers."""
-    known = (vote for vote in feedback if {vote.answer, vote.other} - {""} <= known_as.keys())
-    named = (replace(vote, answer=known_as[vote.answer], other=known_as.get(vote.other, "")) for vote in known)
+def merge_equal(feedback: Iterable[Feedback], ids: Mapping[str, str]) -> list[Feedback]:
+    """Feedback under the ids of `same_answers`; not on answers that are gone, nor votes between equal answers."""
+    known = (vote for vote in feedback if {vote.answer, vote.other} - {""} <= ids.keys())
+    named = (replace(vote, answer=ids[vote.answer], other=ids.get(vote.other, "")) for vote in known)
     return [vote for vote in named if vote.answer != vote.other]
 
 
@@ -68,11 +68,11 @@ def comparisons(feedback: Iterable[Feedback]) -> Comparisons:
     return dict(votes)
 
 
-def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
+def agreement(compared: Comparisons, excluded: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
     """(comparisons, agreements) of each rater with the majority of the others."""
     counts = defaultdict[str, list[int]](lambda: [0, 0])
     for votes in compared.values():
-        decided = {rater: vote for rater, vote in votes.items() if vote in DECIDED and rater not in left_out}
+        decided = {rater: vote for rater, vote in votes.items() if vote in DECIDED and rater not in excluded}
         total = Counter(decided.values())
         for rater, vote in decided.items():
             same, other = total[vote] - 1, total[SWAPPED[vote]]
@@ -102,7 +102,7 @@ def below_chance(compared: int, agreed: int) -> float:
 def raters(events: Iterable[Event]) -> list[Rater]:
     """Everybody who gave feedback, those with most votes first."""
     answers, feedback = split(events)
-    feedback = renamed(feedback, same_answers(answers))
+    feedback = merge_equal(feedback, same_answers(answers))
     compared = comparisons(feedback)
     counts, named = agreement(compared), contradicting(compared)
     votes = Counter(rater for by_rater in compared.values() for rater in by_rater)

@@ -19,7 +19,7 @@ from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import feedback_folder
-from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
+from tasks.feedback.raters import comparisons, contradicting, last_votes, merge_equal, same_answers, shares, split
 from tasks.system.files import json_lines
 
 FEEDBACK = "feedback:"
@@ -94,10 +94,10 @@ def advice(key: str, address: str) -> str:
 
 def rows(events: Iterable[Event], query: Query) -> list[Row]:
     answers, feedback = split(events)
-    known_as = same_answers(answers)
-    excluded = contradicting(comparisons(renamed(feedback, known_as))) if query.exclude_contradicting else frozenset()
+    ids = same_answers(answers)
+    excluded = contradicting(comparisons(merge_equal(feedback, ids))) if query.exclude_contradicting else frozenset()
     selected = [vote for vote in feedback if vote.rater not in excluded and _selected(vote, answers, query)]
-    used, people = renamed(selected, known_as), _people(selected, answers, known_as)
+    used, people = merge_equal(selected, ids), _people(selected, answers, ids)
     unnamed = [*_votes(used, answers, query), *_edits(used, answers), *_unpaired(used, answers, query)]
     for row in unnamed:
         names = {name for id_ in row["traces"].split() for name in people[id_]}
@@ -105,12 +105,12 @@ def rows(events: Iterable[Event], query: Query) -> list[Row]:
     return sorted(unnamed, key=lambda row: (row["traces"], json.dumps(row)))
 
 
-def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], known_as: dict[str, str]) -> dict[str, set[str]]:
+def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], ids: dict[str, str]) -> dict[str, set[str]]:
     """Who asked for or rated each answer: erasing a person must find every row with a part of theirs."""
     people = defaultdict[str, set[str]](set)
     for vote in feedback:
         for id_ in filter(None, (vote.answer, vote.other)):
-            people[known_as[id_]] |= {vote.rater, answers[id_].user} - {""}
+            people[ids[id_]] |= {vote.rater, answers[id_].user} - {""}
     return people
 
 
