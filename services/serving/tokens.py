@@ -25,15 +25,11 @@ SHORTEST = 16  # characters
 class Tokens:
     def __init__(self) -> None:
         self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
+        self.origin = str(self.file or VARIABLE)  # for messages
         if self.file and not self.file.exists():
             self.file.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
         self.names = self._read()
-
-    @property
-    def origin(self) -> str:
-        """Where the tokens come from, for messages."""
-        return str(self.file or VARIABLE)
 
     def owner(self, authorization: str) -> str | None:
         """The name behind an Authorization header; every token is compared, so that timing tells nothing."""

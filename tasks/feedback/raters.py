@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import comb
 
 from tasks.feedback.events import Answer, Event, Feedback
+from tasks.runs.records import text_table
 
 LEVEL = 0.01  # chance of naming any honest rater, over all raters (Bonferroni)
 DECIDED = ("first", "second")
@@ -113,20 +114,19 @@ def raters(events: Iterable[Event]) -> list[Rater]:
 
 def table(people: list[Rater]) -> str:
     """For the terminal."""
-    width = max(len("rater"), *(len(rater.name) for rater in people))
-    lines = [f"{'rater':<{width}}  votes  thumbs  compared  agreement"]
+    rows = []
     for rater in people:
         share = f"{rater.agreed / rater.compared:.0%}" if rater.compared else "-"
-        note = "  contradicts the others" if rater.contradicts else ""
-        counts = f"{rater.votes:>5}  {rater.thumbs:>6}  {rater.compared:>8}  {share:>9}"
-        lines.append(f"{rater.name:<{width}}  {counts}{note}")
-    if named := [rater.name for rater in people if rater.contradicts]:
-        lines.append(
-            f"\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, level "
-            f"{LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
-            "`exclude_contradicting=false`."
-        )
-    return "\n".join(lines)
+        note = "contradicts the others" if rater.contradicts else ""
+        rows.append((rater.name, str(rater.votes), str(rater.thumbs), str(rater.compared), share, note))
+    table = text_table(rows, ("rater", "votes", "thumbs", "compared", "agreement", ""))
+    if not (named := [rater.name for rater in people if rater.contradicts]):
+        return table
+    return (
+        f"{table}\n\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, "
+        f"level {LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
+        "`exclude_contradicting=false`."
+    )
 
 
 def shares(votes: Mapping[str, str]) -> tuple[float, int] | None:

@@ -122,13 +122,9 @@ class _Store:
         from mlflow import MlflowClient
         from mlflow.tracing.client import TracingClient
 
-        self.uri, self.database = uri, Path(uri.removeprefix("sqlite:///"))
+        self.local, self.database = uri.startswith("sqlite:///"), Path(uri.removeprefix("sqlite:///"))
         with file_lock(self.database.parent / "store.lock") if self.local else nullcontext():  # made by one process
             self.client, self.tracing = MlflowClient(uri, registry_uri=uri), TracingClient(uri)
-
-    @property
-    def local(self) -> bool:
-        return self.uri.startswith("sqlite:///")
 
     def experiment(self, model: str) -> str:
         name = experiment_name(model)
