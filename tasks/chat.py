@@ -23,7 +23,7 @@ HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
 
 
 def model_folder(name: str | None) -> Path:
-    """Where the weights of that model are. Without a name: this workspace's export, or else the champion."""
+    """The folder with a model's weights. Without a name: this workspace's export, or else the champion."""
     if name is None:
         name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
     if (Path(name) / "config.json").exists():
@@ -41,7 +41,7 @@ def model_folder(name: str | None) -> Path:
 
 
 def _base_of(name: str) -> Path:
-    """Where the base model of a registered model is."""
+    """The folder of a registered model's base model."""
     with registered_version(name) as (_, models, version):
         manifest = read_json(models.fetch(version, "model", "manifest.json"))
     if "sft" in manifest:

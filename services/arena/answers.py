@@ -39,7 +39,7 @@ class AnswerSource(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """Who gives one of the two answers."""
+    """The model and the sampling behind one of the two answers."""
 
     role: str
     name: str  # as on the command line

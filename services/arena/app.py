@@ -55,7 +55,7 @@ class Question(BaseModel):
 
 
 def guard(request: Request, response: Response) -> None:
-    """No other site can post: a browser asks us before it sends this header across sites, and we never agree."""
+    """Against CSRF: a browser sends a custom header to another site only after a preflight, which we never allow."""
     response.headers.update(HEADERS)
     if request.method == "POST" and request.headers.get("x-arena") != "1":
         raise HTTPException(403, "The header X-Arena: 1 is missing.")
@@ -149,7 +149,7 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
 
 
 def create_app(router: APIRouter) -> FastAPI:
-    """The arena standing alone, without FastAPI's own pages, which load scripts from elsewhere."""
+    """The arena as an app of its own, without FastAPI's pages, which load scripts from other hosts."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, _refuse)
@@ -157,6 +157,6 @@ def create_app(router: APIRouter) -> FastAPI:
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    """FastAPI's own reply repeats the input, which may hold what no reply can."""
+    """FastAPI's own reply repeats the input, which may contain characters that cannot be encoded."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": problems(error.errors())}, 422)

@@ -127,7 +127,7 @@ def evaluated_version(models: Registry, version: Version) -> Evaluated:
 
 
 def results_here(workers: WorkerPool, theirs: Evaluated) -> ModelResults:
-    """The results of a model on this workspace's held-out set; evaluated again unless they were made alike."""
+    """A model's results on this workspace's held-out set. If its settings or pairs differ, it is evaluated again."""
     ours = read_json(MODEL / "manifest.json")
     if not (difference := _difference(ours, theirs.manifest)):
         return read_results(theirs.results)

@@ -123,7 +123,7 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
 
 
 def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, float]]:
-    """The number of pairs by margin; a bin is named by its middle."""
+    """The number of pairs by margin. Each bin has the margin of its middle."""
     counts, edges = numpy.histogram([value.margin for value in values], bins)
     middles = (edges[:-1] + edges[1:]) / 2
     return [

@@ -40,7 +40,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class ModelResults:
-    """What a model gave on a held-out set: its answer by prompt, and the pairs with its margin by their id."""
+    """A model's results on a held-out set: its answer by prompt, and the margin of each pair by the pair's id."""
 
     answers: dict[str, Record]
     pairs: dict[str, dict[str, Any]]

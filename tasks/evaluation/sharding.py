@@ -77,10 +77,8 @@ def draw_batches(
 
 
 def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
-    """Whether vLLM samples.
-
-    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's. Nor
-    does an adapter with `modules_to_save`, which vLLM does not load.
+    """Whether vLLM samples: never on a quantized base model, which it would load in 16 bits (the answers would be
+    another policy's), and not with an adapter's `modules_to_save`, which it does not load.
     """
     if params.engine == "transformers" or (params.engine == "auto" and workers.zero3):
         return False

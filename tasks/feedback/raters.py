@@ -37,7 +37,7 @@ def split(events: Iterable[Event]) -> tuple[dict[str, Answer], list[Feedback]]:
 
 
 def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
-    """The id by which we know each answer: equal answers to equal prompts are one, whoever asked."""
+    """The id under which feedback on each answer is counted: equal answers to equal prompts share one."""
     first = dict[str, str]()
     contents = {id_: repr((answers[id_].messages, answers[id_].text)) for id_ in sorted(answers)}
     return {id_: first.setdefault(content, id_) for id_, content in contents.items()}

@@ -152,7 +152,7 @@ class _Store:
 
 @contextmanager
 def _store(cluster: Cluster, user: str) -> Iterator[_Store]:
-    """A store that cannot be used is one sentence."""
+    """MLflow, logged in as `user`; UserError if it cannot be used."""
     limit_waiting(MLFLOW_SEARCH_TRACES_MAX_BATCH_SIZE="100", MLFLOW_SEARCH_TRACES_MAX_THREADS=str(CONNECTIONS))
     from mlflow.exceptions import MlflowException
 
@@ -279,7 +279,7 @@ def read(cluster: Cluster, experiment: str, missing_ok: bool = False) -> Iterato
 
 
 def _store_exists(cluster: Cluster) -> bool:
-    """MLflow would make a missing SQLite file; whoever only reads leaves no store behind."""
+    """MLflow would create a missing SQLite file, and a reader must not create a store."""
     path = absolute_uri(cluster.tracking_uri).partition("sqlite:///")[2]
     return not path or Path(path).exists()
 
@@ -307,7 +307,7 @@ def _answer(trace: Any) -> Answer | None:
 
 
 def _feedback(assessment: Any) -> Feedback | None:
-    """None for an assessment that did not come from us, or that a person has changed into something unknown."""
+    """None for an assessment of another tool, or one that a person has changed into something invalid."""
     metadata = assessment.metadata or {}
     if "dpo.feedback" not in metadata or assessment.valid is False or assessment.feedback is None:
         return None
