@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from services.arena.answers import AnswerSource
 from services.arena.comparisons import Arena
 from tasks.errors import problems
+from tasks.feedback.events import Id
 from tasks.feedback.journal import FeedbackJournal
 
 PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
@@ -33,7 +34,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-Key = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Login(BaseModel):
@@ -42,8 +42,8 @@ class Login(BaseModel):
 
 
 class Undo(BaseModel):
-    id: Key
-    comparison: Key
+    id: Id
+    comparison: Id
 
 
 class Vote(Undo):

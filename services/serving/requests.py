@@ -9,10 +9,9 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.errors import problems
+from tasks.feedback.events import Id, Name, OtherId
 
 LARGEST_BODY = 2**20  # bytes
-Name = Annotated[str, Field(max_length=250)]
-Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound=BaseModel)
 
@@ -66,7 +65,7 @@ class FeedbackRequest(Input):
     answer_id: Id
     kind: Literal["thumb", "edit", "preference"]
     value: str
-    other: Id | Literal[""] = ""
+    other: OtherId = ""
     user: Name = ""
 
 
