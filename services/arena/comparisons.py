@@ -154,8 +154,10 @@ class Arena:
             if comparison not in self.comparisons:  # the page repeats a 503, and gives up on a 404
                 raise HTTPException(503 if self.queue else 404, "The arena does not have this comparison.")
             _, first, second = self.comparisons[comparison]
-            pair = {"answer": first.id, "other": second.id, "rater": rater, "kind": "preference", "value": value}
-            vote = Feedback(id=stable_id(rater, key), time=time.time(), **pair)
+            pair = {"answer": first.id, "other": second.id}
+            vote = Feedback(
+                id=stable_id(rater, key), time=time.time(), rater=rater, kind="preference", value=value, **pair
+            )
             if vote.id not in self.known:
                 self._journal_answers(comparison)
                 self.journal.append(vote)

@@ -74,7 +74,8 @@ class AnswerIndex:
     def _add(self, event: Event) -> None:
         if isinstance(event, Answer):
             name = f"{event.model}/{event.version}" if event.version else event.model
-            self.answers[event.id] = Served(event.time, name, event.role, event.parameters.get("seconds"))
+            seconds: Any = event.parameters.get("seconds")
+            self.answers[event.id] = Served(event.time, name, event.role, seconds)
         elif event.kind == "thumb" and event.answer in self.answers:
             self.answers[event.answer].thumbs[event.rater] = event.value
 

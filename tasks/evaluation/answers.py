@@ -52,7 +52,7 @@ def compare_answers(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The metrics of two models' answers to the same prompts, and a line of samples.jsonl per prompt."""
     texts = [row["prompt"] for row in prompts]
-    outcomes = judges.outcomes(params, texts, base, policy, "evaluate")
+    outcomes = judges.outcomes(params, texts, base, policy)
     before, after = summary(base), summary(policy)
     metrics: dict[str, Any] = {
         "samples": {"base": before, "policy": after},

@@ -31,7 +31,11 @@ def verdicts(workers: WorkerPool, params: Evaluate, prompts: Sequence[str], answ
 
 
 def outcomes(
-    params: Evaluate, prompts: Sequence[str], first: Sequence[Verdicts], second: Sequence[Verdicts], stage: str
+    params: Evaluate,
+    prompts: Sequence[str],
+    first: Sequence[Verdicts],
+    second: Sequence[Verdicts],
+    stage: str = "evaluate",
 ) -> list[Outcome] | None:
     """The outcome for each prompt's two answers, which have their text and verdicts; None without a judge."""
     if params.judge == "none":

@@ -26,6 +26,7 @@ def _check_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # uuid4().hex
 Time = Annotated[float, Field(gt=0, lt=1e11)]  # seconds since the epoch; MLflow keeps milliseconds
 Name = Annotated[str, Field(max_length=250, pattern=NO_NULL)]  # MLflow takes 250 characters of a rater's name
+Role = Annotated[str, Field(pattern="^(champion|challenger|sample)$")]
 OtherId = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 Text = Annotated[str, Field(max_length=200_000, pattern=NO_NULL)]
 ModelName = Annotated[str, Field(pattern=r"^[\w.-][\w. -]{0,199}$")]  # part of an experiment's name and of an address
@@ -44,7 +45,7 @@ class Answer:
     model: ModelName  # of the registry
     version: Name  # "" for a model folder that is not registered
     run: Name  # the pipeline run that made it, "" if unknown
-    role: Literal["champion", "challenger", "sample"]
+    role: Role
     user: Name  # who asked, "" if unknown
     parameters: dict[str, JsonValue]
 

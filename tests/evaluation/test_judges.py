@@ -226,10 +226,10 @@ def test_the_demo_judge_prefers_the_answer_with_more_true_verdicts():
     demo = load_params(ROOT / "params.yaml").evaluate
     first, second = ([{"text": text, **verdicts(demo, [PROMPT], [text])[0]}] for text in (RUDE, KIND))
     assert first[0]["kind"] is False
-    assert judges.outcomes(demo, [PROMPT], first, second, "evaluate") == [1.0]
-    assert judges.outcomes(demo, [PROMPT], second, first, "evaluate") == [0.0]
-    assert judges.outcomes(demo, [PROMPT], second, second, "evaluate") == [0.5]
-    assert judges.outcomes(params(judge="none"), [PROMPT], first, second, "evaluate") is None
+    assert judges.outcomes(demo, [PROMPT], first, second) == [1.0]
+    assert judges.outcomes(demo, [PROMPT], second, first) == [0.0]
+    assert judges.outcomes(demo, [PROMPT], second, second) == [0.5]
+    assert judges.outcomes(params(judge="none"), [PROMPT], first, second) is None
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_batched_reward_scores_equal_single_scores(reward_model: Path):
             assert verdict["reward"] == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-3)
     first, second = ([{"text": "", **verdict}] for verdict in said)
     better = float(second[0]["reward"] > first[0]["reward"])
-    assert judges.outcomes(chosen, [PROMPT], first, second, "evaluate") == [better]
+    assert judges.outcomes(chosen, [PROMPT], first, second) == [better]
 
 
 def test_a_classifier_with_several_labels_needs_reward_model_label(tmp_path: Path, tiny_base: Path):
