@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from tasks.chat import load_chat_model, model_folder
@@ -30,11 +30,6 @@ WEIGHTS = (".safetensors", ".json", ".jinja")  # files that determine an answer
 class Prompt:
     messages: Messages
     user: str = ""  # the person to whom it belongs
-
-
-class AnswerSource(Protocol):
-    def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
-        """The first (champion) and the second (challenger) answer to each prompt."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,7 @@ class ModelAnswers:
         self.models: dict[Path, Any] = {}
 
     def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
+        """The first (champion) and the second (challenger) answer to each prompt."""
         first, second = (self._answers(side, prompts) for side in self.sides)
         return list(zip(first, second, strict=True))
 

@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from services.arena.answers import AnswerSource
+from services.arena.answers import ModelAnswers
 from services.arena.comparisons import Arena
 from tasks.errors import problems
 from tasks.feedback.events import Id
@@ -81,7 +81,7 @@ class Sessions:
         return bytes.fromhex(text).decode()
 
 
-def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:
+def create_router(answers: ModelAnswers, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:
     """Page and API, at relative addresses. Answers are computed while the app runs. `options` are those of Arena."""
     sessions = Sessions(token)
     arena = Arena(answers, journal, sessions.key, **options)

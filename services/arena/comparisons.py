@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 
-from services.arena.answers import AnswerSource, Prompt, stable_id
+from services.arena.answers import ModelAnswers, Prompt, stable_id
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.win_rate import SHARE
 from tasks.feedback.agreement import agreement
@@ -39,7 +39,7 @@ class Arena:
 
     def __init__(
         self,
-        answers: AnswerSource,
+        answers: ModelAnswers,
         journal: FeedbackJournal,
         secret: bytes,
         prompts: Iterable[Prompt] = (),

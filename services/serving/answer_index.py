@@ -4,12 +4,13 @@ All writers' journals are read, so votes of the arena count too. An answer whose
 up in MLflow; the figures begin at `since`.
 """
 
-import statistics
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
@@ -83,11 +84,10 @@ class AnswerIndex:
 def _figures(group: list[Served]) -> dict[str, Any]:
     thumbs = [value for served in group for value in served.thumbs.values()]
     up = thumbs.count("up")
-    seconds = sorted(served.seconds for served in group if served.seconds is not None)
-    cuts = statistics.quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else seconds * 19
-    latency = {"p50": round(cuts[9], 3), "p95": round(cuts[18], 3)} if cuts else None
+    seconds = [served.seconds for served in group if served.seconds is not None]
+    p50, p95 = numpy.percentile(seconds, [50, 95]).round(3).tolist() if seconds else (None, None)
     votes = {"up": up, "down": len(thumbs) - up, "share_up": wilson(up, len(thumbs))}
-    return {"answers": len(group), "thumbs": votes, "latency_seconds": latency}
+    return {"answers": len(group), "thumbs": votes, "latency_seconds": {"p50": p50, "p95": p95} if seconds else None}
 
 
 def wilson(successes: int, count: int) -> dict[str, float] | None:

@@ -59,9 +59,8 @@ def stored_held_out(file: Path) -> HeldOut:
 def add_reference(workers: WorkerPool, params: Params, held_out: HeldOut, manifest: dict[str, Any]) -> HeldOut:
     """The set with the reference that the manifest's model was trained against, computed if it is missing."""
     pairs, quantization = held_out.pairs, _quantization(manifest)
-    if not pairs or not _objective(manifest).needs_reference:
-        return held_out
-    if pairs[0].ref_chosen_logps is not None and held_out.quantization == quantization:
+    known = bool(pairs) and pairs[0].ref_chosen_logps is not None and held_out.quantization == quantization
+    if not pairs or known or not _objective(manifest).needs_reference:
         return held_out
     base = workers.shared_path(base_folder(params.source.model))
     values = token_values(workers, Weights(base, base, params.reference.dtype, quantization), pairs)
