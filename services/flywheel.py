@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from services.background import is_healthy
 from tasks.config.paths import ROOT, home
 from tasks.dataset import demo
 from tasks.errors import UserError
@@ -138,20 +139,12 @@ def _arena(folder: Path, prompts: Path, challenger: list[str]) -> Iterator[httpx
         processes.spawn(_command(*command), ROOT, {**os.environ, "DPO_ARENA_TOKEN": token}, output) as process,
         httpx.Client(base_url=address, headers=headers, timeout=60) as client,
     ):
-        _wait(process, client, log)
-        yield client
-
-
-def _wait(process: subprocess.Popen[str], client: httpx.Client, log: Path) -> None:
-    until = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            client.get("").raise_for_status()
-        except httpx.TransportError:
+        until = time.monotonic() + START_TIMEOUT
+        while not is_healthy(address):
+            if process.poll() is not None or time.monotonic() > until:
+                raise UserError(f"The arena did not start. Its output is in {log}. Then run `dpo flywheel` again.")
             time.sleep(0.3)
-        else:
-            return
-    raise UserError(f"The arena did not start. Its output is in {log}. Then run `dpo flywheel` again.")
+        yield client
 
 
 def _command(*arguments: str) -> list[str]:

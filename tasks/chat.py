@@ -1,7 +1,7 @@
 """`dpo chat` and `dpo generate`: use the champion, a version, a run's export, the base model or any model folder."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
 
 
 def model_folder(name: str | None) -> Path:
-    """Where the weights of that model are. Without a name: this workspace's export, or else the champion."""
+    """The folder with a model's weights. Without a name: this workspace's export, or else the champion."""
     if name is None:
         name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
     if (Path(name) / "config.json").exists():
@@ -41,7 +41,7 @@ def model_folder(name: str | None) -> Path:
 
 
 def _base_of(name: str) -> Path:
-    """Where the base model of a registered model is."""
+    """The folder of a registered model's base model."""
     with registered_version(name) as (_, models, version):
         manifest = read_json(models.fetch(version, "model", "manifest.json"))
     if "sft" in manifest:
@@ -56,7 +56,7 @@ def _base_of(name: str) -> Path:
 
 def chat(names: list[str], system: str | None, max_new_tokens: int, temperature: float, top_p: float) -> None:
     """A conversation on the terminal. Several models answer the same messages one below the other."""
-    models = _load(names)
+    models = _load(names or [None])
     print(HELP)
     conversations = {name: _opening(system) for name in models}
     while (text := _read()) is not None:
@@ -69,8 +69,8 @@ def chat(names: list[str], system: str | None, max_new_tokens: int, temperature:
                 conversations[name] = [*conversation, {"role": "assistant", "content": answer}]
 
 
-def _load(names: list[str]) -> "dict[str, ChatModel]":
-    folders = {name or "model": model_folder(name) for name in (names or [None])}  # type: ignore[list-item]
+def _load(names: Sequence[str | None]) -> "dict[str, ChatModel]":
+    folders = {name or "model": model_folder(name) for name in names}
     print("Loading", ", ".join(f"{name} ({folder})" for name, folder in folders.items()), flush=True)
     return {name: load_chat_model(folder) for name, folder in folders.items()}
 
@@ -111,10 +111,10 @@ def generate(
     file: Path, name: str | None, out: Path | None, max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> Path:
     """Answers to the prompts of a file, one JSON line each. An interrupted run continues with the same command."""
-    prompts = list(read_prompts(file))
+    prompts = read_prompts(file)
     out = out or file.with_name(f"{file.stem}.answers.jsonl")
     done = _done(out, prompts)
-    (model,) = _load([name] if name else []).values()
+    (model,) = _load([name]).values()
     with Bar("generate", len(prompts), "answers") as bar, out.open("a") as written:
         bar.update(done)
         for start in range(done, len(prompts), BATCH):
@@ -127,26 +127,26 @@ def generate(
     return out
 
 
-def read_prompts(file: Path) -> Iterator[Any]:
+def read_prompts(file: Path) -> list[Any]:
     """One prompt a line: plain text, a JSON string, or an object with `prompt` or `messages`."""
     if not file.exists():
         raise UserError(f"{file} does not exist. Give a file with one prompt a line (text, or JSON with `prompt`).")
-    empty = True
-    for number, line in enumerate(file.read_text().split("\n"), 1):
-        if not line.strip():
-            continue
-        empty = False
-        try:
-            content = json.loads(line) if line.lstrip().startswith(("{", '"')) else line.strip()
-        except ValueError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON ({error}). Mend that line.") from None
-        prompt = content.get("prompt", content.get("messages")) if isinstance(content, dict) else content
-        if not (isinstance(prompt, str) or _is_conversation(prompt)):
-            keys = ", ".join(content) if isinstance(content, dict) else ""
-            raise UserError(f"{file}, line {number}: no `prompt` or `messages` (it has {keys}).")
-        yield prompt
-    if empty:
+    lines = enumerate(file.read_text().split("\n"), 1)
+    prompts = [_prompt(line.strip(), f"{file}, line {number}") for number, line in lines if line.strip()]
+    if not prompts:
         raise UserError(f"{file} has no prompts.")
+    return prompts
+
+
+def _prompt(line: str, location: str) -> Any:
+    try:
+        content = json.loads(line) if line.startswith(("{", '"')) else line
+    except ValueError as error:
+        raise UserError(f"{location}: not valid JSON ({error}). Correct that line.") from None
+    prompt = content.get("prompt", content.get("messages")) if isinstance(content, dict) else content
+    if not (isinstance(prompt, str) or _is_conversation(prompt)):
+        raise UserError(f"{location}: no `prompt` or `messages` (it has {', '.join(content)}).")
+    return prompt
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -158,12 +158,11 @@ def as_messages(prompt: Any) -> list[dict[str, str]]:
 
 
 def _done(out: Path, prompts: list[Any]) -> int:
-    """How many answers an earlier call left; refuses a file that is not its own."""
+    """How many answers an earlier call wrote; UserError if the file has answers to other prompts."""
     lines = out.read_text().splitlines(keepends=True) if out.exists() else []
     if lines and not lines[-1].endswith("\n"):  # killed while writing
         lines = lines[:-1]
         out.write_text("".join(lines))
-    for line, prompt in zip(lines, [*prompts, *[None] * len(lines)], strict=False):
-        if json.loads(line).get("prompt") != prompt:
-            raise UserError(f"{out} exists and has answers to other prompts. Delete it, or give another --out.")
+    if [json.loads(line).get("prompt") for line in lines] != prompts[: len(lines)]:
+        raise UserError(f"{out} exists and has answers to other prompts. Delete it, or choose another --out.")
     return len(lines)

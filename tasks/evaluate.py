@@ -9,42 +9,46 @@ plots).
 """
 
 import csv
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tasks import stage
 from tasks.cluster.ray_cluster import warn_of_slow_dtype
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Evaluate, Params, load_cluster, load_params
-from tasks.config.paths import METRICS, POLICY
-from tasks.dataset.pairs import pairs_file, read_pairs, read_rows, with_reference
-from tasks.evaluation.answers import Record, compare_answers, held_out_prompts, judge_answers
+from tasks.config.paths import METRICS
+from tasks.dataset.pairs import pairs_file, read_pairs, read_rows
+from tasks.evaluation.answers import compare_answers, held_out_prompts, judge_answers
 from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.held_out import PairRow, calibration, disagreements, held_out, histogram
-from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool, pair_values, sample_answers, token_values
-from tasks.models import base_folder, local_path
+from tasks.evaluation.sharding import (
+    answer_log_ratios,
+    base_and_policy,
+    evaluator_pool,
+    pair_values,
+    sample_answers,
+    token_values,
+)
+from tasks.models import local_path
 from tasks.reports import plots
-from tasks.system.files import write_json
+from tasks.system.files import json_lines, write_json, write_text
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.results import curves, evaluation
-from training.evaluation.samples import Answer, PairValues
+from training.evaluation.samples import PairValues
 from training.objectives.objective import Objective
 from training.rows.pair import Pair
 
 
 def evaluate(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
-    table = read_pairs("eval")
-    rows = read_rows(pairs_file("eval"))
-    pairs = list(with_reference(table, "eval") if params.train.needs_reference else table)
+    pairs, rows = list(read_pairs("eval", params.train.needs_reference)), read_rows(pairs_file("eval"))
     prompts = held_out_prompts(rows, params.evaluate.prompts)
     prompt_ids = [row["prompt_ids"] for row in prompts]
+    warn_of_slow_dtype("evaluate", params.evaluate.dtype, cluster.evaluate.gpus_per_worker)
     with evaluator_pool(cluster, "evaluate") as workers:
-        models = base, policy = _models(params, workers)
+        models = base, policy = base_and_policy(workers, params)
         with Bar("evaluate", 2 * len(prompts), "answers") as bar:
             answers = [sample_answers(workers, params.evaluate, model, prompt_ids, bar.more) for model in models]
         with Bar("evaluate", len(pairs), "pairs") as bar:
@@ -52,28 +56,20 @@ def evaluate(run: Run) -> None:
         metrics, values = _pair_metrics(params, workers, pairs, tokens, rows)
         pair_lines = disagreements(values, rows, lambda ids: workers.map("decode", [(base, ids)])[0])
         if prompts:
-            kl = _kl(params, workers, models, prompts, *answers)
+            ids = [(row["prompt_ids"], new.ids, old.ids) for row, old, new in zip(prompts, *answers, strict=True)]
+            log_ratios = answer_log_ratios(workers, policy, base, ids)  # on the policy's own answers
             records = [judge_answers(workers, params.evaluate, prompts, texts) for texts in answers]
         harness = _harness(params.evaluate, workers, base, policy) if params.evaluate.harness else None
     samples: list[dict[str, Any]] = []
     if prompts:  # after the workers ended: a judge behind an endpoint may take hours, and no GPU should wait for it
-        answer_metrics, samples = _compare(params.evaluate, prompts, *records)
-        metrics = _merge(metrics, answer_metrics, kl)
+        answer_metrics, samples = compare_answers(params.evaluate, prompts, *records)
+        kl = mean_interval(log_ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
+        intervals = {**metrics["intervals"], **answer_metrics["intervals"], "kl/answers": kl.bounds()}
+        metrics = {**metrics, **answer_metrics, "kl/answers": kl.mean, "intervals": intervals}
     metrics |= {"harness": harness} if harness else {}
     _write_results(run, metrics, samples, pair_lines)
     _write_plots(run, calibration(values), histogram(values))
     _print_headlines(metrics)
-
-
-def _models(params: Params, workers: WorkerPool) -> tuple[Weights, Weights]:
-    """Base and policy. The base model is loaded as in training, where it computed the reference log-probabilities."""
-    warn_of_slow_dtype("evaluate", params.evaluate.dtype, workers.cluster.evaluate.gpus_per_worker)
-    folder = str(workers.shared_path(base_folder(params.source.model)))
-    base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
-    trained = str(workers.shared_path(Path.cwd(), POLICY) / POLICY)
-    if params.train.adapter:
-        return base, replace(base, adapter=trained)
-    return base, Weights(trained, folder, params.evaluate.dtype)
 
 
 def _pair_metrics(
@@ -83,21 +79,22 @@ def _pair_metrics(
     objective = Objective(params.train.loss, params.train.loss_options())
     means, values = pair_values(workers, objective, pairs, tokens)
     values = [
-        replace(value, chosen_tokens=sum(row["chosen_mask"]), rejected_tokens=sum(row[_other_mask(value)]))
-        for value, row in zip(values, rows, strict=True)  # without the prompt's tokens, which may count too
+        replace(
+            value,  # without the prompt's tokens, which may count in the loss too
+            chosen_tokens=sum(row["chosen_mask"]),
+            # The rejected answer of an unpaired row belongs to another row.
+            rejected_tokens=sum(row["chosen_mask" if value.sign else "rejected_mask"]),
+        )
+        for value, row in zip(values, rows, strict=True)
     ]
     del means["tokens"]
     return {**means, **held_out(values, rows, params.evaluate.seed)}, values
 
 
-def _other_mask(value: PairValues) -> str:
-    return "chosen_mask" if value.sign else "rejected_mask"  # the second answer of an unpaired row is another row's
-
-
 def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:
     """Scores of both models by lm-evaluation-harness; each of its tasks is a task of the worker pool."""
     assert params.harness is not None
-    folder = str(workers.shared_path(local_path(params.harness.folder))) if params.harness.folder else None
+    folder = workers.shared_path(local_path(params.harness.folder)) if params.harness.folder else None
     options = (params.harness.limit, folder, params.seed)
     names = params.harness.task_names()
     tasks = [(model, [name], *options) for model in (base, policy) for name in names]
@@ -106,42 +103,10 @@ def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weigh
     return {name: {key: score for part in half for key, score in part.items()} for name, half in halves.items()}
 
 
-def _compare(
-    params: Evaluate, prompts: list[PairRow], base: list[Record], policy: list[Record]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    if params.judge != "endpoint":
-        return compare_answers(params, prompts, base, policy)
-    with Bar("evaluate", len(prompts), "judgements") as bar:
-        return compare_answers(params, prompts, base, policy, bar.update)
-
-
-def _kl(
-    params: Params,
-    workers: WorkerPool,
-    models: tuple[Weights, Weights],
-    prompts: list[PairRow],
-    base_answers: list[Answer],
-    policy_answers: list[Answer],
-) -> dict[str, Any]:
-    """KL(policy, base) per answer, estimated on the policy's own answers."""
-    base, policy = models
-    answers = zip(prompts, policy_answers, base_answers, strict=True)
-    ratios = answer_log_ratios(
-        workers, policy, base, [(row["prompt_ids"], new.ids, old.ids) for row, new, old in answers]
-    )
-    kl = mean_interval(ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
-    return {"kl/answers": kl.mean, "intervals": {"kl/answers": kl.bounds()}}
-
-
-def _merge(*parts: dict[str, Any]) -> dict[str, Any]:
-    intervals = {name: bounds for part in parts for name, bounds in part["intervals"].items()}
-    return {**{name: value for part in parts for name, value in part.items()}, "intervals": intervals}
-
-
 def _write_results(run: Run, metrics: dict[str, Any], samples: list[Any], pairs: list[Any]) -> None:
     write_json(METRICS / "evaluate.json", metrics)
-    _write_lines(METRICS / "samples.jsonl", samples)
-    _write_lines(METRICS / "pairs.jsonl", pairs)
+    write_text(METRICS / "samples.jsonl", json_lines(samples))
+    write_text(METRICS / "pairs.jsonl", json_lines(pairs))
     run.summary(evaluation(metrics), max(curves(), default=0))
     for name in ("evaluate.json", "samples.jsonl", "pairs.jsonl"):
         run.artifact(METRICS / name)
@@ -155,10 +120,6 @@ def _write_plots(run: Run, bins: list[dict[str, float]], margins: list[dict[str,
             writer.writerows(rows)
     plots.held_out(bins, margins, run.folder / "held-out.png")
     run.artifact(run.folder / "held-out.png")
-
-
-def _write_lines(path: Path, lines: list[Any]) -> None:
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _print_headlines(metrics: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def _draw(
     keys = {(n, seed): fingerprint([prompt.ids, seed]) for n, prompt in enumerate(prompts) for seed in seeds}
     missing = {item for item, key in keys.items() if key not in store.values}
     if missing:
-        base = str(workers.shared_path(source_folder(params.source.model)))
+        base = workers.shared_path(source_folder(params.source.model))
         weights = Weights(base, base, settings.dtype, params.train.quantization)
         size = VLLM_BATCH if uses_vllm(workers, settings, weights) else BATCH
         batches = list(_missing_batches(prompts, seeds, missing, size))
@@ -162,8 +162,7 @@ def _compared(endpoint: Endpoint, prompts: Sequence[Prompt], answers: Sequence[l
     """The share of the other answers to its prompt that each answer beats. The judge caches its replies itself."""
     matches = [(n, pair) for n, texts in enumerate(answers) for pair in combinations(range(len(texts)), 2)]
     items = [(prompts[n].text, answers[n][first], answers[n][second]) for n, (first, second) in matches]
-    with Bar("sample", len(items), "judgements") as bar:
-        outcomes = EndpointJudge(endpoint).compare(items, bar.update)
+    outcomes = EndpointJudge(endpoint).compare(items, "sample")
     scores = [[0.0] * len(texts) for texts in answers]
     for (n, (first, second)), outcome in zip(matches, outcomes, strict=True):
         share = 0.5 if outcome is None else outcome  # a refusal is a tie

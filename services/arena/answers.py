@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from tasks.chat import load_chat_model, model_folder
@@ -32,14 +32,9 @@ class Prompt:
     user: str = ""  # the person to whom it belongs
 
 
-class AnswerSource(Protocol):
-    def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
-        """The first (champion) and the second (challenger) answer to each prompt."""
-
-
 @dataclass(frozen=True)
 class Side:
-    """Who gives one of the two answers."""
+    """The model and the sampling behind one of the two answers."""
 
     role: str
     name: str  # as on the command line
@@ -66,11 +61,10 @@ def sides(
     if challenger is None:
         if sampling["temperature"] == 0:
             raise UserError("Two samples of one model at temperature 0 are equal. Name a CHALLENGER, or raise it.")
-        one = _side("sample", champion, sampling, unregistered)
-        return one, replace(one, sampling={**sampling, "seed": sampling["seed"] + 1})
-    first, second = (
-        _side(role, name, sampling, unregistered) for role, name in (("champion", champion), ("challenger", challenger))
-    )
+        side = _side("sample", champion, sampling, unregistered)
+        return side, replace(side, sampling={**sampling, "seed": sampling["seed"] + 1})
+    first = _side("champion", champion, sampling, unregistered)
+    second = _side("challenger", challenger, sampling, unregistered)
     if second.model != first.model:  # feedback on a pair is kept with the champion's model
         second = replace(second, model=first.model, version="", run="")
     return first, second
@@ -95,9 +89,9 @@ class ModelAnswers:
         self.cache = cache or cache_folder()
         self.hashes = {side.folder: _model_hash(side.folder) for side in self.sides}
         self.models: dict[Path, Any] = {}
-        self.computed = 0
 
     def pairs(self, prompts: Sequence[Prompt]) -> list[tuple[Answer, Answer]]:
+        """The first (champion) and the second (challenger) answer to each prompt."""
         first, second = (self._answers(side, prompts) for side in self.sides)
         return list(zip(first, second, strict=True))
 
@@ -109,7 +103,6 @@ class ModelAnswers:
             for number, text in zip(missing, texts, strict=True):
                 valid = text.encode(errors="replace").decode().replace("\0", "")  # the journal takes no other text
                 write_json(files[number], {"text": valid, "time": time.time(), "user": prompts[number].user})
-            self.computed += len(missing)
         return [_answer(side, prompt, file) for prompt, file in zip(prompts, files, strict=True)]
 
     def _file(self, side: Side, prompt: Prompt) -> Path:

@@ -16,8 +16,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from services.arena.answers import AnswerSource
+from services.arena.answers import ModelAnswers
 from services.arena.comparisons import Arena
+from tasks.errors import problems
+from tasks.feedback.events import Id
 from tasks.feedback.journal import FeedbackJournal
 
 PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
@@ -32,7 +34,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-Key = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Login(BaseModel):
@@ -41,8 +42,8 @@ class Login(BaseModel):
 
 
 class Undo(BaseModel):
-    id: Key
-    comparison: Key
+    id: Id
+    comparison: Id
 
 
 class Vote(Undo):
@@ -54,7 +55,7 @@ class Question(BaseModel):
 
 
 def guard(request: Request, response: Response) -> None:
-    """No other site can post: a browser asks us before it sends this header across sites, and we never agree."""
+    """Against CSRF: a browser sends a custom header to another site only after a preflight, which we never allow."""
     response.headers.update(HEADERS)
     if request.method == "POST" and request.headers.get("x-arena") != "1":
         raise HTTPException(403, "The header X-Arena: 1 is missing.")
@@ -80,7 +81,7 @@ class Sessions:
         return bytes.fromhex(text).decode()
 
 
-def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:
+def create_router(answers: ModelAnswers, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:
     """Page and API, at relative addresses. Answers are computed while the app runs. `options` are those of Arena."""
     sessions = Sessions(token)
     arena = Arena(answers, journal, sessions.key, **options)
@@ -125,10 +126,10 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
     @router.get("/api/next")
     def next_comparison(skip: Annotated[tuple[str, ...], Query()] = (), name: str = rater) -> dict[str, Any]:
         """Nothing in it tells which answer is whose."""
-        if (found := arena.next(name, skip)) is None:
+        if (chosen := arena.next(name, skip)) is None:
             return {"comparison": None, "state": "failed" if arena.failed else "waiting" if arena.queue else "done"}
-        left, right = (found.first.text, found.second.text)[:: -1 if arena.is_swapped(name, found.id) else 1]
-        return {"comparison": {"id": found.id, "messages": found.first.messages, "left": left, "right": right}}
+        left, right = (chosen.first.text, chosen.second.text)[:: -1 if arena.is_swapped(name, chosen.id) else 1]
+        return {"comparison": {"id": chosen.id, "messages": chosen.first.messages, "left": left, "right": right}}
 
     @router.post("/api/vote")
     def vote(form: Vote, name: str = rater) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def create_router(answers: AnswerSource, journal: FeedbackJournal, *, token: str
 
 
 def create_app(router: APIRouter) -> FastAPI:
-    """The arena standing alone, without FastAPI's own pages, which load scripts from elsewhere."""
+    """The arena as an app of its own, without FastAPI's pages, which load scripts from other hosts."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, _refuse)
@@ -156,7 +157,6 @@ def create_app(router: APIRouter) -> FastAPI:
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    """FastAPI's own reply repeats the input, which may hold what no reply can."""
+    """FastAPI's own reply repeats the input, which may contain characters that cannot be encoded."""
     assert isinstance(error, RequestValidationError)
-    found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
-    return JSONResponse({"detail": "; ".join(found)}, 422)
+    return JSONResponse({"detail": problems(error.errors())}, 422)

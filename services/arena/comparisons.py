@@ -4,15 +4,18 @@ import hmac
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from statistics import mean
 from typing import Any, NamedTuple
 
 from fastapi import HTTPException
 
-from services.arena.answers import AnswerSource, Prompt, stable_id
-from services.arena.results import results
+from services.arena.answers import ModelAnswers, Prompt, stable_id
+from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.win_rate import SHARE
+from tasks.feedback.agreement import agreement
 from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
 from tasks.redact import redact
@@ -22,6 +25,7 @@ IDLE = 0.2  # seconds between two looks for new prompts
 READING = 600.0  # seconds in which a comparison on a rater's screen counts as voted on
 TYPED = 20  # prompts of one rater that may wait for their answers
 WITHDRAWN = "withdrawn"
+WINS = {"first": 0.0, "second": 1.0, "tie": 0.5, "both_bad": 0.5}  # of the second answer
 
 
 class Comparison(NamedTuple):
@@ -35,7 +39,7 @@ class Arena:
 
     def __init__(
         self,
-        answers: AnswerSource,
+        answers: ModelAnswers,
         journal: FeedbackJournal,
         secret: bytes,
         prompts: Iterable[Prompt] = (),
@@ -56,10 +60,10 @@ class Arena:
         for prompt in prompts:
             self._enqueue(prompt, len(self.queue))
 
-    def _enqueue(self, prompt: Prompt, place: int) -> None:
+    def _enqueue(self, prompt: Prompt, position: int) -> None:
         if (key := stable_id(prompt.messages, prompt.user)) not in self.prompts:
             self.prompts.add(key)
-            self.queue.insert(place, prompt)
+            self.queue.insert(position, prompt)
 
     def work(self) -> None:
         """Compute answers until `stopped` is set; runs in a thread of its own."""
@@ -150,8 +154,10 @@ class Arena:
             if comparison not in self.comparisons:  # the page repeats a 503, and gives up on a 404
                 raise HTTPException(503 if self.queue else 404, "The arena does not have this comparison.")
             _, first, second = self.comparisons[comparison]
-            pair = {"answer": first.id, "other": second.id, "rater": rater, "kind": "preference", "value": value}
-            vote = Feedback(id=stable_id(rater, key), time=time.time(), **pair)
+            pair = {"answer": first.id, "other": second.id}
+            vote = Feedback(
+                id=stable_id(rater, key), time=time.time(), rater=rater, kind="preference", value=value, **pair
+            )
             if vote.id not in self.known:
                 self._journal_answers(comparison)
                 self.journal.append(vote)
@@ -175,4 +181,19 @@ class Arena:
         with self.lock:
             votes = [dict(self.votes.get(key, {})) for key in self.comparisons]
             second = next((comparison.second.role for comparison in self.comparisons.values()), "")
-        return {"second": second, **results(votes, self.identical)}
+        voted = [list(by_rater.values()) for by_rater in votes if by_rater]
+        return {
+            "second": second,
+            "raters": dict(sorted(Counter(rater for by_rater in votes for rater in by_rater).items())),
+            "votes": Counter(value for values in voted for value in values),
+            "identical": self.identical,
+            "agreement": agreement(voted),
+            "win_rate": _win_rate(voted, self.identical) if voted else None,
+        }
+
+
+def _win_rate(voted: Sequence[Sequence[str]], identical: int) -> dict[str, float]:
+    """Of the second answers. One outcome per comparison, since its votes are not independent; equal texts are ties."""
+    outcomes = [*(mean(WINS[vote] for vote in votes) for votes in voted), *[0.5] * identical]
+    rate = mean_interval(outcomes, [str(number) for number in range(len(outcomes))], 0, SHARE)
+    return {"rate": rate.mean, **rate.bounds(), "comparisons": len(outcomes)}

@@ -79,7 +79,7 @@ async function fill() {
   let pause = 0;
   try {
     while (queue.length < AHEAD) {
-      const skip = new Set([...queue.map((one) => one.id), ...unsent().map((action) => action.body.comparison)]);
+      const skip = new Set([...queue.map((comparison) => comparison.id), ...unsent().map((action) => action.body.comparison)]);
       const answer = await api("next?" + new URLSearchParams([...skip].map((id) => ["skip", id])));
       if (!answer.comparison) {
         state = answer.state;
@@ -123,10 +123,10 @@ function show() {
 }
 
 function element(tag, name, text) {
-  const made = document.createElement(tag);
-  made.className = name;
-  made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  node.className = name;
+  node.textContent = text;
+  return node;
 }
 
 const MESSAGES = {

@@ -13,7 +13,7 @@ from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
-from tasks.feedback.journal import FeedbackJournal, feedback_folder, read_events
+from tasks.feedback.journal import FeedbackJournal, feedback_folder, stored_events
 from tasks.system.ports import http_address, require_free
 
 SHORTEST_TOKEN = 16
@@ -40,12 +40,12 @@ def serve(
     first, second = sides(*names, sampling, feedback_model)
     cluster, journal, stop = load_cluster(), FeedbackJournal(), threading.Event()
     events = _stored(cluster, first.model)
-    asked = [event for event in events if isinstance(event, Answer) and (from_traces or _is_typed(event))]
+    earlier = [event for event in events if isinstance(event, Answer) and (from_traces or _is_typed(event))]
     router = create_router(
         ModelAnswers(first, second),
         journal,
         token=token or passwords.load()[passwords.ARENA],
-        prompts=[*texts, *(Prompt(answer.messages, answer.user) for answer in asked)],
+        prompts=[*texts, *(Prompt(answer.messages, answer.user) for answer in earlier)],
         votes=[event for event in events if isinstance(event, Feedback)],
         overlap=overlap,
     )
@@ -59,7 +59,7 @@ def serve(
 
 def _stored(cluster: Cluster, model: str) -> list[Event]:
     """Answers and votes of earlier sessions. The journal first: the sender deletes a file once MLflow has it."""
-    local = [event for path in sorted(feedback_folder().glob("*.jsonl")) for event in read_events(path)[0]]
+    local = stored_events(feedback_folder())
     sent = traces.read(cluster, traces.experiment_name(model), missing_ok=True)
     return list({event.id: event for event in [*local, *sent]}.values())
 

@@ -4,13 +4,13 @@ All writers' journals are read, so votes of the arena count too. An answer whose
 up in MLflow; the figures begin at `since`.
 """
 
-import math
-import statistics
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
@@ -19,7 +19,6 @@ from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import read_events
 
 MOST_ANSWERS = 200_000  # in memory; the oldest are dropped
-Z = 1.96  # a confidence of 95%
 
 
 @dataclass
@@ -76,7 +75,8 @@ class AnswerIndex:
     def _add(self, event: Event) -> None:
         if isinstance(event, Answer):
             name = f"{event.model}/{event.version}" if event.version else event.model
-            self.answers[event.id] = Served(event.time, name, event.role, event.parameters.get("seconds"))
+            seconds: Any = event.parameters.get("seconds")
+            self.answers[event.id] = Served(event.time, name, event.role, seconds)
         elif event.kind == "thumb" and event.answer in self.answers:
             self.answers[event.answer].thumbs[event.rater] = event.value
 
@@ -84,18 +84,18 @@ class AnswerIndex:
 def _figures(group: list[Served]) -> dict[str, Any]:
     thumbs = [value for served in group for value in served.thumbs.values()]
     up = thumbs.count("up")
-    seconds = sorted(served.seconds for served in group if served.seconds is not None)
-    cuts = statistics.quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else seconds * 19
-    latency = {"p50": round(cuts[9], 3), "p95": round(cuts[18], 3)} if cuts else None
+    seconds = [served.seconds for served in group if served.seconds is not None]
+    p50, p95 = numpy.percentile(seconds, [50, 95]).round(3).tolist() if seconds else (None, None)
     votes = {"up": up, "down": len(thumbs) - up, "share_up": wilson(up, len(thumbs))}
-    return {"answers": len(group), "thumbs": votes, "latency_seconds": latency}
+    return {"answers": len(group), "thumbs": votes, "latency_seconds": {"p50": p50, "p95": p95} if seconds else None}
 
 
 def wilson(successes: int, count: int) -> dict[str, float] | None:
     """A share with Wilson's score interval."""
     if not count:
         return None
-    share, shrink = successes / count, 1 + Z * Z / count
-    middle = (share + Z * Z / (2 * count)) / shrink
-    half = Z / shrink * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
-    return {"value": round(share, 4), "low": round(max(middle - half, 0), 4), "high": round(min(middle + half, 1), 4)}
+    from scipy.stats import binomtest  # imports for a second, which would delay the first answer
+
+    interval = binomtest(successes, count).proportion_ci(0.95, method="wilson")
+    share = {"value": successes / count, "low": interval.low, "high": interval.high}
+    return {name: round(float(value), 4) for name, value in share.items()}

@@ -98,14 +98,14 @@ class Engine:
         self.stack.close()
 
     def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
-        """A request in the engine's own words, always as a stream: closing it ends the generation."""
+        """A request in the engine's own format, always as a stream: closing it ends the generation."""
         body: dict[str, Any] = {"model": str(self.folder), "messages": messages, "stream": True}
         if uses_vllm():
             return {**body, **parameters, "stream_options": {"include_usage": True}}
         # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.
         sampling = {"temperature": parameters["temperature"], "top_p": parameters["top_p"], "top_k": 0}
-        how = {"do_sample": True, **sampling} if parameters["temperature"] else {"do_sample": False}
-        body["generation_config"] = json.dumps({"max_new_tokens": parameters["max_tokens"], **how})
+        decoding = {"do_sample": True, **sampling} if parameters["temperature"] else {"do_sample": False}
+        body["generation_config"] = json.dumps({"max_new_tokens": parameters["max_tokens"], **decoding})
         return body | ({"seed": parameters["seed"]} if "seed" in parameters else {})
 
 
@@ -114,8 +114,8 @@ def uses_vllm() -> bool:
 
 
 def engine_command(folder: Path, port: int, memory_share: float) -> list[str]:
-    where = [str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    options = [str(folder), "--host", "127.0.0.1", "--port", str(port)]
     if uses_vllm():
         script = str(Path(sys.executable).with_name("vllm"))
-        return [script, "serve", *where, "--gpu-memory-utilization", f"{memory_share:.2f}"]
-    return [sys.executable, "-m", "transformers.cli.transformers", "serve", *where, "--log-level", "error"]
+        return [script, "serve", *options, "--gpu-memory-utilization", f"{memory_share:.2f}"]
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", *options, "--log-level", "error"]

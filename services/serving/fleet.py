@@ -80,8 +80,8 @@ class Fleet:
         if CHALLENGER not in self.engines or not self.engines[CHALLENGER].is_alive:
             return CHAMPION
         digest = hashlib.sha256((user or "").encode()).digest()
-        place = int.from_bytes(digest[:8]) / 2**64 if user else self.random.random()
-        return CHALLENGER if place < self.share else CHAMPION
+        number = int.from_bytes(digest[:8]) / 2**64 if user else self.random.random()
+        return CHALLENGER if number < self.share else CHAMPION
 
     def _watch(self, role: str) -> None:
         while not self.closing.wait(POLL):
@@ -96,25 +96,25 @@ class Fleet:
                 self.reported[role] = message
 
     def _follow(self, role: str) -> None:
-        now, problem = self.engines[role], None
+        engine, problem = self.engines[role], None
         try:
             wanted = find_target(self.names[role])
-        except UserError as error:  # the registry is down: keep what there is alive
-            wanted, problem = now.target, error
+        except UserError as error:  # the registry is down: keep the current version alive
+            wanted, problem = engine.target, error
         since = time.monotonic() - RETRY
-        may_start = (target for target in (wanted, now.target) if self.failed.get(target, since) <= since)
-        if (target := next(may_start, None)) and (target != now.target or not now.is_alive):
+        may_start = (target for target in (wanted, engine.target) if self.failed.get(target, since) <= since)
+        if (target := next(may_start, None)) and (target != engine.target or not engine.is_alive):
             self._serve(role, target)
         if problem:
             raise problem
 
     def _serve(self, role: str, target: Target) -> None:
-        """Have an engine of `target` in that role, and stop the one before after its last request."""
+        """Give the role to an engine of `target`, and stop its former engine after that one's last request."""
         before = self.engines.get(role)
         shared = any(engine.target == target and engine.is_alive for engine in self.engines.values())
-        made = None if shared else self._start(target, before)
+        started = None if shared else self._start(target, before)
         with self.lock:
-            self.engines[role] = made or next(one for one in self.engines.values() if one.target == target)
+            self.engines[role] = started or next(e for e in self.engines.values() if e.target == target and e.is_alive)
             unused = before if before not in self.engines.values() else None
         print(f"serve: {target.name} is the {role}", flush=True)
         if unused:

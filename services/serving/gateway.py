@@ -19,11 +19,12 @@ from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens
-from tasks.feedback.events import Answer, Feedback
+from tasks.feedback.events import Answer, Feedback, Messages
 from tasks.feedback.journal import FeedbackJournal
 
 UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
 ENDED = "ended during the answer"
+Sampling = dict[str, Any]  # the parameters of a request
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
@@ -82,10 +83,10 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
     @app.post("/v1/feedback")
     async def give_feedback(request: Request, name: Caller) -> dict[str, str]:
-        given = await read_body(request, FeedbackRequest)
-        about = {"answer": given.answer_id, "other": given.other, "kind": given.kind, "value": given.value}
-        event = Feedback(id=uuid.uuid4().hex, time=time.time(), rater=given.user or name, **about)
-        for answer_id in filter(None, (given.answer_id, given.other)):
+        body = await read_body(request, FeedbackRequest)
+        vote = body.model_dump(include={"kind", "value", "other"})
+        event = Feedback(id=uuid.uuid4().hex, time=time.time(), answer=body.answer_id, rater=body.user or name, **vote)
+        for answer_id in filter(None, (event.answer, event.other)):
             if not await run_in_threadpool(index.knows, answer_id):
                 raise HTTPException(404, f"There is no answer {answer_id}.")
         try:
@@ -105,15 +106,15 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
 
 async def answer(
-    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, how: dict[str, Any]
+    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, sampling: Sampling
 ) -> Chunks:
     """One answer in OpenAI's chunks. The last comes after the answer is in the journal, so that feedback finds it."""
     began, clock, text, last = time.time(), time.monotonic(), list[str](), None
     messages, usage = [message.plain() for message in chat.messages], None
     with fleet.lease(chat.model, chat.user) as (role, engine):
         target = engine.target
-        same = {"id": uuid.uuid4().hex, "model": target.name}
-        async with aclosing(ask(engine, client, messages, how)) as upstream:
+        identity = {"id": uuid.uuid4().hex, "model": target.name}
+        async with aclosing(ask(engine, client, messages, sampling)) as upstream:
             async for chunk in upstream:
                 usage = chunk.get("usage") or usage
                 choice = (chunk["choices"] or [{}])[0]
@@ -121,36 +122,35 @@ async def answer(
                 if choice.get("finish_reason"):
                     last = chunk
                 elif choice:
-                    yield chunk | same
+                    yield chunk | identity
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
-    said = "".join(text).replace("\0", "\ufffd")  # a null character cannot be stored
-    made = Answer(
-        id=same["id"],
+    record = Answer(
+        id=identity["id"],
         time=began,
         messages=messages,
-        text=said,
+        text="".join(text).replace("\0", "\ufffd"),  # a null character cannot be stored
         model=target.model,
         version=target.version,
         run=target.run,
         role=role,
         user=chat.user or name,
-        parameters={**how, **measured},
+        parameters={**sampling, **measured},
     )
-    await run_in_threadpool(keep, journal, made)
-    yield last | same | {"usage": usage}
+    await run_in_threadpool(keep, journal, record)
+    yield last | identity | {"usage": usage}
 
 
-async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str, str]], how: dict[str, Any]) -> Chunks:
+async def ask(engine: Engine, client: httpx.AsyncClient, messages: Messages, sampling: Sampling) -> Chunks:
     """The engine's own chunks. Closing this generator closes the connection, and the engine stops generating."""
-    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, how)
+    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, sampling)
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code >= 400:
-                said = (await response.aread()).decode(errors="replace")[:500]
+                reason = (await response.aread()).decode(errors="replace")[:500]
                 status = 400 if response.status_code < 500 else 502
-                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {said}")
+                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {reason}")
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     chunk = json.loads(line.removeprefix("data: "))
@@ -161,12 +161,12 @@ async def ask(engine: Engine, client: httpx.AsyncClient, messages: list[dict[str
         raise unavailable(engine.target, ENDED) from error
 
 
-def keep(journal: FeedbackJournal, made: Answer) -> None:
+def keep(journal: FeedbackJournal, record: Answer) -> None:
     """A full disk costs the record of an answer, never the answer."""
     try:
-        journal.append(made)
+        journal.append(record)
     except (OSError, ValueError) as error:
-        print(f"serve: answer {made.id} was not recorded: {error}", flush=True)
+        print(f"serve: answer {record.id} was not recorded: {error}", flush=True)
 
 
 async def as_events(first: dict[str, Any], chunks: Chunks) -> AsyncIterator[str]:
@@ -195,9 +195,9 @@ async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) 
         text.append(last["choices"][0]["delta"].get("content") or "")
     finish = last["choices"][0].get("finish_reason")
     message = {"role": "assistant", "content": "".join(text)}
-    same: dict[str, Any] = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
+    identity: dict[str, Any] = {key: last[key] for key in ("id", "model", "created", "usage") if key in last}
     choice = {"index": 0, "message": message, "finish_reason": finish}
-    return {**same, "object": "chat.completion", "choices": [choice]}
+    return {**identity, "object": "chat.completion", "choices": [choice]}
 
 
 def error_content(error: AnyHTTPException) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tasks.errors import problems
+from tasks.feedback.events import Id, Name, OtherId
+
 LARGEST_BODY = 2**20  # bytes
-Name = Annotated[str, Field(max_length=250)]
-Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound=BaseModel)
 
@@ -64,7 +65,7 @@ class FeedbackRequest(Input):
     answer_id: Id
     kind: Literal["thumb", "edit", "preference"]
     value: str
-    other: Id | Literal[""] = ""
+    other: OtherId = ""
     user: Name = ""
 
 
@@ -77,5 +78,4 @@ async def read_body(request: Request, schema: type[T]) -> T:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()[:5]]
-        raise HTTPException(400, "; ".join(found)) from None
+        raise HTTPException(400, problems(error.errors())) from None

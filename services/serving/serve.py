@@ -46,7 +46,7 @@ def _print_address(fleet: Fleet, tokens: Tokens, host: str, port: int) -> None:
     example = '{"messages": [{"role": "user", "content": "Hello"}]}'
     print(
         f"Serving {names} by {'vLLM' if uses_vllm() else 'transformers'} at {address} (OpenAI's API)\n"
-        f"Tokens: {tokens.place}. Example, with one of them:\n"
+        f"Tokens: {tokens.origin}. Example, with one of them:\n"
         f"  curl {address}/chat/completions -H 'Authorization: Bearer TOKEN' -d '{example}'",
         flush=True,
     )

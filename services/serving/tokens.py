@@ -25,23 +25,20 @@ SHORTEST = 16  # characters
 class Tokens:
     def __init__(self) -> None:
         self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
+        self.origin = str(self.file or VARIABLE)  # for messages
         if self.file and not self.file.exists():
             self.file.parent.mkdir(mode=0o700, exist_ok=True)
             content = json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2)
             write_text(self.file, f"{content}\n", mode=0o600)
         self.names = self._read()
 
-    @property
-    def place(self) -> str:
-        return str(self.file or VARIABLE)
-
     def owner(self, authorization: str) -> str | None:
         """The name behind an Authorization header; every token is compared, so that timing tells nothing."""
         with suppress(UserError):  # a mistake in the file locks nobody out
             self.names = self._read()
-        given = authorization.removeprefix("Bearer ").encode()
-        matching = [name for name, token in self.names.items() if hmac.compare_digest(token.encode(), given)]
-        return matching[0] if matching else None
+        sent = authorization.removeprefix("Bearer ").encode()
+        owners = [name for name, token in self.names.items() if hmac.compare_digest(token.encode(), sent)]
+        return owners[0] if owners else None
 
     def _read(self) -> dict[str, str]:
         try:
@@ -55,7 +52,7 @@ class Tokens:
         if not names or any(not name or len(token) < SHORTEST for name, token in names.items()):
             form = '{"NAME": "TOKEN"}' if self.file else "NAME:TOKEN,NAME:TOKEN"
             raise UserError(
-                f"{self.place} must have the form {form}, with tokens of at least {SHORTEST} characters "
+                f"{self.origin} must have the form {form}, with tokens of at least {SHORTEST} characters "
                 "(`openssl rand -hex 32` makes one). Correct it"
                 + (", or delete it: the next start makes a new one." if self.file else ", or unset it.")
             )
@@ -69,9 +66,9 @@ class RateLimit:
         self.capacity, self.buckets = float(per_minute), dict[str, tuple[float, float]]()
 
     def wait(self, name: str) -> float:
-        """Seconds until the next request is allowed; 0 takes a place now."""
+        """Seconds until the next request is allowed; 0 counts one now."""
         now = time.monotonic()
-        left, since = self.buckets.get(name, (self.capacity, now))
-        left = min(self.capacity, left + (now - since) * self.capacity / 60)
-        self.buckets[name] = (max(left - 1, 0.0) if left >= 1 else left, now)
-        return 0.0 if left >= 1 else (1 - left) * 60 / self.capacity
+        requests, since = self.buckets.get(name, (self.capacity, now))
+        requests = min(self.capacity, requests + (now - since) * self.capacity / 60)
+        self.buckets[name] = (requests - 1 if requests >= 1 else requests, now)
+        return 0.0 if requests >= 1 else (1 - requests) * 60 / self.capacity

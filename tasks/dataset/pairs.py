@@ -92,14 +92,12 @@ def read_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     return open_table(path).slice(0, count).to_pylist()
 
 
-def read_pairs(split: str) -> "PairTable":
-    """The pairs that `prepare` wrote."""
+def read_pairs(split: str, reference: bool = False) -> "PairTable":
+    """The pairs that `prepare` wrote, with the reference log-probabilities that `reference` wrote if requested."""
     check(pairs_file(split), "prepare")
-    return PairTable(open_table(pairs_file(split)))
-
-
-def with_reference(pairs: "PairTable", split: str) -> "PairTable":
-    """The pairs with the reference log-probabilities that `reference` wrote."""
+    pairs = PairTable(open_table(pairs_file(split)))
+    if not reference:
+        return pairs
     check(reference_file(split), "reference")
     return pairs.with_reference(open_table(reference_file(split)))
 

@@ -1,6 +1,6 @@
 """Sampled answers to held-out prompts: judge each one, and compare two models' answers to the same prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -48,15 +48,11 @@ def summary(answers: Sequence[Record]) -> dict[str, float]:
 
 
 def compare_answers(
-    params: Evaluate,
-    prompts: Sequence[PairRow],
-    base: Sequence[Record],
-    policy: Sequence[Record],
-    report: Callable[[int], None] = lambda done: None,
+    params: Evaluate, prompts: Sequence[PairRow], base: Sequence[Record], policy: Sequence[Record]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The metrics of two models' answers to the same prompts, and a line of samples.jsonl per prompt."""
     texts = [row["prompt"] for row in prompts]
-    outcomes = judges.outcomes(params, texts, base, policy, report)
+    outcomes = judges.outcomes(params, texts, base, policy)
     before, after = summary(base), summary(policy)
     metrics: dict[str, Any] = {
         "samples": {"base": before, "policy": after},

@@ -4,8 +4,6 @@ A training pair is harmful if a step that raises the margins of the held-out pai
 (training/evaluation/influence.py). docs/evaluation.md compares this score with others.
 """
 
-import json
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import hypergeom
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, POLICY, home
-from tasks.dataset.pairs import PairTable, pairs_file, read_pairs, with_reference
+from tasks.dataset.pairs import PairTable, pairs_file, read_pairs
 from tasks.dataset.reading.origins import Origin, pair_origins
 from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights
-from tasks.models import base_folder
+from tasks.evaluation.sharding import base_and_policy
 from tasks.runs.open_run import open_run
 from tasks.runs.records import text_table
-from tasks.system.files import write_text
+from tasks.system.files import json_lines, write_text
 from tasks.system.markup import printable
 from tasks.system.progress import Bar
 from training.objectives.objective import Objective
@@ -56,7 +55,7 @@ class Blamer(Evaluator):
     gradient: Any = None
 
     def influence(
-        self, weights: Weights, base: str | None, target: Target, pairs: Sequence[Pair], row_tokens: int
+        self, weights: Weights, base: Path | None, target: Target, pairs: Sequence[Pair], row_tokens: int
     ) -> list[float]:
         """How much each pair's margin rises with those of the target."""
         from training.evaluation.influence import MarginDerivatives, move_halfway
@@ -64,7 +63,7 @@ class Blamer(Evaluator):
 
         with self._loaded(weights) as model:
             if self.derivatives is None:
-                parameters = move_halfway(model, Path(base) if base else None)
+                parameters = move_halfway(model, base)
                 self._start_scoring(weights, target.pairs[:3])
                 self.derivatives = MarginDerivatives(self.scorer, target.objective, parameters, best_device())
                 self.gradient = self.derivatives.gradient(target.pairs, target.weights)
@@ -85,22 +84,16 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     params, cluster = load_params(), load_cluster()
     if cluster.evaluate.zero_stage == 3:
         raise UserError("`dpo blame` needs whole models: set evaluate.zero_stage to 0 in infra/cluster.yaml.")
-    train, held_out = (_pairs(params, split) for split in ("train", "eval"))
+    train, held_out = (read_pairs(split, params.train.needs_reference) for split in ("train", "eval"))
     with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
         lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
         _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
     folder = home() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("scores.jsonl", lines), ("flagged.jsonl", _flagged(lines))):
-        write_text(folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in some))
+    write_text(folder / "scores.jsonl", json_lines(lines))
+    write_text(folder / "flagged.jsonl", json_lines(_flagged(lines)))
     print(f"\nTraining pairs that work against {len(target.pairs)} held-out pairs, the most harmful first (* flagged):")
     _print(lines, shown[:count], folder)
-
-
-def _pairs(params: Params, split: str) -> PairTable:
-    pairs = read_pairs(split)
-    return with_reference(pairs, split) if params.train.needs_reference else pairs
 
 
 def _regressions(workers: WorkerPool, held_out: PairTable, other: Evaluated) -> list[float]:
@@ -123,17 +116,14 @@ def _target(params: Params, held_out: PairTable, weights: list[float]) -> Target
 
 def _influences(workers: WorkerPool, params: Params, target: Target, train: PairTable) -> list[float]:
     """How much each training pair's margin rises with those of the target."""
-    base = str(workers.shared_path(base_folder(params.source.model)))
-    policy, start = str(workers.shared_path(Path.cwd(), POLICY) / POLICY), None
-    model = Weights(base, base, params.evaluate.dtype, params.train.quantization, policy)
-    if not params.train.adapter:
-        model, start = Weights(policy, base, params.evaluate.dtype), base
+    base, policy = base_and_policy(workers, params)
+    start = None if params.train.adapter else base.folder
     size, row_tokens = PAIRS_PER_TASK, workers.cluster.evaluate.row_tokens
     changes: list[float] = []
     with Bar("blame", len(train), "training pairs") as bar:
         for first in range(0, len(train), PAIRS_AT_ONCE):
             parts = range(first, min(first + PAIRS_AT_ONCE, len(train)), size)
-            tasks = [(model, start, target, train[at : at + size], row_tokens) for at in parts]
+            tasks = [(policy, start, target, train[at : at + size], row_tokens) for at in parts]
             for part in workers.map("influence", tasks, lambda _: bar.update(min(bar.done + size, len(train)))):
                 changes += part
     return changes
@@ -158,25 +148,14 @@ def concentration(lines: Sequence[Line], column: str) -> str:
     The hypergeometric tail: the chance that a random choice of as many pairs has as many from there, times the number
     of sources or users that were looked at (Bonferroni).
     """
-    every, flagged = (Counter(line[column] for line in some if line[column]) for some in (lines, _flagged(lines)))
-    total, chosen = every.total(), flagged.total()
-    found = [(_tail(total, every[name], chosen, count) * len(every), name) for name, count in flagged.items()]
-    p, name = min(found, default=(1.0, ""))
-    if len(every) < 2 or p > SIGNIFICANT:
+    pairs, flagged = (Counter(line[column] for line in part if line[column]) for part in (lines, _flagged(lines)))
+    total, chosen = pairs.total(), flagged.total()
+    chances = {name: hypergeom.sf(count - 1, total, pairs[name], chosen) for name, count in flagged.items()}
+    name = min(chances, key=chances.__getitem__, default="")
+    if len(pairs) < 2 or not name or (p := chances[name] * len(pairs)) > SIGNIFICANT:
         return ""
-    share = f"{flagged[name]} of {chosen} flagged pairs, but {every[name]} of all {total}"
+    share = f"{flagged[name]} of {chosen} flagged pairs, but {pairs[name]} of all {total}"
     return f"The {column} {printable(name)} stands out: {share} (p = {p:.1g})."
-
-
-def _tail(total: int, marked: int, drawn: int, least: int) -> float:
-    """P(at least `least` marked ones among `drawn` of `total`), hypergeometric."""
-
-    def log_comb(n: int, k: int) -> float:
-        return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-    terms = range(max(least, drawn - (total - marked)), min(marked, drawn) + 1)
-    logs = (log_comb(marked, k) + log_comb(total - marked, drawn - k) - log_comb(total, drawn) for k in terms)
-    return min(1.0, sum(map(math.exp, logs)))
 
 
 def _flagged(lines: Sequence[Line]) -> list[Line]:
@@ -185,10 +164,10 @@ def _flagged(lines: Sequence[Line]) -> list[Line]:
 
 def _add_texts(workers: WorkerPool, params: Params, train: PairTable, lines: Sequence[Line]) -> None:
     """The prompt, and both answers from where they differ."""
-    base = str(workers.shared_path(base_folder(params.source.model)))
+    base, _ = base_and_policy(workers, params)
     pairs = [train[line["pair"]] for line in lines]
     ids = [list(answer[p.shared_prefix :]) for p in pairs for answer in (p.chosen_ids, p.rejected_ids)]
-    (texts,) = workers.map("decode", [(Weights(base, base, params.evaluate.dtype), ids)])
+    (texts,) = workers.map("decode", [(base, ids)])
     for n, line in enumerate(lines):
         line["prompt"] = train.table["prompt"][line["pair"]].as_py()
         line["chosen"], line["rejected"] = texts[2 * n : 2 * n + 2]
@@ -198,8 +177,8 @@ def _print(lines: list[Line], shown: Sequence[Line], folder: Path) -> None:
     rows = []
     for line in shown:
         texts = (printable(" ".join(line[name].split()))[:TEXT] for name in ("prompt", "chosen", "rejected"))
-        score, place = f"{line['score']:.2f}" + "*" * line["flagged"], f"{line['file']}:{line['row']}"
-        rows.append((line["id"], score, place, printable(line["user"] or "-"), *texts))
+        score, location = f"{line['score']:.2f}" + "*" * line["flagged"], f"{line['file']}:{line['row']}"
+        rows.append((line["id"], score, location, printable(line["user"] or "-"), *texts))
     print(text_table(rows, ("id", "score", "row", "user", "prompt ...", "chosen ...", "rejected ...")))
     print("\n".join(filter(None, (concentration(lines, column) for column in ("source", "user")))))
     print(f"The scores of all {len(lines)} pairs are in {folder / 'scores.jsonl'}.")

@@ -25,9 +25,6 @@ class Interval:
     def bounds(self) -> dict[str, float]:
         return {"low": self.low, "high": self.high}
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
-
 
 def mean_interval(
     values: Sequence[float], prompts: Sequence[str], seed: int, limits: tuple[float, float] | None = None

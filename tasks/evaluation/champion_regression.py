@@ -53,27 +53,23 @@ def champion_regression(
     if eval_hash(ours) == eval_hash(theirs.manifest):
         return None
     try:
-        return _compare(workers, params, model_registry, champion, ours, theirs)
+        pairs = _fetch_pairs(model_registry, champion, eval_file(theirs.manifest))
+        return _compare(workers, params, ours, theirs, pairs)
     except UserError as error:
         return ChampionRegression({}, why_not=str(error))
 
 
 def _compare(
-    workers: WorkerPool,
-    params: Params,
-    model_registry: Registry,
-    champion: Version,
-    ours: dict[str, Any],
-    theirs: Evaluated,
+    workers: WorkerPool, params: Params, ours: dict[str, Any], theirs: Evaluated, pairs: Path
 ) -> ChampionRegression:
-    stored = stored_held_out(_fetch_pairs(model_registry, champion, eval_file(theirs.manifest)))
+    stored = stored_held_out(pairs)
     require_same_tokens(ours, theirs.manifest)
     held_out = stored.without({row["prompt"] for row in read_rows(pairs_file("train"))})
     trained_on = len(stored.pairs) - len(held_out.pairs)
     if not held_out.pairs:
         why_not = "the training data contains all of the champion's held-out prompts by now"
         return ChampionRegression({}, 0, trained_on, why_not)
-    print(f"compare: evaluating the new model on the held-out prompts of version {champion.number}", flush=True)
+    print(f"compare: evaluating the new model on the held-out prompts of {theirs.name}", flush=True)
     held_out = add_reference(workers, params, held_out, ours)
     new = reevaluate(workers, params, MODEL, held_out, ours)
     if theirs.manifest["params"]["evaluate"] == ours["params"]["evaluate"]:

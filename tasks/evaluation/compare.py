@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -46,10 +47,6 @@ class Paired:
         _, group = numpy.unique(numpy.asarray(self.prompts), return_inverse=True)
         sums = numpy.bincount(group, weights=numpy.asarray(self.ours) - numpy.asarray(self.theirs))
         return numpy.asarray(sums / numpy.bincount(group))
-
-
-def compare(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> Comparison:
-    return summarize(params, pair_up(params, ours, theirs))
 
 
 def summarize(params: Evaluate, paired: dict[str, Paired]) -> Comparison:
@@ -89,22 +86,18 @@ def _pair_up_answers(
         new, old = ([float(answer[name]) for answer in side] for side in (second, first))
         reach = 1.0 if isinstance(first[0][name], bool) else None
         paired[f"samples/policy/{name}"] = Paired(new, old, prompts, reach)
-    results = outcomes(params, prompts, first, second) if names == judged_metrics(second) else None
-    wins = {
-        p: result for p, result in zip(prompts, results or [None] * len(prompts), strict=True) if result is not None
-    }
-    if wins:
-        rates, even = list(wins.values()), [0.5] * len(wins)
-        paired["win_rate"] = Paired(rates, even, list(wins), 0.5)
+    results = outcomes(params, prompts, first, second, "compare") if names == judged_metrics(second) else None
+    if wins := {prompt: win for prompt, win in zip(prompts, results or (), strict=bool(results)) if win is not None}:
+        paired["win_rate"] = Paired(list(wins.values()), [0.5] * len(wins), list(wins), 0.5)
     return paired
 
 
 def _summary(paired: Paired, seed: int) -> dict[str, float]:
-    ours, theirs, count = paired.ours, paired.theirs, len(paired.ours)
     limits = None if paired.reach is None else (-paired.reach, paired.reach)
-    interval = mean_interval([a - b for a, b in zip(ours, theirs, strict=True)], paired.prompts, seed, limits)
-    means = {"ours": round(sum(ours) / count, 6), "theirs": round(sum(theirs) / count, 6)}
-    counts = {"count": count, "prompts": len(set(paired.prompts))}
+    differences = [ours - theirs for ours, theirs in zip(paired.ours, paired.theirs, strict=True)]
+    interval = mean_interval(differences, paired.prompts, seed, limits)
+    means = {"ours": round(fmean(paired.ours), 6), "theirs": round(fmean(paired.theirs), 6)}
+    counts = {"count": len(differences), "prompts": len(set(paired.prompts))}
     return {**means, "difference": interval.mean, **interval.bounds(), **counts}
 
 
@@ -134,7 +127,7 @@ def evaluated_version(models: Registry, version: Version) -> Evaluated:
 
 
 def results_here(workers: WorkerPool, theirs: Evaluated) -> ModelResults:
-    """The results of a model on this workspace's held-out set; evaluated again unless they were made alike."""
+    """A model's results on this workspace's held-out set. If its settings or pairs differ, it is evaluated again."""
     ours = read_json(MODEL / "manifest.json")
     if not (difference := _difference(ours, theirs.manifest)):
         return read_results(theirs.results)
@@ -187,7 +180,7 @@ def print_comparison(name: str, first: str | None = None) -> None:
     ours = find_model(first)
     theirs = read_results(ours.results, "base") if name == "base" else _results_for(ours, find_model(name))
     params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
-    comparison = compare(params, read_results(ours.results), theirs)
+    comparison = summarize(params, pair_up(params, read_results(ours.results), theirs))
     if not comparison:
         needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if name == "base" else ""
         raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
@@ -201,7 +194,6 @@ def print_comparison(name: str, first: str | None = None) -> None:
 def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
     if not _difference(ours.manifest, theirs.manifest):
         return read_results(theirs.results)
-    require_same_tokens(ours.manifest, theirs.manifest)
     if ours.run:
         os.environ["DPO_HOME"] = str(home())
         os.chdir(open_run(ours.run))  # for its pairs, reference values and base model

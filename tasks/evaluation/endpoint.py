@@ -5,17 +5,17 @@ so repeating an evaluation sends nothing, and judgements made before the endpoin
 failures are retried.
 """
 
-import json
 import os
 import re
+import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tasks.config.access import check_endpoint, configured
 from tasks.config.cluster import Access
@@ -24,6 +24,7 @@ from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.redact import protect
 from tasks.system.files import fingerprint, read_json, write_json
+from tasks.system.progress import Bar
 
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds, doubled with each attempt
@@ -41,34 +42,27 @@ VERDICT = re.compile(r"^\W*(A|B|TIE)\W*$", re.IGNORECASE)
 OUTCOMES = {"A": 0.0, "B": 1.0, "TIE": 0.5}
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse: urllib would send the key to the new address. It then raises the response as an HTTPError."""
-
-
-REDIRECTS = {301, 302, 303, 307, 308}
-OPENER = urllib.request.build_opener(_NoRedirect)
-
-
 class EndpointJudge:
     def __init__(self, endpoint: Endpoint, cache: Path | None = None, allowed: Access | None = None) -> None:
         check_endpoint(endpoint, allowed or configured())
         self.endpoint = endpoint
         self.cache = cache or home() / ".scratch" / "judgements"
         self.key = _key(endpoint)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        system_certificates = ssl.create_default_context()  # httpx trusts its own list otherwise
+        # Redirects are not followed: they would send the key to another address.
+        self.client = httpx.Client(headers=headers, timeout=TIMEOUT, verify=system_certificates, follow_redirects=False)
         self.rate_limit = RateLimit(endpoint.requests_per_minute)
         self.writing = threading.Lock()  # two threads may send the same request
 
-    def compare(
-        self, items: Sequence[tuple[str, str, str]], report: Callable[[int], None] = lambda done: None
-    ) -> list[float | None]:
+    def compare(self, items: Sequence[tuple[str, str, str]], stage: str) -> list[float | None]:
         """Per (prompt, first, second): 1 if second wins both orders, 0 if first does, else 0.5; None if refused."""
         outcomes: list[float | None] = []
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool, Bar(stage, len(items), "judgements") as bar:
             try:
                 for outcome in pool.map(lambda item: self._both_orders(*item), items):
                     outcomes.append(outcome)
-                    report(len(outcomes))
+                    bar.update(len(outcomes))
             except UserError:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -99,29 +93,22 @@ class EndpointJudge:
     def _reply(self, body: dict[str, Any]) -> str:
         for attempt in range(ATTEMPTS):
             self.rate_limit.wait()
+            wait = FIRST_WAIT * 2**attempt
             try:
-                return _content(self._post(body))
-            except urllib.error.HTTPError as error:
-                problem, retry_after = (
-                    f"responds with {error.code} {error.reason}",
-                    error.headers.get("Retry-After", ""),
-                )
-                if error.code in REDIRECTS:
-                    problem = f"redirects to {error.headers.get('Location')}, but the key is only sent to the given url"
-                if error.code not in RETRIED:
-                    raise self._error(problem) from None
-            except (urllib.error.URLError, OSError, ValueError) as error:
-                problem, retry_after = f"fails ({type(error).__name__}: {error})", ""
-            wait = float(retry_after) if retry_after.isdecimal() else FIRST_WAIT * 2**attempt
+                response = self.client.post(f"{self.endpoint.url.rstrip('/')}/chat/completions", json=body)
+                if response.is_success:
+                    return _content(response.json())
+                problem = f"responds with {response.status_code} {response.reason_phrase}"
+                if target := response.headers.get("Location"):
+                    problem = f"redirects to {target}, but the key is only sent to the given url"
+                if response.status_code not in RETRIED:
+                    raise self._error(problem)
+                retry_after = response.headers.get("Retry-After", "")
+                wait = float(retry_after) if retry_after.isdecimal() else wait
+            except (httpx.HTTPError, ValueError) as error:
+                problem = f"fails ({type(error).__name__}: {error})"
             time.sleep(min(wait, LONGEST_WAIT))
         raise self._error(f"{problem}, {ATTEMPTS} times in a row")
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
-        address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-        with OPENER.open(request, timeout=TIMEOUT) as response:
-            return json.load(response)
 
     def _error(self, problem: str) -> UserError:
         text = (

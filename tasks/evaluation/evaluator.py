@@ -28,11 +28,11 @@ GIB = 2**30
 class Weights:
     """A model on disk and the settings to load it with."""
 
-    folder: str
-    tokenizer: str  # its folder
+    folder: Path
+    tokenizer: Path  # its folder
     dtype: str
     quantization: str | None = None
-    adapter: str | None = None  # its folder
+    adapter: Path | None = None  # its folder
 
     def base(self) -> "Weights":
         return replace(self, adapter=None)
@@ -68,7 +68,7 @@ class Evaluator(Worker):
 
     def has_vllm(self, weights: Weights) -> tuple[bool, bool]:
         """Whether vLLM is installed, and whether it loads these weights' adapter."""
-        config = recall(Path(weights.adapter) / "adapter_config.json") if weights.adapter else {}
+        config = recall(weights.adapter / "adapter_config.json") if weights.adapter else {}
         return find_spec("vllm") is not None, not config.get("modules_to_save")
 
     def sample_by_vllm(
@@ -79,9 +79,8 @@ class Evaluator(Worker):
 
         held = self.free()
         request = {**vars(sampling), "dtype": weights.dtype, "gpu_memory_utilization": memory}
-        adapter = Path(weights.adapter) if weights.adapter else None
+        model, adapter, tokenizer = weights.folder, weights.adapter, _tokenizer(weights)
         with TemporaryDirectory(prefix="dpo-vllm-") as folder:
-            model, tokenizer = Path(weights.folder), _tokenizer(weights)
             return vllm_sampling.sample(model, adapter, tokenizer, prompts, request, Path(folder)), held
 
     def score(
@@ -108,16 +107,16 @@ class Evaluator(Worker):
         return [str(tokenizer.decode(ids)) for ids in sequences]
 
     def reward_scores(
-        self, folder: str, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
+        self, folder: Path, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
     ) -> list[float]:
         from training.evaluation.reward_model import scores
         from training.models.loading import best_device
 
         self._drop()
-        return scores(Path(folder), label, exchanges, dtype, best_device())
+        return scores(folder, label, exchanges, dtype, best_device())
 
     def harness(
-        self, weights: Weights, tasks: list[str], limit: int | None, folder: str | None, seed: int
+        self, weights: Weights, tasks: list[str], limit: int | None, folder: Path | None, seed: int
     ) -> dict[str, float]:
         if find_spec("lm_eval") is None:
             raise UserError(
@@ -129,7 +128,7 @@ class Evaluator(Worker):
         self._stop_scoring()
         try:
             with self._loaded(weights) as model:
-                return scores(model, _tokenizer(weights), tasks, limit, Path(folder) if folder else None, seed)
+                return scores(model, _tokenizer(weights), tasks, limit, folder, seed)
         except ValueError as error:
             raise UserError(f"evaluate.harness: {error}. Change evaluate.harness in params.yaml.") from error
 
@@ -156,7 +155,7 @@ class Evaluator(Worker):
             if self.weights.adapter:
                 self._load(weights.base())
             self._stop_scoring()
-            self.model, self.weights = adapters.load_adapter(self.model, Path(weights.adapter)), weights
+            self.model, self.weights = adapters.load_adapter(self.model, weights.adapter), weights
         if self.weights.adapter and not weights.adapter:
             with self.model.disable_adapter():
                 yield self.model
@@ -183,13 +182,12 @@ class Evaluator(Worker):
             )
         self._drop()
         reward_model.load.cache_clear()
-        folder, adapter = Path(weights.folder), Path(weights.adapter) if weights.adapter else None
         try:
             if self.zero3:
-                self.shared = sharded_model.load_sharded(folder, weights.dtype, adapter)
+                self.shared = sharded_model.load_sharded(weights.folder, weights.dtype, weights.adapter)
                 self.model = self.shared[0].model
             else:
-                self.model = load_model(folder, weights.dtype, best_device(), weights.quantization)
+                self.model = load_model(weights.folder, weights.dtype, best_device(), weights.quantization)
         except ValueError as error:
             raise UserError(f"The model in {weights.folder} cannot be used: {error}.") from error
         self.weights = weights
@@ -227,4 +225,4 @@ class Evaluator(Worker):
 def _tokenizer(weights: Weights) -> Any:
     from training.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(Path(weights.tokenizer))
+    return load_tokenizer(weights.tokenizer)

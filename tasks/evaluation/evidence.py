@@ -3,7 +3,7 @@
 They take one value per prompt, since the pairs of a prompt are not independent. docs/evaluation.md has the hypotheses.
 """
 
-from math import exp, lgamma, log
+from math import exp
 from statistics import NormalDist
 
 import numpy
@@ -14,10 +14,9 @@ POWER = 0.9
 
 def sign_test(wins: int, losses: int, chance: float = 0.5) -> float:
     """The probability of this many wins or more if every decided prompt is won with `chance`; exact."""
-    decided = wins + losses
-    ways = (lgamma(decided + 1) - lgamma(k + 1) - lgamma(decided - k + 1) for k in range(wins, decided + 1))
-    odds = (k * log(chance) + (decided - k) * log(1 - chance) for k in range(wins, decided + 1))
-    return min(1.0, sum(exp(way + odd) for way, odd in zip(ways, odds, strict=True)))
+    from scipy.stats import binom  # imports for a second, which most commands would spend in vain
+
+    return float(binom.sf(wins - 1, wins + losses, chance))
 
 
 def betting_test(differences: numpy.ndarray, loss: float, reach: float) -> float:
@@ -29,12 +28,9 @@ def betting_test(differences: numpy.ndarray, loss: float, reach: float) -> float
     """
     stakes = BETS / (reach - loss)
     growth = numpy.log1p(numpy.outer(stakes, differences + loss)).sum(axis=1)  # (bets,)
-    return float(min(1.0, exp(-_log_mean_exp(growth))))
-
-
-def _log_mean_exp(values: numpy.ndarray) -> float:
-    largest = float(values.max())
-    return largest + log(float(numpy.exp(values - largest).mean()))
+    largest = growth.max()  # subtracted, so that no wealth overflows
+    log_wealth = float(largest + numpy.log(numpy.exp(growth - largest).mean()))
+    return exp(min(0.0, -log_wealth))
 
 
 def prompts_for_lead(lead: float, decided: float, level: float, chance: float = 0.5) -> float:

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from statistics import correlation
+from typing import Any, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from tasks.evaluation.bootstrap import DIGITS, Interval, interval, mean_interval, widened
 from training.evaluation.samples import PairValues
 
+K = TypeVar("K", int, str)
 PairRow = dict[str, Any]  # a row of data/pairs
 BUCKETS = (32, 64, 128, 256, 512)  # the upper ends of the buckets, in tokens of the longer response
 BINS = 10
@@ -66,13 +68,11 @@ def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
     if any(value.sign for value in values):
         lengths = [float(value.chosen_tokens) for value in values]
         return {"correlation": _correlation(lengths, [_own_reward(value) for value in values])}
-    groups: dict[str, list[PairValues]] = defaultdict(list)
-    for value in values:
-        difference = value.chosen_tokens - value.rejected_tokens
-        groups["chosen_shorter" if difference < 0 else "chosen_longer" if difference else "same_length"].append(value)
-    bias = {f"{name}/pairs": float(len(group)) for name, group in sorted(groups.items())}
-    bias |= {f"{name}/accuracy": _accuracy(group) for name, group in sorted(groups.items())}
     lengths = [float(value.chosen_tokens - value.rejected_tokens) for value in values]
+    names = ["chosen_shorter" if length < 0 else "chosen_longer" if length else "same_length" for length in lengths]
+    groups = sorted(_grouped(values, names).items())
+    bias = {f"{name}/pairs": float(len(group)) for name, group in groups}
+    bias |= {f"{name}/accuracy": _accuracy(group) for name, group in groups}
     return {**bias, "correlation": _correlation(lengths, [value.margin for value in values])}
 
 
@@ -111,9 +111,7 @@ def _own_reward(value: PairValues) -> float:
 
 def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
     """By bin of confidence in the preferred response: mean confidence, accuracy and number of pairs."""
-    bins: dict[int, list[PairValues]] = defaultdict(list)
-    for value in values:
-        bins[min(BINS - 1, int((_confidence(value) - 0.5) * 2 * BINS))].append(value)
+    bins = _grouped(values, [min(BINS - 1, int((_confidence(value) - 0.5) * 2 * BINS)) for value in values])
     return [
         {
             "confidence": round(sum(map(_confidence, group)) / len(group), DIGITS),
@@ -125,14 +123,13 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
 
 
 def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, float]]:
-    """The number of pairs by margin; a bin is named by its middle."""
-    margins = [value.margin for value in values]
-    low, high = min(margins), max(margins)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
-    for margin in margins:
-        counts[min(bins - 1, int((margin - low) / width))] += 1
-    return [{"margin": round(low + (n + 0.5) * width, 4), "pairs": count} for n, count in enumerate(counts)]
+    """The number of pairs by margin. Each bin has the margin of its middle."""
+    counts, edges = numpy.histogram([value.margin for value in values], bins)
+    middles = (edges[:-1] + edges[1:]) / 2
+    return [
+        {"margin": round(margin, 4), "pairs": count}
+        for margin, count in zip(middles.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def disagreements(
@@ -147,10 +144,10 @@ def disagreements(
 
 
 def _own_answers(value: PairValues) -> dict[str, str]:
-    """The answers of a row by their column: what each is. The second answer of an unpaired row is another row's."""
-    return (
-        {"chosen": "chosen" if value.sign > 0 else "rejected"} if value.sign else {n: n for n in ("chosen", "rejected")}
-    )
+    """The name of each answer by its column. An unpaired row has its own answer, of either kind, in `chosen`."""
+    if value.sign:
+        return {"chosen": "chosen" if value.sign > 0 else "rejected"}
+    return {"chosen": "chosen", "rejected": "rejected"}
 
 
 def _line(value: PairValues, row: PairRow, texts: dict[str, str]) -> dict[str, Any]:
@@ -181,10 +178,14 @@ def _errors(values: Sequence[PairValues]) -> dict[str, float]:
     }
 
 
+def _grouped(values: Sequence[PairValues], keys: Sequence[K]) -> dict[K, list[PairValues]]:
+    groups = defaultdict[K, list[PairValues]](list)
+    for value, key in zip(values, keys, strict=True):
+        groups[key].append(value)
+    return groups
+
+
 def _table(values: Sequence[PairValues], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    groups: dict[str, list[PairValues]] = defaultdict(list)
-    for value, name in zip(values, names, strict=True):
-        groups[name].append(value)
     return {
         name: {
             "pairs": len(group),
@@ -192,7 +193,7 @@ def _table(values: Sequence[PairValues], names: Sequence[str]) -> dict[str, dict
             "margin": round(sum(value.margin for value in group) / len(group), DIGITS),
             "kl": round(sum(value.kl for value in group) / len(group), DIGITS),
         }
-        for name, group in sorted(groups.items(), key=lambda item: (_first_number(item[0]), item[0]))
+        for name, group in sorted(_grouped(values, names).items(), key=lambda item: (_first_number(item[0]), item[0]))
     }
 
 
@@ -218,6 +219,5 @@ def _confidence(value: PairValues) -> float:
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Pearson's correlation; 0 if one column is constant."""
-    a, b = ([value - sum(column) / len(column) for value in column] for column in (first, second))
-    spread = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
-    return round(sum(x * y for x, y in zip(a, b, strict=True)) / spread, DIGITS) if spread else 0.0
+    is_constant = len(set(first)) == 1 or len(set(second)) == 1
+    return 0.0 if is_constant else round(correlation(first, second), DIGITS)

@@ -4,7 +4,7 @@ A judge gives verdicts on single answers (`kind: true`, `reward: 1.3`), or decid
 both. An outcome is 1 if the second answer is better, 0 if the first is, 0.5 for a tie, None if the judge refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Evaluate
 from tasks.dataset import demo
 from tasks.errors import UserError
-from tasks.evaluation import sharding
 from tasks.evaluation.endpoint import EndpointJudge
 from tasks.models import HUB, hub_address, hub_snapshot, local_path
 
+EXCHANGES = 64  # per task of a reward model
+
 Verdicts = dict[str, Any]
 Outcome = float | None
-Report = Callable[[int], None]
 
 
 def verdicts(workers: WorkerPool, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[Verdicts]:
@@ -35,19 +35,16 @@ def outcomes(
     prompts: Sequence[str],
     first: Sequence[Verdicts],
     second: Sequence[Verdicts],
-    report: Report = lambda done: None,
+    stage: str = "evaluate",
 ) -> list[Outcome] | None:
     """The outcome for each prompt's two answers, which have their text and verdicts; None without a judge."""
     if params.judge == "none":
         return None
     if params.endpoint:
         texts = [(p, a["text"], b["text"]) for p, a, b in zip(prompts, first, second, strict=True)]
-        return EndpointJudge(params.endpoint).compare(texts, report)
-    return [_outcome(score(a), score(b)) for a, b in zip(first, second, strict=True)]
-
-
-def _outcome(first: float, second: float) -> float:
-    return 0.5 if first == second else float(second > first)
+        return EndpointJudge(params.endpoint).compare(texts, stage)
+    scores = [(score(a), score(b)) for a, b in zip(first, second, strict=True)]
+    return [0.5 if a == b else float(b > a) for a, b in scores]
 
 
 def score(answer: Verdicts) -> float:
@@ -57,12 +54,14 @@ def score(answer: Verdicts) -> float:
 
 def _rewards(workers: WorkerPool, params: Evaluate, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
     assert params.reward_model is not None
-    address, label, folder = params.reward_model.model, params.reward_model.label, reward_folder(params)
+    folder, exchanges = workers.shared_path(reward_folder(params)), list(zip(prompts, answers, strict=True))
+    parts = [exchanges[start : start + EXCHANGES] for start in range(0, len(exchanges), EXCHANGES)]
+    tasks = [(folder, params.reward_model.label, part, params.dtype) for part in parts]
     try:
-        exchanges = list(zip(prompts, answers, strict=True))
-        return sharding.reward_scores(workers, str(workers.shared_path(folder)), label, exchanges, params.dtype)
+        scores = workers.map("reward_scores", tasks)
     except ValueError as error:
-        raise UserError(f"evaluate.reward_model: {address}: {error}.") from error
+        raise UserError(f"evaluate.reward_model: {params.reward_model.model}: {error}.") from error
+    return [score for part in scores for score in part]
 
 
 def reward_folder(params: Evaluate) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params
-from tasks.dataset.pairs import PairTable, open_table, pairs_file, read_pairs, read_rows, with_reference
+from tasks.dataset.pairs import PairTable, open_table, pairs_file, read_pairs, read_rows
 from tasks.errors import UserError
 from tasks.evaluation.answers import Record, held_out_prompts, judge_answers
 from tasks.evaluation.evaluator import Weights
@@ -40,15 +40,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class ModelResults:
-    """What a model gave on a held-out set: its answer by prompt, and the pairs with its margin by their id."""
+    """A model's results on a held-out set: its answer by prompt, and the margin of each pair by the pair's id."""
 
     answers: dict[str, Record]
     pairs: dict[str, dict[str, Any]]
 
 
 def current_held_out(params: Params) -> HeldOut:
-    pairs = read_pairs("eval")
-    pairs = with_reference(pairs, "eval") if params.train.needs_reference else pairs
+    pairs = read_pairs("eval", params.train.needs_reference)
     return HeldOut(read_rows(pairs_file("eval")), list(pairs), params.reference.quantization)
 
 
@@ -60,11 +59,10 @@ def stored_held_out(file: Path) -> HeldOut:
 def add_reference(workers: WorkerPool, params: Params, held_out: HeldOut, manifest: dict[str, Any]) -> HeldOut:
     """The set with the reference that the manifest's model was trained against, computed if it is missing."""
     pairs, quantization = held_out.pairs, _quantization(manifest)
-    if not pairs or not _objective(manifest).needs_reference:
+    known = bool(pairs) and pairs[0].ref_chosen_logps is not None and held_out.quantization == quantization
+    if not pairs or known or not _objective(manifest).needs_reference:
         return held_out
-    if pairs[0].ref_chosen_logps is not None and held_out.quantization == quantization:
-        return held_out
-    base = str(workers.shared_path(base_folder(params.source.model)))
+    base = workers.shared_path(base_folder(params.source.model))
     values = token_values(workers, Weights(base, base, params.reference.dtype, quantization), pairs)
     logps = zip(pairs, split_logps(values, pairs), strict=True)
     pairs = [replace(pair, ref_chosen_logps=chosen, ref_rejected_logps=rejected) for pair, (chosen, rejected) in logps]
@@ -94,22 +92,21 @@ def reevaluate(
 
 def evaluated_weights(workers: WorkerPool, params: Params, folder: Path, manifest: dict[str, Any]) -> Weights:
     """The policy that `evaluate` measured: after QLoRA the adapter on the quantized base, else the merged model."""
-    quantization, exported = _quantization(manifest), str(workers.shared_path(folder))
+    quantization, exported = _quantization(manifest), workers.shared_path(folder)
     if quantization is None:
         return Weights(exported, exported, params.evaluate.dtype)
-    base = str(workers.shared_path(base_folder(params.source.model)))
-    return Weights(base, exported, params.evaluate.dtype, quantization, str(Path(exported) / "adapter"))
+    base = workers.shared_path(base_folder(params.source.model))
+    return Weights(base, exported, params.evaluate.dtype, quantization, exported / "adapter")
 
 
 def require_same_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Pairs are stored as tokens: a model with another tokenizer or base model cannot be evaluated on them."""
-    for what, first, second in (
-        ("tokenizer", *(manifest["files"].get("tokenizer.json") for manifest in (ours, theirs))),
-        ("base model", ours["base"]["sha256"], theirs["base"]["sha256"]),
-    ):
-        if first != second:
+    tokenizers = {manifest["files"].get("tokenizer.json") for manifest in (ours, theirs)}
+    bases = {manifest["base"]["sha256"] for manifest in (ours, theirs)}
+    for part, hashes in (("tokenizer", tokenizers), ("base model", bases)):
+        if len(hashes) > 1:
             raise UserError(
-                f"the two models do not have the same {what}, so neither can be evaluated on the other's pairs"
+                f"the two models do not have the same {part}, so neither can be evaluated on the other's pairs"
             )
 
 

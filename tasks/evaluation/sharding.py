@@ -5,12 +5,16 @@ results, bit for bit on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Cluster, Evaluate
+from tasks.config.params import Cluster, Evaluate, Params
+from tasks.config.paths import POLICY
 from tasks.errors import UserError
 from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
+from tasks.models import base_folder
 from training.evaluation.samples import Answer, PairValues
 from training.rows.pair import Pair, pack
 
@@ -20,7 +24,6 @@ if TYPE_CHECKING:  # it loads torch
 BATCH = 50  # prompts per task
 PACKED_TOGETHER = 512  # pairs
 ROWS = 4  # packed rows per task
-EXCHANGES = 64  # per task of a reward model
 
 Report = Callable[[int], None]
 
@@ -29,21 +32,29 @@ def evaluator_pool(cluster: Cluster, stage: str) -> WorkerPool:
     return WorkerPool(cluster, cluster.evaluate, Evaluator, stage)
 
 
+def base_and_policy(workers: WorkerPool, params: Params) -> tuple[Weights, Weights]:
+    """This workspace's models. The base model is loaded as in training, where it computed the reference."""
+    folder = workers.shared_path(base_folder(params.source.model))
+    trained = workers.shared_path(Path.cwd(), POLICY) / POLICY
+    base = Weights(folder, folder, params.evaluate.dtype, params.train.quantization)
+    return base, replace(base, adapter=trained) if params.train.adapter else Weights(trained, folder, base.dtype)
+
+
 def sample_answers(
     workers: WorkerPool, params: Evaluate, weights: Weights, prompts: Sequence[Sequence[int]], report: Report
 ) -> list[Answer]:
-    """One answer per prompt by the configured engine; `report` gets the number of new answers.
-
-    A quantized base model never uses vLLM, which would load it in 16 bits: the answers would be another policy's. Nor
-    does an adapter with `modules_to_save`, which vLLM does not load.
-    """
-    sampling = Sampling(params.max_new_tokens, params.temperature, params.top_p, params.seed)
-    if prompts and uses_vllm(workers, params, weights):
-        return _sample_by_vllm(workers, weights, prompts, sampling, report)
+    """One answer per prompt by the configured engine; `report` gets the number of new answers."""
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))  # for little padding
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-    tasks = [(weights, [prompts[number] for number in batch], sampling) for batch in batches]
-    return _in_order(batches, workers.map("sample", tasks, lambda task: report(len(batches[task]))))
+    if prompts and uses_vllm(workers, params, weights):  # it makes its own batches, and takes a minute to start
+        count = min(workers.num_workers, len(prompts))
+        batches = [list(range(number, len(prompts), count)) for number in range(count)]
+    requests = [([prompts[number] for number in batch], params.seed) for batch in batches]
+    answers: dict[int, Answer] = {}
+    for task, drawn in draw_batches(workers, params, weights, requests):
+        answers |= zip(batches[task], drawn, strict=True)
+        report(len(drawn))
+    return [answers[number] for number in range(len(prompts))]
 
 
 def draw_batches(
@@ -55,14 +66,20 @@ def draw_batches(
     """
     settings = (params.max_new_tokens, params.temperature, params.top_p)
     tasks: list[Any] = [(weights, prompts, Sampling(*settings, seed)) for prompts, seed in batches]
-    if not uses_vllm(workers, params, weights):
+    if not tasks or not uses_vllm(workers, params, weights):
         yield from ((number, answers) for number, (answers, *_) in workers.results("sample", tasks))
         return
     tasks = [(*task, workers.cluster.evaluate.gpu_memory_utilization) for task in tasks]
-    yield from ((number, answers) for number, ((answers, _), *_) in workers.results("sample_by_vllm", tasks))
+    for number, ((answers, held), *_) in workers.results("sample_by_vllm", tasks):
+        if held > 0.1:
+            print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
+        yield number, answers
 
 
 def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
+    """Whether vLLM samples: never on a quantized base model, which it would load in 16 bits (the answers would be
+    another policy's), and not with an adapter's `modules_to_save`, which it does not load.
+    """
     if params.engine == "transformers" or (params.engine == "auto" and workers.zero3):
         return False
     if workers.zero3:
@@ -74,20 +91,6 @@ def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
     if params.engine == "vllm" and not installed:
         raise UserError("evaluate.engine is vllm, which is not installed. Install it, or set evaluate.engine to auto.")
     return installed and loads_adapter and not weights.quantization
-
-
-def _sample_by_vllm(
-    workers: WorkerPool, weights: Weights, prompts: Sequence[Sequence[int]], sampling: Sampling, report: Report
-) -> list[Answer]:
-    """One task per worker: vLLM makes its own batches and takes a minute to start."""
-    count = min(workers.num_workers, len(prompts))
-    batches = [list(range(number, len(prompts), count)) for number in range(count)]
-    memory = workers.cluster.evaluate.gpu_memory_utilization
-    tasks = [(weights, [prompts[number] for number in batch], sampling, memory) for batch in batches]
-    results = workers.map("sample_by_vllm", tasks, lambda task: report(len(batches[task])))
-    if (held := max(gib for _, gib in results)) > 0.1:
-        print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
-    return _in_order(batches, [answers for answers, _ in results])
 
 
 def token_values(
@@ -105,10 +108,13 @@ def token_values(
         batches.append(batch)
         task_rows = [[index[number] for number in row] for row in rows]
         tasks.append((weights, [pairs[number] for number in batch], task_rows, probes))
+    values: dict[int, Any] = {}
     results = workers.map("score", tasks, lambda task: report(len(batches[task])))
+    for batch, (scored, _) in zip(batches, results, strict=True):
+        values |= zip(batch, scored, strict=True)
     if note := next((note for _, note in results if note), None):
         print(f"{workers.stage}: {note}", flush=True)
-    return _in_order(batches, [values for values, _ in results])
+    return [values[number] for number in range(len(pairs))]
 
 
 def _rows(pairs: Sequence[Pair], row_tokens: int) -> list[list[list[int]]]:
@@ -151,22 +157,3 @@ def answer_log_ratios(
     ]
     live, stored = (split_logps(token_values(workers, weights, pairs), pairs) for weights in (policy, reference))
     return [sum(new[0]) - sum(old[0]) for new, old in zip(live, stored, strict=True)]
-
-
-def reward_scores(
-    workers: WorkerPool, folder: str, label: str | None, exchanges: Sequence[tuple[str, str]], dtype: str
-) -> list[float]:
-    """A reward model's score of each (prompt, answer)."""
-    parts = [exchanges[start : start + EXCHANGES] for start in range(0, len(exchanges), EXCHANGES)]
-    results = workers.map("reward_scores", [(folder, label, part, dtype) for part in parts])
-    return [score for scores in results for score in scores]
-
-
-def _in_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results of batches of item numbers, in the order of the numbers."""
-    numbered = {
-        number: result
-        for batch, some in zip(batches, results, strict=True)
-        for number, result in zip(batch, some, strict=True)
-    }
-    return [numbered[number] for number in range(len(numbered))]

@@ -1,114 +1,94 @@
 """Events of serving: an answer of a model, and a person's feedback on it. Plain data, checked before it is kept."""
 
-import json
-import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-Messages = list[dict[str, str]]  # [{"role": "user", "content": ...}, ...]
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-ID = re.compile(r"[0-9a-f]{32}")  # uuid4().hex
-MODEL = re.compile(r"[\w.-][\w. -]{0,199}")  # part of an experiment's name and of an address
-ROLES = ("champion", "challenger", "sample")
+from tasks.errors import problems
+
 SPEAKERS = ("system", "user", "assistant", "tool")
 PREFERENCES = ("first", "second", "tie", "both_bad", "withdrawn")  # a rater's last one on two answers counts
 VALUES = {"thumb": ("up", "down"), "edit": (), "preference": PREFERENCES}
-LONGEST_NAME, LONGEST_TEXT, LONGEST_PROMPT = 250, 200_000, 1_000_000  # characters; MLflow takes 250 of a rater's name
+LONGEST_PROMPT = 1_000_000  # characters
+NO_NULL = r"^[^\x00]*$"  # Postgres stores no null character
+CONFIG = ConfigDict(strict=True, allow_inf_nan=False, revalidate_instances="always")
+
+
+def _check_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    if any(set(message) != {"role", "content"} or message["role"] not in SPEAKERS for message in messages):
+        raise ValueError(f"each must have a role ({', '.join(SPEAKERS)}) and a content")
+    if sum(len(message["content"]) for message in messages) > LONGEST_PROMPT:
+        raise ValueError(f"they have more than {LONGEST_PROMPT:,} characters")
+    return messages
+
+
+Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # uuid4().hex
+Time = Annotated[float, Field(gt=0, lt=1e11)]  # seconds since the epoch; MLflow keeps milliseconds
+Name = Annotated[str, Field(max_length=250, pattern=NO_NULL)]  # MLflow takes 250 characters of a rater's name
+Role = Annotated[str, Field(pattern="^(champion|challenger|sample)$")]
+OtherId = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
+Text = Annotated[str, Field(max_length=200_000, pattern=NO_NULL)]
+ModelName = Annotated[str, Field(pattern=r"^[\w.-][\w. -]{0,199}$")]  # part of an experiment's name and of an address
+Messages = list[dict[str, Annotated[str, Field(pattern=NO_NULL)]]]  # [{"role": "user", "content": ...}, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """Becomes one MLflow trace."""
 
-    id: str
-    time: float  # seconds since the epoch; MLflow keeps milliseconds
-    messages: Messages  # the prompt
-    text: str
-    model: str  # of the registry
-    version: str  # "" for a model folder that is not registered
-    run: str  # the pipeline run that made it, "" if unknown
-    role: str
-    user: str  # who asked, "" if unknown
-    parameters: dict[str, Any]
+    __pydantic_config__ = CONFIG
+    id: Id
+    time: Time
+    messages: Annotated[Messages, Field(min_length=1), AfterValidator(_check_messages)]  # the prompt
+    text: Text
+    model: ModelName  # of the registry
+    version: Name  # "" for a model folder that is not registered
+    run: Name  # the pipeline run that made it, "" if unknown
+    role: Role
+    user: Name  # who asked, "" if unknown
+    parameters: dict[str, JsonValue]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feedback:
     """Becomes one MLflow assessment of the answer's trace."""
 
-    id: str
-    time: float
-    answer: str
-    rater: str
-    kind: str
-    value: str  # edit: the corrected text
-    other: str = ""  # preference: the second answer; `answer` is the first
+    __pydantic_config__ = CONFIG
+    id: Id
+    time: Time
+    answer: Id
+    rater: Annotated[str, Field(max_length=250, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]  # not blank
+    kind: Literal["thumb", "edit", "preference"]
+    value: Text  # edit: the corrected text
+    other: OtherId = ""  # preference: the second answer; `answer` is the first
 
 
 Event = Answer | Feedback
+KINDS: dict[str, type[Event]] = {"answer": Answer, "feedback": Feedback}
+ADAPTERS: dict[type[Event], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in KINDS.values()}
 
 
 def check(event: Event) -> None:
     """ValueError for an event that cannot be kept: the sender and MLflow take whatever passes here."""
-    _require(_is_id(event.id), "id", "must be 32 hexadecimal digits (uuid4().hex)")
-    _require(isinstance(event.time, int | float) and 0 < event.time < 1e11, "time", "must be seconds since the epoch")
-    if isinstance(event, Answer):
-        _check_answer(event)
-    else:
-        _check_feedback(event)
-
-
-def _check_answer(answer: Answer) -> None:
-    _require(isinstance(answer.messages, list) and len(answer.messages) > 0, "messages", "must be a non-empty list")
-    for message in answer.messages:
-        known = isinstance(message, dict) and set(message) == {"role", "content"} and message["role"] in SPEAKERS
-        _require(known, "messages", f"must each have a role ({', '.join(SPEAKERS)}) and a content")
-        _require_text(message["content"], "messages", LONGEST_PROMPT)
-    _require(sum(len(message["content"]) for message in answer.messages) <= LONGEST_PROMPT, "messages", "are too long")
-    _require_text(answer.text, "text", LONGEST_TEXT)
-    _require_text(answer.model, "model", LONGEST_NAME)
-    _require(bool(MODEL.fullmatch(answer.model)), "model", "must be a model's name: letters, digits, `.`, `_`, `-`")
-    for name in ("version", "run", "user"):
-        _require_text(getattr(answer, name), name, LONGEST_NAME)
-    _require(answer.role in ROLES, "role", f"must be one of {', '.join(ROLES)}")
     try:
-        _require_text(json.dumps(answer.parameters, allow_nan=False), "parameters", LONGEST_TEXT)
-    except TypeError as error:
-        raise ValueError(f"parameters cannot be written as JSON: {error}") from error
+        ADAPTERS[type(event)].validate_python(event)
+    except ValidationError as error:
+        raise ValueError(problems(error.errors())) from None
+    if isinstance(event, Feedback):
+        _check_value(event)
 
 
-def _check_feedback(feedback: Feedback) -> None:
-    _require(_is_id(feedback.answer), "answer", "must be the id of an answer")
-    _require_text(feedback.rater, "rater", LONGEST_NAME)
-    _require(feedback.rater.strip() != "", "rater", "must not be empty")
-    _require(feedback.kind in VALUES, "kind", f"must be one of {', '.join(VALUES)}")
-    _require_text(feedback.value, "value", LONGEST_TEXT)
-    if feedback.kind == "edit":
-        _require(feedback.value.strip() != "", "value", "must be the corrected answer, not empty")
-    else:
-        known = VALUES[feedback.kind]
-        _require(feedback.value in known, "value", f"of a {feedback.kind} must be one of {', '.join(known)}")
-    if feedback.kind == "preference":
-        two = _is_id(feedback.other) and feedback.other != feedback.answer
-        _require(two, "other", "must be the id of the second answer")
-    else:
-        _require(feedback.other == "", "other", f"must be empty for a {feedback.kind}")
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and bool(ID.fullmatch(value))
-
-
-def _require(good: bool, name: str, rule: str) -> None:
-    if not good:
-        raise ValueError(f"{name} {rule}")
-
-
-def _require_text(value: Any, name: str, longest: int) -> None:
-    _require(isinstance(value, str), name, "must be text")
-    _require(len(value) <= longest, name, f"has more than {longest:,} characters")
-    valid = "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
-    _require(valid, name, "has a null character or half of a surrogate pair")
+def _check_value(feedback: Feedback) -> None:
+    kind, values = feedback.kind, VALUES[feedback.kind]
+    if kind == "edit" and not feedback.value.strip():
+        raise ValueError("value must be the corrected answer, not empty")
+    if kind != "edit" and feedback.value not in values:
+        raise ValueError(f"value of a {kind} must be one of {', '.join(values)}")
+    if kind == "preference" and feedback.other in ("", feedback.answer):
+        raise ValueError("other must be the id of the second answer")
+    if kind != "preference" and feedback.other:
+        raise ValueError(f"other must be empty for a {kind}")
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -118,7 +98,6 @@ def to_json(event: Event) -> dict[str, Any]:
 def from_json(content: dict[str, Any]) -> Event:
     """ValueError, TypeError or KeyError for what `to_json` has not written."""
     fields = dict(content)
-    kind = {"answer": Answer, "feedback": Feedback}[fields.pop("event")]
-    event: Event = kind(**fields)
+    event = KINDS[fields.pop("event")](**fields)
     check(event)
     return event

@@ -17,6 +17,7 @@ from pathlib import Path
 from tasks.config.paths import home
 from tasks.feedback.events import Answer, Event, check, from_json, to_json
 from tasks.redact import redact, redacted
+from tasks.system.files import sync
 
 LARGEST_FILE = 64 * 2**20  # bytes after which a writer begins a new file: a sent file can be deleted
 
@@ -26,7 +27,7 @@ def feedback_folder() -> Path:
 
 
 class FeedbackJournal:
-    """Threads may share one."""
+    """Thread-safe: threads may share a journal."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or feedback_folder()
@@ -36,15 +37,16 @@ class FeedbackJournal:
         self._file: FileIO | None = None
 
     def append(self, event: Event) -> None:
-        """On disk when this returns. ValueError for an invalid event. Threads that wait share one fsync."""
+        """Write an event and sync it to disk; threads that wait share an fsync. ValueError for an invalid event."""
         check(event)
-        line = json.dumps(to_json(_without_secrets(event)), ensure_ascii=False).encode() + b"\n"
+        content = to_json(_without_secrets(event))
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._writing:
             self._write(line)
             self._written += 1
-            mine = self._written
+            number = self._written
         with self._syncing:
-            if self._synced < mine:
+            if self._synced < number:
                 written = self._written
                 os.fsync(self._opened())
                 self._synced = written
@@ -67,7 +69,7 @@ class FeedbackJournal:
             new = FileIO(aside, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
             fcntl.flock(new, fcntl.LOCK_EX)
             aside.rename(path)
-            _sync_folder(self.folder)
+            sync(self.folder)
             if self._file is not None:
                 os.fsync(self._file)
                 self._file.close()
@@ -86,20 +88,20 @@ def _without_secrets(event: Event) -> Event:
     return replace(event, value=redact(event.value))
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def stored_events(folder: Path) -> list[Event]:
+    """The events of all journals in a folder."""
+    return [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)[0]]
 
 
 def read_events(journal: Path, offset: int = 0, most: int | None = None) -> tuple[list[Event], int]:
     """At most `most` events behind a byte offset, and the offset behind them."""
-    events, behind = list[Event](), offset
-    for event, _, behind in _lines(journal, offset):  # noqa: B007 - returned
+    events = list[Event]()
+    for event, _, end in _lines(journal, offset):
+        offset = end
         events += [event] if event else []
         if len(events) == most:
             break
-    return events, behind
+    return events, offset
 
 
 def _lines(journal: Path, offset: int = 0) -> Iterator[tuple[Event | None, int, int]]:

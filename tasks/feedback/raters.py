@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import comb
 
 from tasks.feedback.events import Answer, Event, Feedback
+from tasks.runs.records import text_table
 
 LEVEL = 0.01  # chance of naming any honest rater, over all raters (Bonferroni)
 DECIDED = ("first", "second")
@@ -30,49 +31,49 @@ class Rater:
 
 
 def split(events: Iterable[Event]) -> tuple[dict[str, Answer], list[Feedback]]:
-    every = list(events)
-    answers = {event.id: event for event in every if isinstance(event, Answer)}
-    return answers, [event for event in every if isinstance(event, Feedback)]
+    events = list(events)
+    answers = {event.id: event for event in events if isinstance(event, Answer)}
+    return answers, [event for event in events if isinstance(event, Feedback)]
 
 
 def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
-    """The id by which we know each answer: equal answers to equal prompts are one, whoever asked."""
+    """The id under which feedback on each answer is counted: equal answers to equal prompts share one."""
     first = dict[str, str]()
     contents = {id_: repr((answers[id_].messages, answers[id_].text)) for id_ in sorted(answers)}
     return {id_: first.setdefault(content, id_) for id_, content in contents.items()}
 
 
-def renamed(feedback: Iterable[Feedback], known_as: Mapping[str, str]) -> list[Feedback]:
-    """Feedback under those ids, without feedback on answers that are gone and votes between equal answers."""
-    known = (one for one in feedback if {one.answer, one.other} - {""} <= known_as.keys())
-    named = (replace(one, answer=known_as[one.answer], other=known_as.get(one.other, "")) for one in known)
-    return [one for one in named if one.answer != one.other]
+def merge_equal(feedback: Iterable[Feedback], ids: Mapping[str, str]) -> list[Feedback]:
+    """Feedback under the ids of `same_answers`; not on answers that are gone, nor votes between equal answers."""
+    known = (vote for vote in feedback if {vote.answer, vote.other} - {""} <= ids.keys())
+    named = (replace(vote, answer=ids[vote.answer], other=ids.get(vote.other, "")) for vote in known)
+    return [vote for vote in named if vote.answer != vote.other]
 
 
 def last_votes(feedback: Iterable[Feedback], kind: str) -> list[Feedback]:
     """A rater's last word on each answer or two answers, unless it was withdrawn."""
-    ordered = sorted((one for one in feedback if one.kind == kind), key=lambda one: (one.time, one.id))
-    last = {(one.rater, _pair(one)): one for one in ordered}
-    return [one for one in last.values() if kind != "preference" or one.value != "withdrawn"]
+    ordered = sorted((vote for vote in feedback if vote.kind == kind), key=lambda vote: (vote.time, vote.id))
+    last = {(vote.rater, _pair(vote)): vote for vote in ordered}
+    return [vote for vote in last.values() if kind != "preference" or vote.value != "withdrawn"]
 
 
-def _pair(one: Feedback) -> Pair:
-    return (one.answer, one.other) if one.answer < one.other else (one.other, one.answer)
+def _pair(vote: Feedback) -> Pair:
+    return (vote.answer, vote.other) if vote.answer < vote.other else (vote.other, vote.answer)
 
 
 def comparisons(feedback: Iterable[Feedback]) -> Comparisons:
-    found: Comparisons = defaultdict(dict)
-    for one in last_votes(feedback, "preference"):
-        in_order = one.answer < one.other
-        found[_pair(one)][one.rater] = one.value if in_order else SWAPPED.get(one.value, one.value)
-    return dict(found)
+    votes: Comparisons = defaultdict(dict)
+    for vote in last_votes(feedback, "preference"):
+        in_order = vote.answer < vote.other
+        votes[_pair(vote)][vote.rater] = vote.value if in_order else SWAPPED.get(vote.value, vote.value)
+    return dict(votes)
 
 
-def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
+def agreement(compared: Comparisons, excluded: frozenset[str] = frozenset()) -> dict[str, tuple[int, int]]:
     """(comparisons, agreements) of each rater with the majority of the others."""
     counts = defaultdict[str, list[int]](lambda: [0, 0])
     for votes in compared.values():
-        decided = {rater: vote for rater, vote in votes.items() if vote in DECIDED and rater not in left_out}
+        decided = {rater: vote for rater, vote in votes.items() if vote in DECIDED and rater not in excluded}
         total = Counter(decided.values())
         for rater, vote in decided.items():
             same, other = total[vote] - 1, total[SWAPPED[vote]]
@@ -83,7 +84,7 @@ def agreement(compared: Comparisons, left_out: frozenset[str] = frozenset()) -> 
 
 
 def contradicting(compared: Comparisons) -> frozenset[str]:
-    """Raters below chance; the clearest first, since one makes honest raters who share comparisons look worse."""
+    """Raters below chance; the clearest first: such a rater makes honest ones who share comparisons look worse."""
     named = frozenset[str]()
     tests = max(1, len(agreement(compared)))
     while True:
@@ -102,30 +103,30 @@ def below_chance(compared: int, agreed: int) -> float:
 def raters(events: Iterable[Event]) -> list[Rater]:
     """Everybody who gave feedback, those with most votes first."""
     answers, feedback = split(events)
-    every = renamed(feedback, same_answers(answers))
-    compared = comparisons(every)
+    feedback = merge_equal(feedback, same_answers(answers))
+    compared = comparisons(feedback)
     counts, named = agreement(compared), contradicting(compared)
-    votes = Counter(rater for on_one in compared.values() for rater in on_one)
-    thumbs = Counter(one.rater for one in last_votes(every, "thumb"))
-    names = sorted({one.rater for one in every}, key=lambda name: (-votes[name] - thumbs[name], name))
+    votes = Counter(rater for by_rater in compared.values() for rater in by_rater)
+    thumbs = Counter(vote.rater for vote in last_votes(feedback, "thumb"))
+    names = sorted({vote.rater for vote in feedback}, key=lambda name: (-votes[name] - thumbs[name], name))
     return [Rater(name, votes[name], thumbs[name], *counts.get(name, (0, 0)), name in named) for name in names]
 
 
-def table(found: list[Rater]) -> str:
+def table(people: list[Rater]) -> str:
     """For the terminal."""
-    width = max(len("rater"), *(len(one.name) for one in found))
-    lines = [f"{'rater':<{width}}  votes  thumbs  compared  agreement"]
-    for one in found:
-        share = f"{one.agreed / one.compared:.0%}" if one.compared else "-"
-        note = "  contradicts the others" if one.contradicts else ""
-        lines.append(f"{one.name:<{width}}  {one.votes:>5}  {one.thumbs:>6}  {one.compared:>8}  {share:>9}{note}")
-    if named := [one.name for one in found if one.contradicts]:
-        lines.append(
-            f"\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, level "
-            f"{LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
-            "`exclude_contradicting=false`."
-        )
-    return "\n".join(lines)
+    rows = []
+    for rater in people:
+        share = f"{rater.agreed / rater.compared:.0%}" if rater.compared else "-"
+        note = "contradicts the others" if rater.contradicts else ""
+        rows.append((rater.name, str(rater.votes), str(rater.thumbs), str(rater.compared), share, note))
+    table = text_table(rows, ("rater", "votes", "thumbs", "compared", "agreement", ""))
+    if not (named := [rater.name for rater in people if rater.contradicts]):
+        return table
+    return (
+        f"{table}\n\n{', '.join(named)}: agreement with the majority of the others is below chance (binomial test, "
+        f"level {LEVEL} over all raters). `feedback:` leaves out their feedback unless you write "
+        "`exclude_contradicting=false`."
+    )
 
 
 def shares(votes: Mapping[str, str]) -> tuple[float, int] | None:

@@ -19,7 +19,8 @@ from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import feedback_folder
-from tasks.feedback.raters import comparisons, contradicting, last_votes, renamed, same_answers, shares, split
+from tasks.feedback.raters import comparisons, contradicting, last_votes, merge_equal, same_answers, shares, split
+from tasks.system.files import json_lines
 
 FEEDBACK = "feedback:"
 KINDS = {"pairs": ("preference", "edit"), "thumbs": ("thumb",)}  # of feedback, by kind of rows
@@ -75,7 +76,7 @@ def lines(key: str, address: str) -> str:
     query, cluster = parse(key, address), load_cluster()
     traces.send(feedback_folder(), cluster)
     events = traces.read(cluster, traces.experiment_name(query.model))
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows(events, query))
+    return json_lines(rows(events, query))
 
 
 def advice(key: str, address: str) -> str:
@@ -93,36 +94,33 @@ def advice(key: str, address: str) -> str:
 
 def rows(events: Iterable[Event], query: Query) -> list[Row]:
     answers, feedback = split(events)
-    known_as = same_answers(answers)
-    left_out = contradicting(comparisons(renamed(feedback, known_as))) if query.exclude_contradicting else frozenset()
-    selected = [one for one in feedback if one.rater not in left_out and _selected(one, answers, query)]
-    used = renamed(selected, known_as)
-    made = [*_votes(used, answers, query), *_edits(used, answers), *_unpaired(used, answers, query)]
-    people = _people(selected, answers, known_as)
-    named = [{**row, "raters": "\n".join(sorted(_of(row, people) - {row["user"]}))} for row in made]
-    return sorted(named, key=lambda row: (row["traces"], json.dumps(row)))
+    ids = same_answers(answers)
+    excluded = contradicting(comparisons(merge_equal(feedback, ids))) if query.exclude_contradicting else frozenset()
+    selected = [vote for vote in feedback if vote.rater not in excluded and _selected(vote, answers, query)]
+    used, people = merge_equal(selected, ids), _people(selected, answers, ids)
+    unnamed = [*_votes(used, answers, query), *_edits(used, answers), *_unpaired(used, answers, query)]
+    for row in unnamed:
+        names = {name for id_ in row["traces"].split() for name in people[id_]}
+        row["raters"] = "\n".join(sorted(names - {row["user"]}))
+    return sorted(unnamed, key=lambda row: (row["traces"], json.dumps(row)))
 
 
-def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], known_as: dict[str, str]) -> dict[str, set[str]]:
+def _people(feedback: Iterable[Feedback], answers: dict[str, Answer], ids: dict[str, str]) -> dict[str, set[str]]:
     """Who asked for or rated each answer: erasing a person must find every row with a part of theirs."""
-    found = defaultdict[str, set[str]](set)
-    for one in feedback:
-        for id_ in filter(None, (one.answer, one.other)):
-            found[known_as[id_]] |= {one.rater, answers[id_].user} - {""}
-    return found
+    people = defaultdict[str, set[str]](set)
+    for vote in feedback:
+        for id_ in filter(None, (vote.answer, vote.other)):
+            people[ids[id_]] |= {vote.rater, answers[id_].user} - {""}
+    return people
 
 
-def _of(row: Row, people: dict[str, set[str]]) -> set[str]:
-    return {name for id_ in row["traces"].split() for name in people[id_]}
-
-
-def _selected(one: Feedback, answers: dict[str, Answer], query: Query) -> bool:
-    about = [answers[id_] for id_ in (one.answer, one.other) if id_ in answers]
+def _selected(vote: Feedback, answers: dict[str, Answer], query: Query) -> bool:
+    about = [answers[id_] for id_ in (vote.answer, vote.other) if id_ in answers]
     return (
-        one.kind in KINDS[query.kind]
-        and len(about) == (2 if one.other else 1)
-        and query.since <= one.time < query.until
-        and (not query.rater or one.rater in query.rater)
+        vote.kind in KINDS[query.kind]
+        and len(about) == (2 if vote.other else 1)
+        and query.since <= vote.time < query.until
+        and (not query.rater or vote.rater in query.rater)
         and (not query.version or any(answer.version in query.version for answer in about))
     )
 
@@ -138,7 +136,7 @@ def _votes(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Quer
     for pair, votes in comparisons(feedback).items():
         first, second = (answers[id_] for id_ in pair)
         counted = shares(votes)
-        if counted is None or first.messages != second.messages or _same(first.text, second.text):
+        if counted is None or first.messages != second.messages or _unusable(first.text, second.text):
             continue
         share, voted = counted
         if max(share, 1 - share) >= query.min_agreement and voted >= query.min_raters:
@@ -147,22 +145,22 @@ def _votes(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Quer
 
 
 def _edits(feedback: Iterable[Feedback], answers: dict[str, Answer]) -> Iterator[Row]:
-    edits = {(one.answer, one.value) for one in last_votes(feedback, "edit")}
+    edits = {(edit.answer, edit.value) for edit in last_votes(feedback, "edit")}
     for id_, text in edits:
-        if not _same(text, answers[id_].text):
+        if not _unusable(text, answers[id_].text):
             yield _pair(text, answers[id_].text, answers[id_], [VOTE["first"]], [id_])
 
 
-def _same(one: str, other: str) -> bool:
-    """Or nothing to learn from: `prepare` would quarantine the row."""
-    return one.strip() == other.strip() or not one.strip() or not other.strip()
+def _unusable(first: str, second: str) -> bool:
+    """Equal or empty answers: `prepare` would quarantine the row."""
+    return first.strip() == second.strip() or not first.strip() or not second.strip()
 
 
 def _unpaired(feedback: Iterable[Feedback], answers: dict[str, Answer], query: Query) -> Iterator[Row]:
     """The majority of an answer's thumbs; an even split gives no row."""
     thumbs = defaultdict[str, list[bool]](list)
-    for one in last_votes(feedback, "thumb"):
-        thumbs[one.answer].append(one.value == "up")
+    for thumb in last_votes(feedback, "thumb"):
+        thumbs[thumb.answer].append(thumb.value == "up")
     for id_, votes in thumbs.items():
         share, answer = sum(votes) / len(votes), answers[id_]
         agreed = share != 0.5 and max(share, 1 - share) >= query.min_agreement

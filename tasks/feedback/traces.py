@@ -18,7 +18,7 @@ from typing import Any
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback, check, from_json, to_json
-from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events
+from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events, stored_events
 from tasks.redact import redact
 from tasks.system import disk
 from tasks.system.files import recall, write_json
@@ -60,24 +60,24 @@ def follow(folder: Path, cluster: Cluster, stop: threading.Event) -> None:
 
 def send(folder: Path, cluster: Cluster) -> int:
     """Send the journal's new events to MLflow; returns how many. Only one process sends at a time."""
-    total = 0
     if not folder.exists():
-        return total
+        return 0
     with file_lock(folder / LOCK, wait=False) as acquired:
-        found, waiting = (_unsent(folder), _waiting(folder)) if acquired else ({}, [])
-        while found or waiting:
-            events = [*waiting, *(event for batch, _ in found.values() for event in batch)]
+        if not acquired:
+            return 0
+        total, unsent, waiting = 0, _unsent(folder), _waiting(folder)
+        while unsent or waiting:
+            events = [*waiting, *(event for batch, _ in unsent.values() for event in batch)]
             with _store(cluster, "forwarder") as store:
                 orphans = _send(store, events)
             write_json(folder / WAITING, {"events": [to_json(event) for event in orphans]})
-            there = {name: offset for name, offset in _offsets(folder).items() if (folder / name).exists()}
-            write_json(folder / SENT, there | {name: offset for name, (_, offset) in found.items()})
+            offsets = {name: offset for name, offset in _offsets(folder).items() if (folder / name).exists()}
+            write_json(folder / SENT, offsets | {name: offset for name, (_, offset) in unsent.items()})
             total += len(events) - len(orphans)
-            found = _unsent(folder)
-            waiting = orphans if found else []
-        if acquired:
-            _remove_sent(folder)
-    return total
+            unsent = _unsent(folder)
+            waiting = orphans if unsent else []
+        _remove_sent(folder)
+        return total
 
 
 def sync() -> bool:
@@ -102,8 +102,8 @@ def _offsets(folder: Path) -> dict[str, int]:
 def _unsent(folder: Path) -> dict[str, tuple[list[Event], int]]:
     """The next events of each journal, and the offset behind them."""
     before = _offsets(folder)
-    found = {path.name: read_events(path, before.get(path.name, 0), CHUNK) for path in sorted(folder.glob("*.jsonl"))}
-    return {name: new for name, new in found.items() if new[1] > before.get(name, 0)}
+    batches = {path.name: read_events(path, before.get(path.name, 0), CHUNK) for path in sorted(folder.glob("*.jsonl"))}
+    return {name: batch for name, batch in batches.items() if batch[1] > before.get(name, 0)}
 
 
 def _remove_sent(folder: Path) -> None:
@@ -122,20 +122,16 @@ class _Store:
         from mlflow import MlflowClient
         from mlflow.tracing.client import TracingClient
 
-        self.uri, self.database = uri, Path(uri.removeprefix("sqlite:///"))
+        self.local, self.database = uri.startswith("sqlite:///"), Path(uri.removeprefix("sqlite:///"))
         with file_lock(self.database.parent / "store.lock") if self.local else nullcontext():  # made by one process
             self.client, self.tracing = MlflowClient(uri, registry_uri=uri), TracingClient(uri)
 
-    @property
-    def local(self) -> bool:
-        return self.uri.startswith("sqlite:///")
-
     def experiment(self, model: str) -> str:
         name = experiment_name(model)
-        if (found := self.client.get_experiment_by_name(name)) is None:
-            found = make_experiment(self.client, name, self.database.parent / "artifacts" if self.local else None)
-            self.client.set_experiment_tag(found.experiment_id, *KIND)
-        return str(found.experiment_id)
+        if (known := self.client.get_experiment_by_name(name)) is None:
+            known = make_experiment(self.client, name, self.database.parent / "artifacts" if self.local else None)
+            self.client.set_experiment_tag(known.experiment_id, *KIND)
+        return str(known.experiment_id)
 
     def traces(self, experiment: str, *, texts: bool = True) -> Iterator[Any]:
         """Oldest first: a trace that arrives while we read makes a new last page and moves no other."""
@@ -156,7 +152,7 @@ class _Store:
 
 @contextmanager
 def _store(cluster: Cluster, user: str) -> Iterator[_Store]:
-    """A store that cannot be used is one sentence."""
+    """MLflow, logged in as `user`; UserError if it cannot be used."""
     limit_waiting(MLFLOW_SEARCH_TRACES_MAX_BATCH_SIZE="100", MLFLOW_SEARCH_TRACES_MAX_THREADS=str(CONNECTIONS))
     from mlflow.exceptions import MlflowException
 
@@ -176,33 +172,33 @@ def _send(store: _Store, events: Sequence[Event]) -> list[Event]:
     """Returns the feedback whose answer MLflow does not have yet. A new trace takes its feedback along."""
     answers = {event.id: event for event in events if isinstance(event, Answer)}
     feedback = {event.id: event for event in events if isinstance(event, Feedback)}
-    there = _known(store, {*answers, *(one.answer for one in feedback.values())})
+    stored = _stored_feedback(store, {*answers, *(vote.answer for vote in feedback.values())})
     by_answer = defaultdict[str, list[Feedback]](list)
-    for one in feedback.values():
-        by_answer[one.answer].append(one)
+    for vote in feedback.values():
+        by_answer[vote.answer].append(vote)
     experiments = {model: store.experiment(model) for model in sorted({answer.model for answer in answers.values()})}
-    new = [answer for answer in answers.values() if answer.id not in there]
+    new = [answer for answer in answers.values() if answer.id not in stored]
     store.each(lambda a: store.tracing.start_trace(_trace(a, experiments[a.model], by_answer[a.id])), new)
     for model, experiment in experiments.items():
         store.tracing.log_spans(experiment, [_span(answer) for answer in answers.values() if answer.model == model])
-    late = [one for id_ in by_answer.keys() & there.keys() for one in by_answer[id_] if one.id not in there[id_]]
-    store.each(lambda one: store.tracing.log_assessment(TRACE + one.answer, _assessment(one)), late)
+    late = [vote for vote in feedback.values() if vote.answer in stored and vote.id not in stored[vote.answer]]
+    store.each(lambda vote: store.tracing.log_assessment(TRACE + vote.answer, _assessment(vote)), late)
     oldest = time.time() - WAIT_DAYS * 86400
-    homeless = by_answer.keys() - there.keys() - answers.keys()
-    return [one for one in feedback.values() if one.answer in homeless and one.time > oldest]
+    orphans = by_answer.keys() - stored.keys() - answers.keys()
+    return [vote for vote in feedback.values() if vote.answer in orphans and vote.time > oldest]
 
 
-def _known(store: _Store, ids: set[str]) -> dict[str, set[str]]:
+def _stored_feedback(store: _Store, ids: set[str]) -> dict[str, set[str]]:
     """The answers among these that MLflow has, each with the ids of its feedback."""
-    experiments = [one.experiment_id for one in _experiments(store)]
+    experiments = [experiment.experiment_id for experiment in _experiments(store)]
     wanted = [f"'{TRACE}{id_}'" for id_ in sorted(ids)] if experiments else []
-    found = dict[str, set[str]]()
+    stored = dict[str, set[str]]()
     for start in range(0, len(wanted), MOST_IDS):  # by search: MLflow's batch calls refuse ids that it does not know
         among = f"request_id IN ({', '.join(wanted[start : start + MOST_IDS])})"
         for info in store.tracing.store.search_traces(locations=experiments, filter_string=among, max_results=PAGE)[0]:
-            known = {str(one.assessment_id).removeprefix(ASSESSMENT) for one in info.assessments}
-            found[info.trace_id.removeprefix(TRACE)] = known
-    return found
+            feedback = {str(assessment.assessment_id).removeprefix(ASSESSMENT) for assessment in info.assessments}
+            stored[info.trace_id.removeprefix(TRACE)] = feedback
+    return stored
 
 
 def _trace(answer: Answer, experiment: str, feedback: Sequence[Feedback]) -> Any:
@@ -217,7 +213,7 @@ def _trace(answer: Answer, experiment: str, feedback: Sequence[Feedback]) -> Any
         request_preview=answer.messages[-1]["content"][:PREVIEW],
         response_preview=answer.text[:PREVIEW],
         tags={"dpo.answer": answer.id, **{f"dpo.{name}": getattr(answer, name) for name in TAGS}},
-        assessments=[_assessment(one) for one in feedback],
+        assessments=[_assessment(vote) for vote in feedback],
     )
 
 
@@ -251,7 +247,7 @@ def _assessment(feedback: Feedback) -> Any:
     from mlflow.entities import Feedback as Assessment
 
     moment = round(feedback.time * 1000)
-    made = Assessment(
+    assessment = Assessment(
         name=feedback.kind,
         value=feedback.value,
         source=AssessmentSource("HUMAN", feedback.rater),
@@ -260,22 +256,22 @@ def _assessment(feedback: Feedback) -> Any:
         create_time_ms=moment,
         last_update_time_ms=moment,
     )
-    made.assessment_id = ASSESSMENT + feedback.id
-    return made
+    assessment.assessment_id = ASSESSMENT + feedback.id
+    return assessment
 
 
 def read(cluster: Cluster, experiment: str, missing_ok: bool = False) -> Iterator[Event]:
     """The events of an experiment: all answers, then their feedback. Times are in whole milliseconds."""
     with _store(cluster, "writer") if _store_exists(cluster) else nullcontext() as store:
-        found = store.client.get_experiment_by_name(experiment) if store else None
-        if store is None or found is None:
+        known = store.client.get_experiment_by_name(experiment) if store else None
+        if store is None or known is None:
             if missing_ok:
                 return
-            names = sorted(one.name for one in _experiments(store)) if store else []
+            names = sorted(other.name for other in _experiments(store)) if store else []
             others = f"There is feedback in {', '.join(names)}." if names else "No feedback was collected yet."
             raise UserError(f"MLflow has no experiment {experiment}. {others} Serve the model with `dpo serve` first.")
         feedback = list[Feedback]()
-        for trace in store.traces(found.experiment_id):
+        for trace in store.traces(known.experiment_id):
             if answer := _answer(trace):
                 feedback += filter(None, map(_feedback, trace.info.assessments))
                 yield answer
@@ -283,7 +279,7 @@ def read(cluster: Cluster, experiment: str, missing_ok: bool = False) -> Iterato
 
 
 def _store_exists(cluster: Cluster) -> bool:
-    """MLflow would make a missing SQLite file; whoever only reads leaves no store behind."""
+    """MLflow would create a missing SQLite file, and a reader must not create a store."""
     path = absolute_uri(cluster.tracking_uri).partition("sqlite:///")[2]
     return not path or Path(path).exists()
 
@@ -291,7 +287,7 @@ def _store_exists(cluster: Cluster) -> bool:
 def has_answer(cluster: Cluster, answer: str) -> bool:
     """Whether MLflow has the trace of an answer."""
     with _store(cluster, "writer") as store:
-        return answer in _known(store, {answer})
+        return answer in _stored_feedback(store, {answer})
 
 
 def _answer(trace: Any) -> Answer | None:
@@ -311,11 +307,11 @@ def _answer(trace: Any) -> Answer | None:
 
 
 def _feedback(assessment: Any) -> Feedback | None:
-    """None for an assessment that did not come from us, or that a person has changed into something unknown."""
+    """None for an assessment of another tool, or one that a person has changed into something invalid."""
     metadata = assessment.metadata or {}
     if "dpo.feedback" not in metadata or assessment.valid is False or assessment.feedback is None:
         return None
-    found = Feedback(
+    feedback = Feedback(
         id=metadata["dpo.feedback"],
         time=assessment.create_time_ms / 1000,
         answer=assessment.trace_id.removeprefix(TRACE),
@@ -325,10 +321,10 @@ def _feedback(assessment: Any) -> Feedback | None:
         other=metadata.get("dpo.other", ""),
     )
     try:
-        check(found)
-    except (ValueError, TypeError):
+        check(feedback)
+    except ValueError:
         return None
-    return found
+    return feedback
 
 
 def _experiments(store: _Store) -> list[Any]:
@@ -343,24 +339,20 @@ def erase(cluster: Cluster, user: str, folder: Path | None = None) -> int:
     folder = folder or feedback_folder()
     with file_lock(folder / LOCK), _store(cluster, "writer") as store:
         traces, assessments = _belonging(store, user)
-        local = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)[0]]
-        waiting = _waiting(folder)
+        local, waiting = stored_events(folder), _waiting(folder)
         answers = {TRACE + event.id for event in local if isinstance(event, Answer) and event.user == user}
-        answers |= {info.trace_id for infos in traces.values() for info in infos}
+        answers |= {info.trace_id for info in traces}
         theirs = {event.id for event in [*local, *waiting] if _is_of(event, user, answers)}
         for path in folder.glob("*.jsonl"):
             blank(path, theirs)
         if waiting:
             kept = [to_json(event) for event in waiting if event.id not in theirs]
             write_json(folder / WAITING, {"events": kept})
-        for experiment, infos in traces.items():
-            for start in range(0, len(infos), 100):  # MLflow's limit
-                ids = [info.trace_id for info in infos[start : start + 100]]
-                store.client.delete_traces(experiment, trace_ids=ids)
-        store.each(lambda one: store.tracing.delete_assessment(one.trace_id, one.assessment_id), assessments)
-    assessments += [one for infos in traces.values() for info in infos for one in info.assessments]
+        store.each(lambda info: store.client.delete_traces(info.experiment_id, trace_ids=[info.trace_id]), traces)
+        store.each(lambda rated: store.tracing.delete_assessment(rated.trace_id, rated.assessment_id), assessments)
+    assessments += [rated for info in traces for rated in info.assessments]
     erased = {trace.removeprefix(TRACE) for trace in answers} | theirs
-    return len(erased | {one.assessment_id.removeprefix(ASSESSMENT) for one in assessments})
+    return len(erased | {rated.assessment_id.removeprefix(ASSESSMENT) for rated in assessments})
 
 
 def _is_of(event: Event, user: str, traces: set[str]) -> bool:
@@ -369,13 +361,13 @@ def _is_of(event: Event, user: str, traces: set[str]) -> bool:
     return event.rater == user or TRACE + event.answer in traces
 
 
-def _belonging(store: _Store, user: str) -> tuple[dict[str, list[Any]], list[Any]]:
-    """The person's traces by experiment, and the person's assessments of other traces."""
-    traces, assessments = defaultdict[str, list[Any]](list), list[Any]()
+def _belonging(store: _Store, user: str) -> tuple[list[Any], list[Any]]:
+    """The person's traces, and the person's assessments of other traces."""
+    traces, assessments = list[Any](), list[Any]()
     for experiment in _experiments(store):
         for info in (trace.info for trace in store.traces(experiment.experiment_id, texts=False)):
             if info.tags.get("dpo.user") == user:
-                traces[experiment.experiment_id].append(info)
+                traces.append(info)
             else:
-                assessments += [one for one in info.assessments if one.source.source_id == user]
+                assessments += [rated for rated in info.assessments if rated.source.source_id == user]
     return traces, assessments

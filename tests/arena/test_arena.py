@@ -204,8 +204,8 @@ def test_models_answer_once_and_a_restart_reads_answers_and_votes(
             rater = Rater(address, f"rater {session}")
             while shown := rater.next():
                 progress = rater.vote(shown["id"], "left")
-        assert answers.computed == (0 if session else 6)
         assert bool(answers.models) == (not session)
+        assert len(list((tmp_path / ".scratch" / "arena").rglob("*.json"))) == 6
         assert progress["raters"] == {f"rater {number}": 3 - progress["identical"] for number in range(session + 1)}
     assert progress["identical"] < 3
     asked = [replace(prompt, user="ada") for prompt in prompts]

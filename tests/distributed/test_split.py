@@ -65,8 +65,8 @@ def models(tmp_path_factory, tiny_base: Path) -> Path:
 
 
 def weights(root: Path, adapter: bool) -> Weights:
-    base = str(root / "base")
-    return Weights(base, base, "float32", adapter=str(root / "policy") if adapter else None)
+    base = root / "base"
+    return Weights(base, base, "float32", adapter=root / "policy" if adapter else None)
 
 
 def share_of_two(rank: int, root: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tasks.config.params import load_params
 from tasks.dataset import demo
-from tasks.dataset.pairs import read_pairs, with_reference
+from tasks.dataset.pairs import read_pairs
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.evaluation import blame
 from tests.support.scoring import make_scorer
@@ -44,7 +44,7 @@ def train_here(base: Path) -> None:
     """The stage `train` as a plain loop, without Ray and DeepSpeed."""
     params = load_params().train
     assert params.adapter is not None
-    pairs, objective = with_reference(read_pairs("train"), "train"), Objective(params.loss, params.loss_options())
+    pairs, objective = read_pairs("train", reference=True), Objective(params.loss, params.loss_options())
     model = adapters.add_adapter(load_model(base, "float32"), params.adapter.rank, 8.0, "all-linear", False, False, 0)
     scorer = make_scorer(model, pairs, torch.device("cpu"))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

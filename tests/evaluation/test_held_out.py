@@ -172,8 +172,8 @@ def test_scoring_leaves_the_model_ready_to_generate(model):
 
 def test_the_base_model_is_the_policy_with_its_adapter_switched_off(tiny_base: Path, adapter: Path):
     asked = [([5, 6, 7], [8, 9], [10]), ([5], [6], [7, 8])]
-    base = Weights(str(tiny_base), str(tiny_base), "float32")
-    policy = replace(base, adapter=str(adapter))
+    base = Weights(tiny_base, tiny_base, "float32")
+    policy = replace(base, adapter=adapter)
     with evaluator_pool(load_cluster(Path(__file__).parents[2]), "evaluate") as workers:
         assert answer_log_ratios(workers, base, base, asked) == [0.0, 0.0]
         first = answer_log_ratios(workers, policy, base, asked)

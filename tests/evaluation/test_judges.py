@@ -124,7 +124,7 @@ def test_an_answer_must_win_in_both_orders(judge: EndpointJudge, server: Server)
         ("silent", "one", "two"),
         ("p", "the same", "the same"),
     ]
-    assert judge.compare(items) == [1.0, 0.0, 0.5, 0.5, None, None, 0.5]
+    assert judge.compare(items, "evaluate") == [1.0, 0.0, 0.5, 0.5, None, None, 0.5]
     assert len(server.asked) == 2 * 6  # equal answers are not sent
     assert server.keys == {f"Bearer {KEY}"}
     assert {(body["model"], body["temperature"]) for body in server.asked} == {("judge-1", 0)}
@@ -132,36 +132,36 @@ def test_an_answer_must_win_in_both_orders(judge: EndpointJudge, server: Server)
 
 def test_replies_are_cached_across_evaluations(judge: EndpointJudge, server: Server, tmp_path: Path):
     items = [("p", "plain", "better"), ("refuse", "one", "two")]
-    first = judge.compare(items)
-    again = EndpointJudge(_endpoint(server.url), tmp_path / "cache").compare(items)
+    first = judge.compare(items, "evaluate")
+    again = EndpointJudge(_endpoint(server.url), tmp_path / "cache").compare(items, "evaluate")
     assert again == first
     assert len(server.asked) == 4
-    EndpointJudge(_endpoint(server.url, model="judge-2"), tmp_path / "cache").compare(items)
+    EndpointJudge(_endpoint(server.url, model="judge-2"), tmp_path / "cache").compare(items, "evaluate")
     assert len(server.asked) == 8  # another model has its own cache entries
     assert KEY not in "".join(path.read_text() for path in (tmp_path / "cache").rglob("*.json"))
 
 
 def test_temporary_failures_are_retried(judge: EndpointJudge, server: Server):
     server.failures = [429, 500, "drop", "garbage"]
-    assert judge.compare([("p", "plain", "better")]) == [1.0]
+    assert judge.compare([("p", "plain", "better")], "evaluate") == [1.0]
     assert len(server.asked) == 2 + 4
 
 
 def test_an_unavailable_endpoint_is_a_user_error_and_judgements_stay_cached(judge: EndpointJudge, server: Server):
-    judge.compare([("p", "plain", "better")])
+    judge.compare([("p", "plain", "better")], "evaluate")
     server.failures = [503] * 100
     with pytest.raises(UserError, match=r"503 .*5 times in a row.*judgements made so far are cached") as refusal:
-        judge.compare([("p", "plain", "better"), ("q", "plain", "better")])
+        judge.compare([("p", "plain", "better"), ("q", "plain", "better")], "evaluate")
     assert KEY not in str(refusal.value)
     server.failures, before = [], len(server.asked)
-    assert judge.compare([("p", "plain", "better"), ("q", "plain", "better")]) == [1.0, 1.0]
+    assert judge.compare([("p", "plain", "better"), ("q", "plain", "better")], "evaluate") == [1.0, 1.0]
     assert len(server.asked) == before + 2
 
 
 def test_a_wrong_key_is_not_retried(judge: EndpointJudge, server: Server):
     server.failures = [401] * 8
     with pytest.raises(UserError, match=r"evaluate.endpoint: http://127.*responds with 401"):
-        judge.compare([("p", "plain", "better")])
+        judge.compare([("p", "plain", "better")], "evaluate")
     assert len(server.asked) <= 2
 
 
@@ -171,7 +171,7 @@ def test_a_redirect_is_refused_and_the_key_goes_nowhere_else(judge: EndpointJudg
         with pytest.raises(
             UserError, match=rf"redirects to {other.url}/chat/completions, but the key is only sent to the given url"
         ):
-            judge.compare([("p", "plain", "better")])
+            judge.compare([("p", "plain", "better")], "evaluate")
         assert other.asked == []
 
 

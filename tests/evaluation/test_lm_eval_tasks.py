@@ -37,7 +37,7 @@ def params(harness: dict) -> Evaluate:
 
 
 def measured(harness: dict, model: Path) -> dict[str, dict[str, float]]:
-    weights = Weights(str(model), str(model), "float32")
+    weights = Weights(model, model, "float32")
     with evaluator_pool(load_cluster(ROOT), "evaluate") as workers:
         return _harness(params(harness), workers, weights, weights)
 

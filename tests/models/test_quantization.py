@@ -9,9 +9,8 @@ import torch
 
 from tasks.config.params import load_cluster, load_params
 from tasks.errors import UserError
-from tasks.evaluate import _models
 from tasks.evaluation.reevaluate import evaluated_weights
-from tasks.evaluation.sharding import evaluator_pool, sample_answers
+from tasks.evaluation.sharding import base_and_policy, evaluator_pool, sample_answers
 from tasks.reference import BaseModel, ReferenceScorer
 from tasks.system.files import hash_files, read_json, write_json
 from tests.benchmarks.workload import make_model
@@ -61,11 +60,12 @@ def test_without_bitsandbytes_no_stage_falls_back_to_16_bits(
     loads: list[Callable[[], Any]] = [
         lambda: ReferenceScorer().load(BaseModel(str(tiny_base), "float32", params.reference.quantization), []),
         lambda: build_policy(trained, torch.device("cpu")),
-        lambda: sample_answers(workers, params.evaluate, _models(params, workers)[1], [[1]], lambda count: None),
-        lambda: sample_answers(workers, params.evaluate, asked, [[1]], lambda count: None),
+        lambda: sample_answers(workers, params.evaluate, policy, [[1]], lambda count: None),
+        lambda: sample_answers(workers, params.evaluate, exported, [[1]], lambda count: None),
     ]
     with evaluator_pool(load_cluster(), "evaluate") as workers:
-        asked = evaluated_weights(workers, params, workspace / "data/model", manifest)
+        _, policy = base_and_policy(workers, params)
+        exported = evaluated_weights(workers, params, workspace / "data/model", manifest)
         for load in loads:
             with pytest.raises((ValueError, UserError), match="nf4 needs `pip install bitsandbytes`"):
                 load()

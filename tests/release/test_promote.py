@@ -13,7 +13,7 @@ import yaml
 from tasks.config.params import Cluster, load_cluster, load_params, overlay, read_yaml
 from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
-from tasks.evaluation.compare import compare, find_model, print_comparison, read_results
+from tasks.evaluation.compare import find_model, pair_up, print_comparison, read_results, summarize
 from tasks.promote import promote
 from tasks.redact import redact
 from tasks.release import outbox, verify
@@ -456,7 +456,8 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
     with registry(load_cluster(), NAME) as model_registry:
         name = model_registry.versions()[0].tags["run"]
     for model in ("challenger", "1", name, f"{NAME}/1", f"{NAME}/challenger", f"{name}/1", "demo/1"):
-        kind = compare(load_params().evaluate, ours, read_results(find_model(model).results))["samples/policy/kind"]
+        paired = pair_up(load_params().evaluate, ours, read_results(find_model(model).results))
+        kind = summarize(load_params().evaluate, paired)["samples/policy/kind"]
         assert (kind["ours"], kind["theirs"], kind["difference"]) == (1.0, 0.75, 0.25)
         assert kind["low"] < 0.25 < kind["high"]
     with pytest.raises(UserError, match=f"{NAME} has no champion: no version passed the gate.* as in {NAME}/1"):

@@ -35,7 +35,7 @@ def test_the_first_start_makes_a_token_that_only_its_owner_can_read(workspace):
     made = Tokens()
     file = workspace / ".services" / "tokens.json"
     ((name, token),) = json.loads(file.read_text()).items()
-    assert (made.place, file.stat().st_mode & 0o777) == (str(file), 0o600)
+    assert (made.origin, file.stat().st_mode & 0o777) == (str(file), 0o600)
     assert made.owner(f"Bearer {token}") == name
     assert made.owner(f"Bearer {token[:-1]}") is made.owner("Bearer ") is made.owner("") is None
     assert Tokens().owner(f"Bearer {token}") == name  # the second start makes none

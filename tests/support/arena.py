@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from services.arena.answers import AnswerSource, Prompt, stable_id
+from services.arena.answers import Prompt, stable_id
 from services.arena.app import create_app, create_router
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import FeedbackJournal, read_events
@@ -70,7 +70,7 @@ def votes(folder: Path) -> list[Feedback]:
 
 @contextmanager
 def arena(
-    folder: Path, answers: AnswerSource, prompts: Sequence[Prompt], port: int | None = None, **options: Any
+    folder: Path, answers: Any, prompts: Sequence[Prompt], port: int | None = None, **options: Any
 ) -> Iterator[str]:
     """Its address. The folder is that of the journal: a second arena on it continues the first one's work."""
     options = {"prompts": prompts, "votes": votes(folder), **options}
