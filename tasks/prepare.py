@@ -6,9 +6,8 @@ duplicates are found by hashes when all chunks are done.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +19,17 @@ from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card, row_stats
 from tasks.dataset.card.row_stats import RowStats, check_limits
-from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
+from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import RowLayout, better_shape, decode, describe, find_layout
-from tasks.dataset.rows.preference import PairingOptions
+from tasks.dataset.rows.layouts import better_shape, decode, describe, source_layout
+from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow
 from tasks.dataset.selection import first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import write_splits
-from tasks.dataset.templates import load_template
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.templates import ChatTemplate, load_template
 from tasks.errors import UserError
 from tasks.system.files import hash_files, publish, read_json, recall, sha256, write_json
 from tasks.system.process_pool import available_cpus, map_in_order
@@ -44,12 +42,6 @@ EXAMPLE_ROWS = 20  # to find three pairs in
 ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
 
 
-class RawFile(NamedTuple):
-    source: int  # index of its source
-    path: Path
-    name: str  # as the user knows it
-
-
 class Processed(NamedTuple):
     """All rows after the checks. The tokens of the pairs are in the shards."""
 
@@ -58,7 +50,6 @@ class Processed(NamedTuple):
     results: list[ChunkResult]
     columns: Columns
     kept: Mask  # of the pairs in `columns`
-    splits: dict[str, int]  # their number
 
 
 def prepare(run: Run) -> None:
@@ -76,7 +67,7 @@ def prepare(run: Run) -> None:
         report = data_card.make_report(
             done.stats, done.columns, done.kept, done.sources, template, raw["source"], pairs
         )
-        warnings = row_stats.warnings(done.stats, done.splits["eval"], params.prepare)
+        warnings = row_stats.warnings(done.stats, report["pairs"]["eval"], params.prepare)
         report["warnings"] = [*warnings, *report["warnings"]]
         data_card.write_card(card, report, pairs, template.tokenizer)
     _log(run, report)
@@ -92,20 +83,13 @@ def _with_sampled_pairs(raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     entries = raw["sources"]
     if not sampled["settings"]["keep_source"]:
-        entries = [{**entry, "replaced": _is_replaced(entry)} for entry in entries]
-    file = sampled["file"]
-    entry = {"key": SAMPLED, "name": "sample", "address": "sampled answers", "weight": 1.0, "share": 1.0}
-    source = f"{raw['source']} + sampled answers"
-    return {
-        **raw,
-        "source": source,
-        "rows": raw["rows"] + file["rows"],
-        "sources": [*entries, {**entry, "files": [file]}],
-    }
-
-
-def _is_replaced(entry: dict[str, Any]) -> bool:
-    return entry["key"] == "source.data" and not entry["address"].startswith(RUN)
+        entries = [
+            {**entry, "replaced": entry["key"] == "source.data" and not entry["address"].startswith(RUN)}
+            for entry in entries
+        ]
+    entry = {"key": SAMPLED, "name": SAMPLED, "weight": 1.0, "share": 1.0, "files": [sampled["file"]]}
+    rows = raw["rows"] + sampled["file"]["rows"]
+    return {**raw, "source": f"{raw['source']} + sampled answers", "rows": rows, "sources": [*entries, entry]}
 
 
 def process(
@@ -136,7 +120,7 @@ def process(
     splits = data_card.count_splits(columns["held_out"][kept])
     check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
     unpaired.check_labels(columns, kept)
-    return Processed(sources, stats, results, columns, kept, splits)
+    return Processed(sources, stats, results, columns, kept)
 
 
 def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
@@ -150,10 +134,10 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
 def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     rows = _first_rows(entry)
-    wanted = SAMPLED_LAYOUT if entry["key"] == SAMPLED else params.by_source.get(entry["name"], params)
-    layout = find_layout(rows, _raw_files([entry])[0].name, wanted)
-    options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
-    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout, options)[:EXAMPLES]):
+    if entry["key"] == SAMPLED:
+        params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
+    layout = source_layout(entry["name"], rows, entry["files"][0]["called"], params)
+    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
         how = f"{layout.shape}{_decided_by(layout)}"
         signs = (
             "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
@@ -199,7 +183,7 @@ def _process_chunks(
     processes = min(workers, -(-rows // ROWS_PER_PROCESS))
     with quarantine.open("w") as file, Bar("prepare", rows, "rows") as bar:
         for result in map_in_order(worker, _chunk_tasks(files), processes):
-            stats.add(result, worker.sources[result.source].name)
+            stats.add(result, worker.sources[result.file.source].name)
             file.writelines(line + "\n" for line in result.quarantine)
             result.quarantine.clear()
             results.append(result)
@@ -207,11 +191,9 @@ def _process_chunks(
     return stats, results
 
 
-def _chunk_tasks(files: list[RawFile]) -> Iterator[ChunkTask]:
-    numbers = count()
-    for index, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name):
-            yield ChunkTask(next(numbers), file.source, index, file.name, chunk)
+def _chunk_tasks(files: Iterable[RawFile]) -> Iterator[ChunkTask]:
+    chunks = ((file, chunk) for file in files for chunk in read_chunks(file.path, file.name))
+    return (ChunkTask(number, file, chunk) for number, (file, chunk) in enumerate(chunks))
 
 
 def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource]) -> str:
@@ -231,17 +213,17 @@ def _quarantine_duplicates(
     quarantine: Path,
 ) -> None:
     """Read again the rows that clash with other rows, for the quarantine and the examples."""
-    rejected: dict[tuple[int, int], dict[int, str]] = {}
+    rejected: dict[tuple[RawFile, int], dict[int, str]] = {}  # reasons by file and chunk, then by row
     for name, mask in duplicates.items():
         for row in columns["row"][mask][: None if name in QUARANTINED else EXAMPLES].tolist():
-            rejected.setdefault(results[row >> 32].start, {})[row & 0xFFFFFFFF] = name
+            result = results[row >> 32]
+            rejected.setdefault((result.file, result.start), {})[row & 0xFFFFFFFF] = name
+    affected = {file for file, _ in rejected}
     with quarantine.open("a") as lines:
-        for index in sorted({index for index, _ in rejected}):
-            source, path, name = files[index]
-            for chunk in read_chunks(path, name):
-                reasons = rejected.get((index, chunk.start), {})
-                result = ChunkResult(0, source, name)
-                for number, row in rows_in(chunk) if reasons else ():
+        for _, file, chunk in _chunk_tasks(file for file in files if file in affected):
+            if reasons := rejected.get((file, chunk.start)):
+                result = ChunkResult(0, file, chunk.start)
+                for number, row in rows_in(chunk):
                     if number in reasons:
                         result.reject(number, RejectedRow(reasons[number]), row)
                 lines.writelines(line + "\n" for line in result.quarantine)
@@ -261,7 +243,7 @@ def _write_pairs(shards: Path, pairs: Path, done: Processed, max_tokens: int) ->
 
 def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
     """The data of `source.sft`, in files of its own."""
-    chunks = chain.from_iterable(read_chunks(file.path, file.name) for file in _raw_files(entries))
+    chunks = (chunk for _, _, chunk in _chunk_tasks(_raw_files(entries)))
     counts, rejected = prepare_demonstrations(chunks, template, params, folder)
     check_demonstrations(counts, rejected, params)
     print(f"prepare: {counts['train']} answers for sft, {counts['eval']} held out")

@@ -16,8 +16,8 @@ from typing import Any
 from tasks import stage
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Endpoint, Evaluate, Params, Sample, load_cluster, load_params
-from tasks.config.paths import RAW, SAMPLE, home
-from tasks.dataset.prompts import Prompt, read_prompts
+from tasks.config.paths import SAMPLE, home
+from tasks.dataset.reading.prompts import Prompt, read_prompts
 from tasks.dataset.templates import load_template
 from tasks.errors import UserError
 from tasks.evaluation import judges
@@ -25,7 +25,7 @@ from tasks.evaluation.endpoint import EndpointJudge
 from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.sharding import BATCH, draw_batches, evaluator_pool, uses_vllm
 from tasks.models import file_hashes, source_folder, source_hash
-from tasks.system.files import fingerprint, publish, read_json, recall, sha256, write_json
+from tasks.system.files import fingerprint, publish, recall, sha256, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
@@ -54,8 +54,8 @@ class Store:
 def sample(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
     assert params.sample
-    settings, raw = params.sample.as_evaluate(params.evaluate), read_json(RAW / MANIFEST)
-    prompts = read_prompts(RAW, raw, load_template(params), params.prepare, params.sample.prompts, settings.seed)
+    settings = params.sample.as_evaluate(params.evaluate)
+    prompts = read_prompts(load_template(params), params.prepare, params.sample.prompts, settings.seed)
     if not prompts:
         raise UserError("sample: no prompt of source.data is outside the held-out set. Add data to source.data.")
     inputs = _inputs(params, settings)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,21 @@ from tasks.config.params import Prepare
 from tasks.dataset.dedup import VALUES, minhash
 from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import preference
-from tasks.dataset.rows.contract import check_pairs
-from tasks.dataset.rows.layouts import RowLayout
+from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import to_text
-from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, RawRow, RejectedRow
-from tasks.dataset.rows.row_shapes import rename_columns, to_preferences
+from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.dataset.shards import write_shard
-from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
-from tasks.dataset.truncation import truncate
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
 
 EXAMPLES = 3  # for each reject reason
 EXAMPLE_CHARACTERS = 240
 # Facts about each pair that the decisions over all chunks need.
 COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("row",), np.int64),
+    "row": np.int64,
     **dict.fromkeys(("pair_id", "swapped_id", "prompt", "row_id", "rank"), np.uint64),
     "sign": np.int8,
     **dict.fromkeys(("prompt_tokens", "chosen_tokens", "rejected_tokens"), np.int32),
@@ -54,14 +53,15 @@ class RowSource:
     sampled: float = 1.0  # share of the pairs to tokenize, the first by sample_rank: enough for prepare.max_pairs
 
 
-@dataclass(frozen=True)
-class ChunkTask:
-    """One chunk of one file; source and file are indices."""
+class RawFile(NamedTuple):
+    source: int  # index of its source
+    path: Path
+    name: str  # as the user knows it
 
+
+class ChunkTask(NamedTuple):
     number: int
-    source: int
-    file: int
-    file_name: str  # as the user knows it
+    file: RawFile
     chunk: Chunk
 
 
@@ -87,9 +87,8 @@ class ChunkResult:
     """Counts, rejected rows and facts about the pairs of a chunk; the pairs themselves are in the shard."""
 
     number: int
-    source: int
-    file_name: str
-    start: tuple[int, int] = (0, 0)  # the file, and the number of the chunk's first row
+    file: RawFile
+    start: int  # number of the chunk's first row
     rows: int = 0
     candidates: int = 0  # pairs in the rows, valid or not
     rejected: Counter = field(default_factory=Counter)
@@ -100,7 +99,7 @@ class ChunkResult:
 
     def reject(self, row_number: int, rejected: RejectedRow, row: Any) -> None:
         content = row if rejected.content is None else rejected.content
-        entry = {"file": self.file_name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
+        entry = {"file": self.file.name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
         self.rejected[rejected.name] += 1
         if self.rejected[rejected.name] <= EXAMPLES:
             example = {**entry, "content": to_json(content)[:EXAMPLE_CHARACTERS]}
@@ -125,32 +124,31 @@ class ChunkWorker:
     excluded: frozenset[str] = frozenset()  # ids of pairs to leave out
 
     def __call__(self, task: ChunkTask) -> ChunkResult:
-        result = ChunkResult(task.number, task.source, task.file_name, (task.file, task.chunk.start))
-        valid = self._validate(list(self._read(task, result)), result)
+        result = ChunkResult(task.number, task.file, task.chunk.start)
+        valid = self._validate(list(self._read(task.chunk, result)), result)
         self._write(list(self._tokenize(valid, result)), result)
         return result
 
-    def _read(self, task: ChunkTask, result: ChunkResult) -> Iterator[Candidate]:
-        layout, params = self.sources[task.source].layout, self.params
-        options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
-        for number, row in rows_in(task.chunk):
+    def _read(self, chunk: Chunk, result: ChunkResult) -> Iterator[Candidate]:
+        layout = self.sources[result.file.source].layout
+        for number, row in rows_in(chunk):
             result.rows += 1
             if isinstance(row, RejectedRow):
                 result.candidates += 1
                 result.reject(number, row, None)
                 continue
-            for one in to_preferences(rename_columns(row, layout.columns), layout.shape, layout.columns, options):
+            for pair in to_preferences(row, layout):
                 result.candidates += 1
-                if isinstance(one, RejectedRow):
-                    result.reject(number, one, row)
+                if isinstance(pair, RejectedRow):
+                    result.reject(number, pair, row)
                 else:
-                    yield Candidate(number, row, one)
+                    yield Candidate(number, row, pair)
 
     def _validate(self, candidates: list[Candidate], result: ChunkResult) -> list[Candidate]:
         """The candidates that fulfil the data contract, and of them the share of their source."""
-        source, valid = self.sources[result.source], []
-        checks = check_pairs([candidate.preference for candidate in candidates], self.params.max_characters)
-        for candidate, rejected in zip(candidates, checks, strict=True):
+        source, valid = self.sources[result.file.source], []
+        for candidate in candidates:
+            rejected = check_pair(candidate.preference, self.params.max_characters)
             if rejected is None and candidate.pair_id in self.excluded:
                 rejected = RejectedRow("excluded")
             if rejected is None and not self._is_sampled(source, candidate):
@@ -176,7 +174,7 @@ class ChunkWorker:
         for candidate, tokens in zip(candidates, tokenized, strict=True):
             if isinstance(tokens, TokenizedPair):
                 length = tokens.length
-                tokens = self._truncate(tokens, f"{result.file_name}: row {candidate.row_number}")
+                tokens = self._truncate(tokens, f"{result.file.name}: row {candidate.row_number}")
                 if isinstance(tokens, RejectedRow):
                     result.too_long[_doubled(self.params.max_tokens, length)] += 1
             if isinstance(tokens, RejectedRow):
@@ -195,7 +193,7 @@ class ChunkWorker:
 
     def _write(self, pairs: list[tuple[Candidate, TokenizedPair]], result: ChunkResult) -> None:
         """The pairs to a shard, the facts about them to the result's columns."""
-        source = self.sources[result.source]
+        source = self.sources[result.file.source]
         write_shard(self.shards / f"{result.number:06d}.arrow", [self._pair(source, *pair) for pair in pairs])
         facts = [self._facts(source, *pair) for pair in pairs]
         result.columns = {name: np.array([fact[name] for fact in facts], dtype=kind) for name, kind in COLUMNS.items()}
@@ -255,5 +253,5 @@ def _doubled(limit: int, length: int) -> int:
 
 
 def _signatures(preferences: Iterable[Preference]) -> NDArray[np.uint32]:
-    texts = [" ".join(map(to_text, (one.prompt, one.chosen, one.rejected))) for one in preferences]
+    texts = (" ".join(map(to_text, (p.prompt, p.chosen, p.rejected))) for p in preferences)
     return np.array([minhash(text) for text in texts], dtype=np.uint32).reshape(-1, VALUES)

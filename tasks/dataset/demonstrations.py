@@ -18,7 +18,8 @@ from tasks.dataset.rows import messages, preference
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 from tasks.dataset.shards import write_shard, write_splits
-from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import TokenizedPair, tokenize
 from tasks.errors import UserError
 
 ANSWERS = ("chosen", "response", "completion", "output", "answer")

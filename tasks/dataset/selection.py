@@ -21,7 +21,7 @@ def gather_columns(results: Sequence[ChunkResult]) -> Columns:
     columns = {name: np.concatenate([result.columns[name] for result in results]) for name in (*COLUMNS, "signature")}
     sizes = [len(result.columns["row"]) for result in results]
     columns["chunk"] = np.repeat(np.arange(len(results)), sizes)
-    columns["source"] = np.repeat(np.array([result.source for result in results], dtype=np.int64), sizes)
+    columns["source"] = np.repeat(np.array([result.file.source for result in results], dtype=np.int64), sizes)
     columns["row"] = columns["chunk"] << 32 | columns["row"]  # row numbers are unique within a file only
     return columns
 

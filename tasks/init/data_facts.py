@@ -16,7 +16,7 @@ from tasks import prepare, source
 from tasks.config.params import Params, Source
 from tasks.config.paths import RAW, ROOT
 from tasks.dataset.shards import read_shard
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.templates import ChatTemplate
 from tasks.init.languages import languages
 
 SAMPLE = 20_000  # pairs to examine at most

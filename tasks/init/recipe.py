@@ -12,7 +12,7 @@ from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_
 from tasks.config.paths import ROOT
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
-from tasks.dataset.tokenization import ChatTemplate, choose_template
+from tasks.dataset.templates import ChatTemplate, choose_template
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts, examine_data

@@ -20,7 +20,7 @@ from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
 from tasks.dataset.reading.fetch import data_sources, local_files
-from tasks.dataset.reading.origins import belongs_to, raw_rows
+from tasks.dataset.reading.raw_rows import belongs_to, raw_sources, rows_of
 from tasks.dataset.reading.readers import read_chunks, rows_in
 from tasks.errors import UserError
 from tasks.feedback import answer_cache, traces
@@ -119,7 +119,7 @@ def _link(md5: str, folder: Path) -> bool:
 
 
 def _rows(root: Path, user: str) -> int:
-    return sum(belongs_to(row, user) for _, _, _, row in raw_rows(root))
+    return sum(belongs_to(row, user) for source in raw_sources(root) for _, _, row in rows_of(source, root))
 
 
 def _source_rows(user: str) -> dict[str, list[int]]:

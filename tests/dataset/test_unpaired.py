@@ -9,7 +9,8 @@ import pytest
 from tasks.config.params import Layout
 from tasks.dataset import demo
 from tasks.dataset.pairs import open_table, pairs_file, read_pairs, read_rows
-from tasks.dataset.rows.layouts import RowLayout, decode, describe, find_layout
+from tasks.dataset.rows.layouts import decode, describe, find_layout
+from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.training_data import TrainingData
 from tasks.dataset.unpaired import next_with_other_prompt
 from tasks.errors import UserError

@@ -19,7 +19,7 @@ from tasks.dataset.chunks import RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.pairs import SPLITS, read_rows
 from tasks.dataset.rows.reject_reasons import QUARANTINED
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.unpaired import as_pairs, compared_rows
 from tasks.system.files import fingerprint, read_json, sha256, write_json
 

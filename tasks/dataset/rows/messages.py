@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
@@ -19,7 +19,6 @@ ROLES = {
     "developer": "system",
 }
 EXTRA_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # a chat template may read these too
-PAIR = ("user", "assistant")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -40,13 +39,13 @@ def prompt_messages(row: RawRow, *columns: str) -> list[Message]:
     column = next((name for name in columns if name in row), columns[-1])
     if column != "instruction":
         value = row[column]
-        return _asked(value, column) if isinstance(value, str) else to_messages(value, column, "user")
+        return _text_prompt(value, column) if isinstance(value, str) else to_messages(value, column, "user")
     instruction = require_text(row["instruction"], "instruction")
     extra = require_text(row["input"], "input").strip() if row.get("input") is not None else ""
     return to_messages(f"{instruction}\n\n{extra}" if extra else instruction, column, "user")
 
 
-def _asked(value: str, column: str) -> list[Message]:
+def _text_prompt(value: str, column: str) -> list[Message]:
     """A prompt as text; in Anthropic's format it is a transcript that ends where the answer starts."""
     turns = parse_transcript(value, column) if value.startswith("\n\nHuman:") else []
     if turns and not turns[-1]["content"]:
@@ -76,16 +75,14 @@ def join_lists(row: RawRow) -> RawRow:
     lists = [_text_list(row.get(name)) for name in ("prompt", "chosen", "rejected")]
     if not all(lists) or len({len(texts) for texts in lists}) > 1:
         return row
-    asked, *sides = lists
-    chosen, rejected = (
-        [
-            {"role": role, "content": text}
-            for pair in zip(asked, side, strict=True)
-            for role, text in zip(PAIR, pair, strict=True)
-        ]
-        for side in sides
-    )
-    return {name: value for name, value in row.items() if name != "prompt"} | {"chosen": chosen, "rejected": rejected}
+    prompts, chosen, rejected = lists
+    conversations = {"chosen": _alternate(prompts, chosen), "rejected": _alternate(prompts, rejected)}
+    return {name: value for name, value in row.items() if name != "prompt"} | conversations
+
+
+def _alternate(prompts: list[str], answers: list[str]) -> list[Message]:
+    turns = chain.from_iterable(zip(prompts, answers, strict=True))
+    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def _text_list(value: Any) -> list[str]:

@@ -36,13 +36,15 @@ MaybePreference = Preference | RejectedRow
 
 
 @dataclass(frozen=True)
-class PairingOptions:
-    """How ranked, scored or compared answers become pairs: the keys of `prepare` with these names."""
+class RowLayout:
+    """How a row becomes preferences. The last three are the keys of `prepare` with these names."""
 
+    shape: str
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name: the file's
+    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value: first, second or tie; desirable or not
     expand: str = "best_rest"
     min_margin: float = 0.0
     ties: str = "drop"
-    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value of a vote or label: its meaning
 
 
 def pair_id(preference: Preference) -> str:
@@ -53,9 +55,7 @@ def pair_id(preference: Preference) -> str:
 
 def swapped_id(preference: Preference) -> str:
     """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
-    if preference.sign:
-        return pair_id(replace(preference, sign=-preference.sign))
-    return _digest([preference.prompt, _answer(preference.rejected), _answer(preference.chosen)])
+    return pair_id(replace(preference, chosen=preference.rejected, rejected=preference.chosen, sign=-preference.sign))
 
 
 def prompt_hash(text: str) -> int:
@@ -70,7 +70,7 @@ def is_held_out(hashed_prompt: int, eval_fraction: float) -> bool:
 
 
 def sample_rank(pair: str, seed: int) -> int:
-    """The place of a pair in the random order by which `prepare.max_pairs` takes a sample."""
+    """The rank of a pair in the random order by which `prepare.max_pairs` takes a sample."""
     return int(hashlib.sha256(f"{seed} {pair}".encode()).hexdigest()[:16], 16)
 
 
