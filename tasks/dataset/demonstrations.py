@@ -116,5 +116,6 @@ def _tokenized(
             "label": 1.0,
             "margin": 0.0,
             "weight": 1.0,
+            "sign": 0,
             "source": "sft",
         }

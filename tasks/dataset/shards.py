@@ -1,7 +1,6 @@
 """Writes data/pairs: one Arrow file per chunk first, then one per split in the order of the rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,20 +9,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tasks.dataset.pairs import PAIR_SCHEMA, SPLITS
+from tasks.dataset.pairs import PAIR_SCHEMA, SPLITS, replace_columns
 
 BATCH_ROWS = 8192  # of a record batch
 
 
 def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of PAIR_SCHEMA. Lists of numbers are concatenated first, which Arrow takes without a copy."""
-    rows = [{"sign": 0, **row} for row in rows]
-    fields = [field for field in PAIR_SCHEMA if field.name != "shared_prefix"]
-    arrays = {field.name: _array([row[field.name] for row in rows], field.type) for field in fields}
-    arrays["shared_prefix"] = pa.array(shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())
-    table = pa.table([arrays[name] for name in PAIR_SCHEMA.names], schema=PAIR_SCHEMA)
+    """Write rows of PAIR_SCHEMA, whose shared prefixes are computed here."""
+    table = pa.Table.from_pylist(rows, schema=PAIR_SCHEMA)
+    shared = shared_prefixes(*(table[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
     with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(table)
+        writer.write_table(replace_columns(table, {"shared_prefix": shared.astype(np.int32)}))
 
 
 def read_shard(path: Path) -> pa.Table:
@@ -44,9 +40,8 @@ def write_splits(
         tables = (
             read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
         )
-        with pa.ipc.new_stream(
-            folder / f"{names.get(split, split)}.arrow", PAIR_SCHEMA
-        ) as writer:  # not compressed: it is memory-mapped
+        path = folder / f"{names.get(split, split)}.arrow"
+        with pa.ipc.new_stream(path, PAIR_SCHEMA) as writer:  # not compressed: it is memory-mapped
             for batch in _batches(tables):
                 writer.write_table(batch.combine_chunks())
 
@@ -77,12 +72,3 @@ def shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.
         shared[rows] += 1
         rows = rows[shared[rows] < longest[rows]]
     return shared
-
-
-def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_list(kind):
-        return pa.array(values, kind)
-    lengths = np.fromiter(map(len, values), dtype=np.int32, count=len(values))
-    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-    flat = np.fromiter(chain.from_iterable(values), dtype=kind.value_type.to_pandas_dtype(), count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as compute
 
 from tasks.config.paths import PAIRS, REFERENCE
-from tasks.dataset.pairs import SFT_FILES, PairTable, open_table, pairs_file, reference_file
+from tasks.dataset.pairs import SFT_FILES, PairTable, open_table, pairs_file, reference_file, replace_columns
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,10 @@ class TrainingData:
     def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
         """The rows of a split, whose files the driver has checked; with their reference values if asked."""
         table = open_table(self.file(split, root))
-        if self.own_file:
-            return PairTable(table)
-        if not self.preferences:
+        if not (self.preferences or self.own_file):
             return chosen_answers(table)
-        return (
-            PairTable(table).with_reference(open_table(reference_file(split, root))) if reference else PairTable(table)
-        )
+        pairs = PairTable(table)
+        return pairs.with_reference(open_table(reference_file(split, root))) if reference else pairs
 
     def count(self, split: str) -> int:
         return open_table(self.file(split)).num_rows if self.preferences or self.own_file else len(self.read(split))
@@ -46,21 +43,18 @@ def chosen_answers(table: pa.Table) -> PairTable:
 
     Of unpaired rows the desirable answers.
     """
-    if "sign" in table.column_names and compute.min(table["sign"]).as_py() == -1:
+    if compute.min(table["sign"]).as_py() == -1:
         table = table.filter(compute.greater(table["sign"], 0))
     count = len(table)
     columns = {
         "rejected_ids": table["chosen_ids"],
         "rejected_mask": table["chosen_mask"],
-        "label": pa.chunked_array([np.ones(count, np.float32)]),
-        "margin": pa.chunked_array([np.zeros(count, np.float32)]),
-        "sign": pa.chunked_array([np.zeros(count, np.int8)]),
+        "label": np.ones(count, np.float32),
+        "margin": np.zeros(count, np.float32),
+        "sign": np.zeros(count, np.int8),
         "shared_prefix": compute.subtract(compute.list_value_length(table["chosen_ids"]), 1),
     }
-    for name, values in columns.items():
-        names = table.column_names
-        table = table.set_column(names.index(name), name, values) if name in names else table
-    answers = PairTable(table)
+    answers = PairTable(replace_columns(table, columns))
     return answers.select(_first_of_each(answers))
 
 

@@ -15,7 +15,7 @@ import pyarrow.compute as compute
 from tasks.config.params import Train
 from tasks.dataset.chunks import RowSource
 from tasks.dataset.dedup import Columns, Mask
-from tasks.dataset.pairs import PAIR_SCHEMA, open_table
+from tasks.dataset.pairs import PAIR_SCHEMA, open_table, replace_columns
 from tasks.dataset.shards import BATCH_ROWS, shared_prefixes
 from tasks.errors import UserError
 
@@ -60,11 +60,15 @@ def add_mismatched(path: Path, max_tokens: int) -> None:
             rows = table.slice(start, BATCH_ROWS).combine_chunks()
             others = answers.take(pa.array(following[start : start + BATCH_ROWS]))
             rooms = compute.subtract(max_tokens, compute.list_value_length(rows["prompt_ids"])).to_pylist()
-            for name in ("ids", "mask"):
-                cut = [values[:n] for values, n in zip(others[f"chosen_{name}"].to_pylist(), rooms, strict=True)]
-                rows = _set(rows, f"rejected_{name}", pa.array(cut, PAIR_SCHEMA.field(f"rejected_{name}").type))
+            cut = {
+                name.replace("chosen", "rejected"): [
+                    values[:room] for values, room in zip(others[name].to_pylist(), rooms, strict=True)
+                ]
+                for name in others.column_names
+            }
+            rows = replace_columns(rows, cut)
             shared = shared_prefixes(*(rows[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
-            writer.write_table(_set(rows, "shared_prefix", pa.array(shared, pa.int32())).combine_chunks())
+            writer.write_table(replace_columns(rows, {"shared_prefix": shared.astype(np.int32)}).combine_chunks())
     written.replace(path)
 
 
@@ -93,7 +97,3 @@ def as_pairs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     chosen, rejected = compared_rows(np.array([row["sign"] for row in rows]))
     both = zip(chosen.tolist(), rejected.tolist(), strict=True)
     return [{"chosen_ids": rows[up]["chosen_ids"], "rejected_ids": rows[down]["chosen_ids"]} for up, down in both]
-
-
-def _set(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    return table.set_column(table.column_names.index(name), name, values)

@@ -28,8 +28,8 @@ def make_rows(count: int, prompt_loss: bool = False) -> list[dict[str, Any]]:
         row = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
         masks = {f"{side}_mask": [rng.randrange(2) for _ in row[f"{side}_ids"]] for side in ("chosen", "rejected")}
         masks["prompt_mask"] = [0] + [1] * (len(prompt) - 1) if prompt_loss else []
-        choices = {"label": [None, 0.5], "margin": [None, 2.5], "weight": [1.0, 0.25]}
-        numbers = {name: rng.choice(values) for name, values in choices.items()}
+        choices = {"label": [1.0, 0.5], "margin": [0.0, 2.5], "weight": [1.0, 0.25]}
+        numbers = {"sign": 0, **{name: rng.choice(values) for name, values in choices.items()}}
         rows.append({"id": f"p{number}", "prompt": "?", **row, **masks, **numbers, "source": SOURCES[number % 2]})
     return rows
 
@@ -58,8 +58,8 @@ def as_list(rows: list[dict[str, Any]], prompt_loss: bool) -> list[Pair]:
                 moved + row["rejected_ids"],
                 [1] * len(moved) + row["chosen_mask"],
                 [1] * len(moved) + row["rejected_mask"],
-                label=1.0 if row["label"] is None else row["label"],
-                margin=row["margin"] or 0.0,
+                label=row["label"],
+                margin=row["margin"],
                 weight=row["weight"],
             )
         )
