@@ -5,7 +5,7 @@ from typing import Any
 
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
-from tasks.system.files import known_sha256, read_json, recall
+from tasks.system.files import fingerprint, known_sha256, read_json, recall
 
 HUB = "hub:"
 REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
@@ -81,6 +81,13 @@ def file_hashes(folder: Path) -> dict[str, str]:
     """sha256 of each file of a model folder. Names that start with a dot belong to tools and are ignored."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
     return {path.name: known_sha256(path) for path in files}
+
+
+def model_hashes(folder: Path) -> dict[str, Any]:
+    """What a manifest says about the files of a model."""
+    files = file_hashes(folder)
+    sizes = {name: (folder / name).stat().st_size for name in files}
+    return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
 
 
 def hub_address(address: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +17,18 @@ from tasks import stage
 from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
-from tasks.dataset.card import data_card, row_stats
+from tasks.dataset.card import data_card
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
+from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
 from tasks.dataset.rows.layouts import better_shape, decode, describe, source_layout
 from tasks.dataset.rows.preference import RowLayout
-from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow
-from tasks.dataset.selection import first_samples, gather_columns, larger_samples, select_pairs
+from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
+from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import write_splits
 from tasks.dataset.templates import ChatTemplate, load_template
 from tasks.errors import UserError
@@ -36,27 +37,14 @@ from tasks.system.process_pool import available_cpus, map_in_order
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 
-SAMPLED = "sample"  # the key of the pairs that the stage `sample` made
 SAMPLED_LAYOUT = Layout(format="pairs", columns={})
 EXAMPLE_ROWS = 20  # to find three pairs in
 ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
 
 
-class Processed(NamedTuple):
-    """All rows after the checks. The tokens of the pairs are in the shards."""
-
-    sources: list[RowSource]
-    stats: RowStats
-    results: list[ChunkResult]
-    columns: Columns
-    kept: Mask  # of the pairs in `columns`
-
-
 def prepare(run: Run) -> None:
     params, raw = load_params(), _with_sampled_pairs(read_json(RAW / "manifest.json"))
     template = load_template(params)
-    for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
-        shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
         done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl", params.train)
@@ -64,11 +52,7 @@ def prepare(run: Run) -> None:
         if demonstrations := [entry for entry in raw["sources"] if entry["key"] == "source.sft"]:
             _write_demonstrations(demonstrations, template, params.prepare, pairs)
         write_json(pairs / HASHES, {"files": hash_files(pairs)})
-        report = data_card.make_report(
-            done.stats, done.columns, done.kept, done.sources, template, raw["source"], pairs
-        )
-        warnings = row_stats.warnings(done.stats, report["pairs"]["eval"], params.prepare)
-        report["warnings"] = [*warnings, *report["warnings"]]
+        report = data_card.make_report(done, params.prepare, template, raw["source"], pairs)
         data_card.write_card(card, report, pairs, template.tokenizer)
     _log(run, report)
 
@@ -124,19 +108,16 @@ def process(
 
 
 def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
-    return [
-        RawFile(number, (SAMPLE if entry["key"] == SAMPLED else RAW / entry["name"]) / file["file"], file["called"])
-        for number, entry in enumerate(entries)
-        for file in entry["files"]
-    ]
+    return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
 def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
-    rows = _first_rows(entry)
+    path, file = files_of(entry)[0]
+    rows = first_rows(path, file)
     if entry["key"] == SAMPLED:
         params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
-    layout = source_layout(entry["name"], rows, entry["files"][0]["called"], params)
+    layout = source_layout(entry["name"], rows, file, params)
     if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
         how = f"{layout.shape}{_decided_by(layout)}"
         signs = (
@@ -146,11 +127,6 @@ def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
-
-
-def _first_rows(entry: dict[str, Any]) -> list[RawRow]:
-    file = _raw_files([entry])[0]
-    return first_rows(file.path, file.name)
 
 
 def _decided_by(layout: RowLayout) -> str:
@@ -199,7 +175,7 @@ def _chunk_tasks(files: Iterable[RawFile]) -> Iterator[ChunkTask]:
 def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource]) -> str:
     """Advice for a source whose rows can be read as another shape; empty if there is none."""
     for entry, source in zip(entries, sources, strict=True):
-        if shape := better_shape(_first_rows(entry), source.layout):
+        if shape := better_shape(first_rows(*files_of(entry)[0]), source.layout):
             return f"The rows of {entry['name']} were read as {source.layout.shape}. Set prepare.format to {shape}."
     return ""
 

@@ -8,7 +8,7 @@ with the same model, prompts and settings computes none. Without the section dat
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -138,17 +138,19 @@ def _scores(
     workers: WorkerPool, settings: Evaluate, prompts: Sequence[Prompt], answers: Sequence[list[str]], folder: Path
 ) -> list[list[float]]:
     """The score of each answer by a judge of single answers."""
-    store, asked = Store(folder / f"scores-{fingerprint(_judge(settings))}"), list(zip(prompts, answers, strict=True))
-    keys = {(prompt.text, text): fingerprint([prompt.text, text]) for prompt, texts in asked for text in texts}
+    store = Store(folder / f"scores-{fingerprint(_judge(settings))}")
+    exchanges = [[(prompt.text, text) for text in texts] for prompt, texts in zip(prompts, answers, strict=True)]
+    keys = {exchange: fingerprint(list(exchange)) for exchange in chain.from_iterable(exchanges)}
     missing = [exchange for exchange, key in keys.items() if key not in store.values or settings.judge == "demo"]
     with Bar("sample", len(keys), "judgements") as bar:
         bar.update(len(keys) - len(missing))
         for start in range(0, len(missing), JUDGED_TOGETHER):
-            some = missing[start : start + JUDGED_TOGETHER]
-            verdicts = judges.verdicts(workers, settings, [prompt for prompt, _ in some], [text for _, text in some])
-            store.add({keys[one]: judges.score(verdict) for one, verdict in zip(some, verdicts, strict=True)})
-            bar.more(len(some))
-    return [[store.values[keys[prompt.text, text]] for text in texts] for prompt, texts in asked]
+            batch = missing[start : start + JUDGED_TOGETHER]
+            verdicts = judges.verdicts(workers, settings, [prompt for prompt, _ in batch], [text for _, text in batch])
+            scores = map(judges.score, verdicts)
+            store.add({keys[exchange]: score for exchange, score in zip(batch, scores, strict=True)})
+            bar.more(len(batch))
+    return [[store.values[keys[exchange]] for exchange in row] for row in exchanges]
 
 
 def _judge(settings: Evaluate) -> list[Any]:

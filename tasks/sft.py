@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tasks import stage
 from tasks.config.params import Params, Train, load_cluster, load_params
@@ -17,7 +16,7 @@ from tasks.config.paths import SFT
 from tasks.dataset.pairs import check
 from tasks.dataset.training_data import TrainingData
 from tasks.errors import UserError
-from tasks.models import file_hashes, source_folder, source_hash
+from tasks.models import model_hashes, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
 
@@ -47,7 +46,7 @@ def sft(run: Run) -> None:
     with _naming_keys_of_sft(), trained(training, run) as folder, publish(SFT) as out:
         metrics = _final_metrics(folder, data)
         _write_model(model, folder / "policy", out)
-        write_json(out / MANIFEST, {**_files(out), "answers": answers, "metrics": metrics})
+        write_json(out / MANIFEST, {**model_hashes(out), "answers": answers, "metrics": metrics})
     run.summary({f"sft/{name}": value for name, value in metrics.items()})
     print(f"sft: the base model has learnt {answers} answers, held-out loss {metrics['eval/loss']:.3f}")
 
@@ -90,13 +89,6 @@ def _write_model(base: Path, policy: Path, out: Path) -> None:
     else:
         shutil.copytree(policy, out, dirs_exist_ok=True)
         load_tokenizer(base).save_pretrained(out)
-
-
-def _files(folder: Path) -> dict[str, Any]:
-    """What data/base/manifest.json says about a model, too."""
-    files = file_hashes(folder)
-    sizes = {name: (folder / name).stat().st_size for name in files}
-    return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
 
 
 def skip() -> None:

@@ -13,7 +13,7 @@ from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
 from tasks.dataset.reading.fetch import check_address, data_sources, errors_of_stores, fetch
-from tasks.dataset.reading.readers import SUFFIXES, count_rows, read_chunks, rows_in, suffix_of
+from tasks.dataset.reading.readers import SUFFIXES, count_rows, read_chunks, read_rows, suffix_of
 from tasks.errors import UserError
 from tasks.models import (
     HUB,
@@ -23,6 +23,7 @@ from tasks.models import (
     hub_address,
     hub_snapshot,
     local_path,
+    model_hashes,
     registered_name,
 )
 from tasks.release.start_model import copy_start_model
@@ -127,14 +128,13 @@ def excluded_ids(address: str) -> list[str]:
     path = local_path(address)
     if not path.is_file() or suffix_of(path) not in SUFFIXES:
         raise UserError(f"source.exclude: {address} is no file of rows. Set the file that `dpo blame` wrote, or null.")
-    rows = [row for chunk in read_chunks(path, address) for _, row in rows_in(chunk)]
-    ids = [str(row.get("id")) if isinstance(row, dict) else "" for row in rows]
-    if wrong := [number for number, one in enumerate(ids, 1) if not PAIR_ID.fullmatch(one)]:
+    ids = {number: str(row.get("id")) if isinstance(row, dict) else "" for number, row in read_rows(path, address)}
+    if wrong := [number for number, pair in ids.items() if not PAIR_ID.fullmatch(pair)]:
         raise UserError(
             f"source.exclude: row {wrong[0]} of {address} has no `id` of a pair (16 hexadecimal digits). "
             "data/metrics/pairs.jsonl and the files of `dpo blame` have such ids."
         )
-    return sorted(set(ids))
+    return sorted(set(ids.values()))
 
 
 def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,9 +165,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
         origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
-    files = file_hashes(folder)
-    sizes = {name: (folder / name).stat().st_size for name in files}
-    manifest = {**origin, "sha256": fingerprint(files), "files": files, "sizes": sizes}
+    manifest = origin | model_hashes(folder)
     write_json(base / "manifest.json", manifest)
     return manifest
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tasks.config.params import Prepare
-from tasks.dataset.pairs import SFT_FILES
+from tasks.dataset.pairs import SFT_PREFIX
 from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import messages, preference
 from tasks.dataset.rows.preference import Preference
@@ -39,10 +39,10 @@ def prepare_demonstrations(
         shards.append(folder / f"sft-{number:06d}.shard")
         write_shard(shards[-1], rows)
         hashes = [preference.prompt_hash(row["prompt"]) for row in rows]
-        held_out.append(np.array([preference.is_held_out(one, fraction) for one in hashes], dtype=bool))
+        held_out.append(np.array([preference.is_held_out(hashed, fraction) for hashed in hashes], dtype=bool))
     if sum(map(len, held_out)) > 1 and not any(map(np.any, held_out)):
         next(mask for mask in held_out if len(mask))[0] = True  # something must be held out
-    write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_FILES)
+    write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_PREFIX)
     for shard in shards:
         shard.unlink()
     held = int(sum(mask.sum() for mask in held_out))

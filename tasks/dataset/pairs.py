@@ -5,14 +5,13 @@ The files are Arrow streams, which `datasets.Dataset.from_file` opens too.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as compute
 
 from tasks.config.paths import PAIRS, REFERENCE
 from tasks.errors import UserError
@@ -21,7 +20,7 @@ from training.rows.pair import Pair
 from training.rows.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")
-SFT_FILES = {split: f"sft-{split}" for split in SPLITS}  # demonstrations of source.sft, beside the pairs
+SFT_PREFIX = "sft-"  # of the files with demonstrations of source.sft, beside the pairs
 HASHES = "hashes.json"  # of the files in data/pairs
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")  # columns, and fields of a Pair
 NUMBERS = ("label", "margin", "weight", "sign")
@@ -121,19 +120,11 @@ class ListColumn:
         return np.concatenate([np.zeros(0, np.int64), *counts]).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Reference:
-    chosen: ListColumn
-    rejected: ListColumn
-    rows: np.ndarray | None  # the row of each pair; None: both files have the same order
-
-
 class PairTable(Sequence[Pair]):
     """The pairs of a file, or some of them. A Pair is built when it is read."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table, self.rows = table, np.arange(len(table))
-        self.reference: Reference | None = None
         self.lists = {name: ListColumn(table[name]) for name in TOKENS}
         masks = ListColumn(table["prompt_mask"])
         self.prompt_masks = masks if masks.lengths().any() else None
@@ -154,12 +145,7 @@ class PairTable(Sequence[Pair]):
         fields: dict[str, Any] = {name: column[row] for name, column in self.lists.items()}
         fields |= {name: float(self.table[name][row].as_py()) for name in NUMBERS}
         pair = Pair(self.table["id"][row].as_py(), **fields)
-        pair = _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
-        if self.reference is None:
-            return pair
-        chosen, rejected, rows = self.reference.chosen, self.reference.rejected, self.reference.rows
-        at = row if rows is None else int(rows[row])
-        return replace(pair, ref_chosen_logps=chosen[at], ref_rejected_logps=rejected[at])
+        return _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
 
     @cached_property
     def columns(self) -> PairColumns:
@@ -183,20 +169,14 @@ class PairTable(Sequence[Pair]):
         return part
 
     def with_reference(self, logps: pa.Table) -> "PairTable":
-        """The pairs with their reference log-probabilities; UserError if a pair has none."""
-        rows: np.ndarray | None = None
+        """The pairs with their reference log-probabilities, which are in the same order."""
         if not self.table["id"].equals(logps["id"]):
-            matches = compute.index_in(self.table["id"], value_set=logps["id"].combine_chunks())
-            if matches.null_count:
-                first = self.table["id"].filter(compute.is_null(matches))[0].as_py()
-                raise UserError(
-                    f"{matches.null_count} pairs (first: {first}) have no reference log-probabilities. "
-                    "Run `dvc repro reference`."
-                )
-            rows = matches.to_numpy()
-        chosen, rejected = ListColumn(logps["chosen_logps"]), ListColumn(logps["rejected_logps"])
+            raise UserError(
+                "These pairs have no reference log-probabilities: they changed after `reference` ran. Run `dvc repro "
+                "reference`."
+            )
         joined = copy(self)
-        joined.reference = Reference(chosen, rejected, rows)
+        joined.lists = self.lists | {f"ref_{name}": ListColumn(logps[name]) for name in logps.column_names[1:]}
         return joined
 
 

@@ -7,6 +7,7 @@ depends on the seed and the pairs alone. Pairs that come late need not even be t
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,16 @@ from tasks.config.params import Prepare
 from tasks.dataset.card.row_stats import RowStats
 from tasks.dataset.chunks import COLUMNS, ChunkResult, RowSource
 from tasks.dataset.dedup import Columns, Mask, find_duplicates
+
+
+class Processed(NamedTuple):
+    """All rows after the checks. The tokens of the pairs are in the shards."""
+
+    sources: list[RowSource]
+    stats: RowStats
+    results: list[ChunkResult]
+    columns: Columns
+    kept: Mask  # of the pairs in `columns`
 
 
 def gather_columns(results: Sequence[ChunkResult]) -> Columns:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,15 +31,15 @@ def write_splits(
     shards: Sequence[Path],
     kept: Sequence[NDArray[Any]],
     held_out: Sequence[NDArray[Any]],
-    names: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = "",
 ) -> None:
-    """train.arrow and eval.arrow (or `names`) from the shards, with the masks of their kept and held-out rows."""
+    """train.arrow and eval.arrow from the shards, with the masks of their kept and held-out rows."""
     for split in SPLITS:
         masks = [keep & (held == (split == "eval")) for keep, held in zip(kept, held_out, strict=True)]
         tables = (
             read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
         )
-        path = folder / f"{names.get(split, split)}.arrow"
+        path = folder / f"{prefix}{split}.arrow"
         with pa.ipc.new_stream(path, PAIR_SCHEMA) as writer:  # not compressed: it is memory-mapped
             for batch in _batches(tables):
                 writer.write_table(batch.combine_chunks())

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as compute
 
 from tasks.config.paths import PAIRS, REFERENCE
-from tasks.dataset.pairs import SFT_FILES, PairTable, open_table, pairs_file, reference_file, replace_columns
+from tasks.dataset.pairs import SFT_PREFIX, PairTable, open_table, pairs_file, reference_file, replace_columns
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TrainingData:
         return (PAIRS, REFERENCE) if self.preferences else (PAIRS,)
 
     def file(self, split: str, root: Path = Path()) -> Path:
-        return pairs_file(SFT_FILES[split] if self.own_file else split, root)
+        return pairs_file(f"{SFT_PREFIX}{split}" if self.own_file else split, root)
 
     def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
         """The rows of a split, whose files the driver has checked; with their reference values if asked."""

@@ -21,7 +21,7 @@ from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
 from tasks.dataset.reading.fetch import data_sources, local_files
 from tasks.dataset.reading.raw_rows import belongs_to, raw_sources, rows_of
-from tasks.dataset.reading.readers import read_chunks, rows_in
+from tasks.dataset.reading.readers import read_rows
 from tasks.errors import UserError
 from tasks.feedback import answer_cache, traces
 from tasks.runs import commits, dvc, dvc_lock, gc, records
@@ -127,7 +127,7 @@ def _source_rows(user: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for entry in data_sources(load_params(ROOT / "params.yaml").source):
         for path in local_files(entry["address"]):
-            rows = ((number, row) for chunk in read_chunks(path, str(path)) for number, row in rows_in(chunk))
+            rows = read_rows(path, str(path))
             if numbers := [number for number, row in rows if isinstance(row, dict) and belongs_to(row, user)]:
                 found[str(path)] = numbers
     return found

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.config.params import Prepare
 from tasks.config.paths import home
-from tasks.dataset.card import pages, shortcuts
+from tasks.dataset.card import pages, row_stats, shortcuts
 from tasks.dataset.card.histograms import histogram
 from tasks.dataset.card.preview import decode_pair
 from tasks.dataset.card.row_stats import RowStats
@@ -19,6 +20,7 @@ from tasks.dataset.chunks import RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.pairs import SPLITS, read_rows
 from tasks.dataset.rows.reject_reasons import QUARANTINED
+from tasks.dataset.selection import Processed
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.unpaired import as_pairs, compared_rows
 from tasks.system.files import fingerprint, read_json, sha256, write_json
@@ -27,36 +29,28 @@ PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of 
 PREVIEW_PAIRS = 3
 
 
-def make_report(
-    stats: RowStats,
-    columns: Columns,
-    kept: Mask,
-    sources: Sequence[RowSource],
-    template: ChatTemplate,
-    address: str,
-    pairs: Path,
-) -> dict[str, Any]:
-    rejected = stats.by_reason()
-    kept_columns = {name: values[kept] for name, values in columns.items() if name != "signature"}
-    facts = _shortcuts(kept_columns, pairs)
+def make_report(done: Processed, params: Prepare, template: ChatTemplate, address: str, pairs: Path) -> dict[str, Any]:
+    stats, rejected = done.stats, done.stats.by_reason()
+    kept = {name: values[done.kept] for name, values in done.columns.items() if name != "signature"}
+    splits, facts = count_splits(kept["held_out"]), _shortcuts(kept, pairs)
     return {
         "source": address,
         "sha256": {split: sha256(pairs / f"{split}.arrow") for split in SPLITS},
-        "format": {source.name: source.layout.shape for source in sources},
+        "format": {source.name: source.layout.shape for source in done.sources},
         "template": template.name,
         "chat_template": template.tokenizer.chat_template,
         "rows": stats.rows.total(),
-        "pairs": count_splits(kept_columns["held_out"]),
-        "by_source": _by_source(stats, kept_columns, sources),
+        "pairs": splits,
+        "by_source": _by_source(stats, kept, done.sources),
         "left_out": dict(rejected),
         "quarantined": sum(count for name, count in rejected.items() if name in QUARANTINED),
         "examples": stats.examples,
-        "truncated": int(kept_columns["truncated"].sum()),
-        "tokenizer_merged_across_the_border": int(kept_columns["merged"].sum()),
-        "unpaired": _count_labels(kept_columns["sign"]),
-        "tokens": {part: _spread(_tokens(kept_columns, part)) for part in ("prompt", "chosen", "rejected")},
+        "truncated": int(kept["truncated"].sum()),
+        "tokenizer_merged_across_the_border": int(kept["merged"].sum()),
+        "unpaired": _count_labels(kept["sign"]),
+        "tokens": {part: _spread(_tokens(kept, part)) for part in ("prompt", "chosen", "rejected")},
         "shortcuts": facts,
-        "warnings": shortcuts.warnings(facts),
+        "warnings": [*row_stats.warnings(stats, splits["eval"], params), *shortcuts.warnings(facts)],
     }
 
 

@@ -93,21 +93,21 @@ def warnings(stats: RowStats, held_out: int, params: Prepare) -> list[str]:
         "near_duplicate": f"a prepare.near_duplicates above {params.near_duplicates} keeps more of them",
     }
     many = {name: count for name, count in counts.items() if count > MANY * total}
-    made = [
+    sentences = [
         f"{count} of {total} pairs ({count / total:.1%}) are left out: {REJECT_REASONS[name]}; {advice[name]}"
         for name, count in many.items()
         if name in advice
     ]
     bad = sum(count for name, count in counts.items() if name in QUARANTINED)
     if bad > MANY * total:
-        made.append(f"{bad} of {total} rows ({bad / total:.1%}) cannot be used: see data/card/quarantine.jsonl")
+        sentences.append(f"{bad} of {total} rows ({bad / total:.1%}) cannot be used: see data/card/quarantine.jsonl")
     half = Z / 2 / math.sqrt(held_out + Z * Z)  # Wilson's interval around one half
     if half > WIDE:
-        made.append(
+        sentences.append(
             f"{held_out} held-out pairs say little: an accuracy has a 95% interval of about +-{100 * half:.0f} points "
             "(100 pairs: +-10, 400 pairs: +-5). Add rows, or raise prepare.eval_fraction"
         )
-    return made
+    return sentences
 
 
 def _longer(too_long: Counter, params: Prepare) -> str:

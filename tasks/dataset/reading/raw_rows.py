@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.params import Prepare
-from tasks.config.paths import RAW
-from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
+from tasks.config.paths import RAW, SAMPLE
+from tasks.dataset.reading.readers import first_rows, read_rows
 from tasks.dataset.rows.layouts import source_layout
 from tasks.dataset.rows.preference import Preference, RowLayout, pair_id
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.system.files import read_json
 
+SAMPLED = "sample"  # the key of the pairs of the stage `sample`
 USER = "user"  # the column that names the person to whom a row belongs
 
 
@@ -32,17 +33,21 @@ def raw_sources(root: Path = Path()) -> list[dict[str, Any]]:
     return read_json(root / RAW / "manifest.json")["sources"]
 
 
+def files_of(source: dict[str, Any], root: Path = Path()) -> list[tuple[Path, str]]:
+    """(path, name as the user knows it) of each file of a source of data/raw, or of the pairs of the stage `sample`."""
+    folder = root / (SAMPLE if source["key"] == SAMPLED else RAW / source["name"])
+    return [(folder / file["file"], file["called"]) for file in source["files"]]
+
+
 def rows_of(source: dict[str, Any], root: Path = Path()) -> Iterator[tuple[str, int, RawRow]]:
     """(file as the user knows it, row number, row) of each readable row of a source."""
-    for file in source["files"]:
-        for chunk in read_chunks(root / RAW / source["name"] / file["file"], file["called"]):
-            yield from ((file["called"], number, row) for number, row in rows_in(chunk) if isinstance(row, dict))
+    for path, name in files_of(source, root):
+        yield from ((name, number, row) for number, row in read_rows(path, name) if isinstance(row, dict))
 
 
 def layout_of(source: dict[str, Any], params: Prepare) -> RowLayout:
-    file = source["files"][0]
-    rows = first_rows(RAW / source["name"] / file["file"], file["called"])
-    return source_layout(source["name"], rows, file["called"], params)
+    path, name = files_of(source)[0]
+    return source_layout(source["name"], first_rows(path, name), name, params)
 
 
 def belongs_to(row: RawRow, user: str) -> bool:

@@ -73,6 +73,11 @@ def rows_in(chunk: Chunk) -> Iterator[tuple[int, RawRow | RejectedRow]]:
             yield number, row if isinstance(row, dict | RejectedRow) else _not_an_object(row)
 
 
+def read_rows(path: Path, name: str) -> Iterator[tuple[int, RawRow | RejectedRow]]:
+    """The rows of a whole file with their numbers."""
+    return chain.from_iterable(map(rows_in, read_chunks(path, name)))
+
+
 def count_rows(chunk: Chunk) -> int:
     if isinstance(chunk.content, bytes):
         return sum(1 for line in chunk.content.split(b"\n") if line and not line.isspace())
