@@ -70,11 +70,10 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
         _fetch_hub(key, address, folder / "rows.parquet")
     elif REMOTE in address:
         _fetch_remote(key, address, folder)
-    elif (path := local_path(address)).is_file():
-        shutil.copyfile(path, folder / path.name)
     else:
-        for file in _row_files(path):
-            target = folder / file.relative_to(path)
+        path = local_path(address)
+        for file in local_files(address):
+            target = folder / file.relative_to(path if path.is_dir() else path.parent)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
 

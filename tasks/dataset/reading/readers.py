@@ -161,11 +161,23 @@ def _open(path: Path, name: str) -> io.BufferedReader:
     return io.BufferedReader(path.open("rb", buffering=0), BUFFER)
 
 
-def _open_text(path: Path, name: str, newline: str | None = None) -> io.TextIOWrapper:
+def _encoding(stream: io.BufferedReader) -> str:
     """UTF-8, or UTF-16 or UTF-32 by the byte order mark or the zero bytes of ASCII characters."""
-    stream = _open(path, name)
     encoding = json.detect_encoding(stream.peek(4)[:4])
-    return io.TextIOWrapper(stream, "utf-8-sig" if encoding == "utf-8" else encoding, newline=newline)
+    return "utf-8-sig" if encoding == "utf-8" else encoding
+
+
+def _open_text(path: Path, name: str, newline: str | None = None) -> io.TextIOWrapper:
+    stream = _open(path, name)
+    return io.TextIOWrapper(stream, _encoding(stream), newline=newline)
+
+
+@contextmanager
+def _open_lines(path: Path, name: str) -> Iterator["io.BufferedReader | _Utf8Lines"]:
+    """Lines as UTF-8. In a file of UTF-8, a line that is not valid stays as it is."""
+    with _open(path, name) as stream:
+        encoding = _encoding(stream)
+        yield stream if encoding == "utf-8-sig" else _Utf8Lines(io.TextIOWrapper(stream, encoding, newline="\n"))
 
 
 class _Utf8Lines:
@@ -179,13 +191,6 @@ class _Utf8Lines:
 
     def readline(self, size: int) -> bytes:
         return self.text.readline(size).encode()
-
-
-@contextmanager
-def _open_lines(path: Path, name: str) -> Iterator[IO[bytes] | _Utf8Lines]:
-    """Bytes of UTF-8, in which a line that is not valid UTF-8 is left as it is."""
-    with _open_text(path, name, newline="\n") as text:
-        yield text.buffer if text.encoding.startswith("utf-8") else _Utf8Lines(text)
 
 
 def _jsonl(path: Path, name: str) -> Iterator[Chunk]:
