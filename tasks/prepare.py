@@ -29,7 +29,7 @@ from tasks.dataset.rows.layouts import better_shape, decode, describe, source_la
 from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
 from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
-from tasks.dataset.shards import write_splits
+from tasks.dataset.shards import count_splits, write_splits
 from tasks.dataset.templates import ChatTemplate, load_template
 from tasks.errors import UserError
 from tasks.system.files import hash_files, publish, read_json, recall, sha256, write_json
@@ -101,7 +101,7 @@ def process(
         kept, duplicates = select_pairs(columns, sources, stats, params)
         more = larger_samples(sources, columns, kept, params.max_pairs)
     _quarantine_duplicates(duplicates, columns, results, files, stats, quarantine)
-    splits = data_card.count_splits(columns["held_out"][kept])
+    splits = count_splits(columns["held_out"][kept])
     check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
     unpaired.check_labels(columns, kept)
     return Processed(sources, stats, results, columns, kept)

@@ -39,7 +39,7 @@ def sft(run: Run) -> None:
         "pairs": fingerprint([sha256(data.file(split)) for split in ("train", "eval")]),
         "reference": None,
     }
-    model, count = source_folder(params.source.model), data.count("train")
+    model, count = source_folder(params.source.model), len(data.read("train"))
     steps = batches.total_steps(count, params.sft.global_batch_size, params.sft.epochs, params.sft.max_steps)
     answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)

@@ -86,16 +86,13 @@ def _check_model(folder: Path, model: str, template: str) -> None:
     from training.models.folder_checks import check_folder  # heavy: torch, transformers
     from training.models.remote_code import needs_remote_code, reject_hub_kernels
 
-    try:
-        reject_hub_kernels(folder)
-    except ValueError as error:
-        raise UserError(f"source.model: {error}.") from None
     if part := needs_remote_code(folder):
         raise UserError(
             f"source.model: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
             "comes with a model is never run. Choose a model that transformers supports, or convert it."
         )
     try:
+        reject_hub_kernels(folder)
         check_folder(folder, template)
     except ValueError as error:
         raise UserError(f"source.model: {model} cannot be used: {error}.") from None

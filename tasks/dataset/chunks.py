@@ -6,7 +6,7 @@ A shard depends on its chunk alone, so the number and speed of the workers canno
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +78,8 @@ class Candidate:
         return preference.pair_id(self.preference)
 
     @cached_property
-    def prompt(self) -> str:
-        return to_text(self.preference.prompt)
+    def prompt_hash(self) -> int:
+        return preference.prompt_hash(to_text(self.preference.prompt))
 
 
 @dataclass
@@ -162,12 +162,12 @@ class ChunkWorker:
     def _is_sampled(self, source: RowSource, candidate: Candidate) -> bool:
         in_share = source.share == 1.0 or int(candidate.pair_id, 16) < source.share * preference.HASH_RANGE
         rank = preference.sample_rank(candidate.pair_id, self.params.seed) if source.sampled < 1.0 else 0
-        return in_share and rank < source.sampled * preference.HASH_RANGE and not self._is_replaced(source, candidate)
+        replaced = source.replaced and not self._is_held_out(source, candidate)
+        return in_share and rank < source.sampled * preference.HASH_RANGE and not replaced
 
-    def _is_replaced(self, source: RowSource, candidate: Candidate) -> bool:
+    def _is_held_out(self, source: RowSource, candidate: Candidate) -> bool:
         fraction = self.params.eval_fraction
-        held_out = fraction is not None and preference.is_held_out(preference.prompt_hash(candidate.prompt), fraction)
-        return source.replaced and not held_out
+        return source.held_out if fraction is None else preference.is_held_out(candidate.prompt_hash, fraction)
 
     def _tokenize(self, candidates: list[Candidate], result: ChunkResult) -> Iterator[tuple[Candidate, TokenizedPair]]:
         tokenized = tokenize(self.template, [candidate.preference for candidate in candidates])
@@ -201,20 +201,19 @@ class ChunkWorker:
         result.columns["signature"] = _signatures(candidate.preference for candidate, _ in compared)
 
     def _facts(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
-        hashed, fraction = preference.prompt_hash(candidate.prompt), self.params.eval_fraction
         row_id = candidate.row.get(source.layout.columns.get("id", ""))
         return {
             "row": candidate.row_number,
             "pair_id": int(candidate.pair_id, 16),
             "swapped_id": int(preference.swapped_id(candidate.preference), 16),
-            "prompt": hashed,
+            "prompt": candidate.prompt_hash,
             "row_id": 0 if row_id is None else preference.row_id_hash(row_id),
             "rank": preference.sample_rank(candidate.pair_id, self.params.seed) if self.params.max_pairs else 0,
             "sign": candidate.preference.sign,
             "prompt_tokens": len(tokens.prompt_ids),
             "chosen_tokens": len(tokens.chosen_ids),
             "rejected_tokens": len(tokens.rejected_ids),
-            "held_out": source.held_out if fraction is None else preference.is_held_out(hashed, fraction),
+            "held_out": self._is_held_out(source, candidate),
             "merged": tokens.merged,
             "truncated": tokens.truncated,
             "chosen_ends": tokens.chosen_ids[-1] in self.template.end_ids,
@@ -222,27 +221,30 @@ class ChunkWorker:
         }
 
     def _pair(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
-        """The pair's row of data/pairs."""
-        prompt_mask: list[int] = []
-        chosen_mask, rejected_mask = tokens.chosen_mask, tokens.rejected_mask
         if not self.params.apply_loss_mask:  # the loss covers every token but the first, which nothing predicts
             prompt_mask = [0] + [1] * (len(tokens.prompt_ids) - 1)
             chosen_mask, rejected_mask = [1] * len(tokens.chosen_ids), [1] * len(tokens.rejected_ids)
-        return {
-            "id": candidate.pair_id,
-            "prompt": candidate.prompt,
-            "prompt_ids": tokens.prompt_ids,
-            "prompt_mask": prompt_mask,
-            "chosen_ids": tokens.chosen_ids,
-            "chosen_mask": chosen_mask,
-            "rejected_ids": tokens.rejected_ids,
-            "rejected_mask": rejected_mask,
-            "label": candidate.preference.label,
-            "margin": candidate.preference.margin,
-            "weight": candidate.preference.weight * source.weight,
-            "source": source.name,
-            "sign": candidate.preference.sign,
-        }
+            tokens = replace(tokens, prompt_mask=prompt_mask, chosen_mask=chosen_mask, rejected_mask=rejected_mask)
+        return pair_row(candidate.preference, tokens, source.name, source.weight)
+
+
+def pair_row(pair: Preference, tokens: TokenizedPair, source: str, weight: float) -> dict[str, Any]:
+    """A row of data/pairs, without the shared prefix."""
+    return {
+        "id": preference.pair_id(pair),
+        "prompt": to_text(pair.prompt),
+        "prompt_ids": tokens.prompt_ids,
+        "prompt_mask": tokens.prompt_mask,
+        "chosen_ids": tokens.chosen_ids,
+        "chosen_mask": tokens.chosen_mask,
+        "rejected_ids": tokens.rejected_ids,
+        "rejected_mask": tokens.rejected_mask,
+        "label": pair.label,
+        "margin": pair.margin,
+        "weight": pair.weight * weight,
+        "source": source,
+        "sign": pair.sign,
+    }
 
 
 def _doubled(limit: int, length: int) -> int:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from tasks.config.params import Prepare
+from tasks.dataset.chunks import pair_row
 from tasks.dataset.pairs import SFT_PREFIX
 from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import messages, preference
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
-from tasks.dataset.shards import write_shard, write_splits
+from tasks.dataset.shards import count_splits, write_shard, write_splits
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.tokenization import TokenizedPair, tokenize
 from tasks.errors import UserError
@@ -45,8 +46,7 @@ def prepare_demonstrations(
     write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_PREFIX)
     for shard in shards:
         shard.unlink()
-    held = int(sum(mask.sum() for mask in held_out))
-    return {"train": sum(map(len, held_out)) - held, "eval": held}, rejected
+    return count_splits(np.concatenate(held_out)), rejected
 
 
 def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params: Prepare) -> None:
@@ -105,17 +105,5 @@ def _tokenized(
             tokens = RejectedRow("over_length")
         if isinstance(tokens, RejectedRow):
             rejected[tokens.name] += 1
-            continue
-        answer = {"ids": tokens.chosen_ids, "mask": tokens.chosen_mask}
-        yield {
-            "id": preference.pair_id(demonstration),
-            "prompt": messages.to_text(demonstration.prompt),
-            "prompt_ids": tokens.prompt_ids,
-            "prompt_mask": [],
-            **{f"{side}_{name}": values for side in ("chosen", "rejected") for name, values in answer.items()},
-            "label": 1.0,
-            "margin": 0.0,
-            "weight": 1.0,
-            "sign": 0,
-            "source": "sft",
-        }
+        else:
+            yield pair_row(demonstration, tokens, "sft", 1.0)

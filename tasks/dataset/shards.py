@@ -45,6 +45,11 @@ def write_splits(
                 writer.write_table(batch.combine_chunks())
 
 
+def count_splits(held_out: NDArray[np.bool_]) -> dict[str, int]:
+    """Rows of each split, from the mask of held-out rows."""
+    return {"train": int((~held_out).sum()), "eval": int(held_out.sum())}
+
+
 def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in tables of BATCH_ROWS."""
     waiting: pa.Table | None = None

@@ -22,6 +22,7 @@ class TokenizedPair:
     rejected_ids: list[int]
     chosen_mask: list[int]  # loss mask: 1 for tokens in the loss
     rejected_mask: list[int]
+    prompt_mask: tuple[int, ...] | list[int] = ()  # empty if no token of the prompt is in the loss
     merged: bool = False  # the tokenizer merged prompt and response, so the response was tokenized alone
     truncated: bool = False
 
@@ -153,7 +154,7 @@ def _make_pair(
         prompt = prompt[1:]  # some templates write BOS twice
     if not prompt or not any(chosen[1]) or not any(rejected[1]):
         return RejectedRow("nothing_left")
-    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged)
+    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged=merged)
 
 
 def cut_after_end(template: ChatTemplate, response: list[int]) -> list[int]:

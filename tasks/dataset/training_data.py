@@ -31,9 +31,6 @@ class TrainingData:
         pairs = PairTable(table)
         return pairs.with_reference(open_table(reference_file(split, root))) if reference else pairs
 
-    def count(self, split: str) -> int:
-        return open_table(self.file(split)).num_rows if self.preferences or self.own_file else len(self.read(split))
-
 
 PREFERENCES = TrainingData()
 

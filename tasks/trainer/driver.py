@@ -156,7 +156,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
 def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
     """What determines this training. The cluster does not: another one continues from the same checkpoints."""
     train = training.params.train
-    pairs = training.data.count("train")
+    pairs = len(training.data.read("train"))
     return {
         "run": run,
         "train": train.model_dump(),

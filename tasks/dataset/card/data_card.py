@@ -17,10 +17,11 @@ from tasks.dataset.card.histograms import histogram
 from tasks.dataset.card.preview import decode_pair
 from tasks.dataset.card.row_stats import RowStats
 from tasks.dataset.chunks import RowSource
-from tasks.dataset.dedup import Columns, Mask
+from tasks.dataset.dedup import Columns
 from tasks.dataset.pairs import SPLITS, read_rows
 from tasks.dataset.rows.reject_reasons import QUARANTINED
 from tasks.dataset.selection import Processed
+from tasks.dataset.shards import count_splits
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.unpaired import as_pairs, compared_rows
 from tasks.system.files import fingerprint, read_json, sha256, write_json
@@ -105,11 +106,6 @@ def _statistics(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def count_splits(held_out: Mask) -> dict[str, int]:
-    """Pairs of each split, from the mask of held-out pairs."""
-    return {"train": int((~held_out).sum()), "eval": int(held_out.sum())}
-
-
 def _by_source(stats: RowStats, kept: Columns, sources: Sequence[RowSource]) -> dict[str, Any]:
     return {
         source.name: {
@@ -136,15 +132,11 @@ def _tokens(kept: Columns, part: str) -> NDArray[Any]:
 
 
 def _shortcuts(kept: Columns, pairs: Path) -> dict[str, Any]:
-    first = second = np.arange(len(kept["sign"]))
-    if kept["sign"].any():
-        first, second = compared_rows(kept["sign"])
+    first, second = compared_rows(kept["sign"])
     chosen, rejected = kept["chosen_tokens"][first].astype(np.int64), kept["rejected_tokens"][second].astype(np.int64)
     difference = chosen - rejected
     reach = max(1.0, float(np.percentile(np.abs(difference), 99)))
-    probed = {split: read_rows(pairs / f"{split}.arrow", count) for split, count in PROBE_PAIRS.items()}
-    if kept["sign"].any():
-        probed = {split: as_pairs(rows) for split, rows in probed.items()}
+    probed = {split: as_pairs(read_rows(pairs / f"{split}.arrow", count)) for split, count in PROBE_PAIRS.items()}
     return {
         "chosen_longer": round(float(((difference > 0) + 0.5 * (difference == 0)).mean()), 4),
         "chosen_ends": round(float(kept["chosen_ends"][first].mean()), 4),

@@ -35,10 +35,8 @@ def read_prompts(template: ChatTemplate, params: Prepare, count: int | None, see
         prompts.setdefault(prompt_hash(to_text(preference.prompt)), preference)
     fraction = params.eval_fraction or 0.0
     hashes = [hashed for hashed in prompts if hashed not in held_out and not is_held_out(hashed, fraction)]
-    if count is not None:
-        drawn = {*sorted(hashes, key=lambda hashed: sample_rank(str(hashed), seed))[:count]}
-        hashes = [hashed for hashed in hashes if hashed in drawn]
-    chosen = [prompts[hashed] for hashed in hashes]
+    drawn = {*sorted(hashes, key=lambda hashed: sample_rank(str(hashed), seed))[:count]}
+    chosen = [prompts[hashed] for hashed in hashes if hashed in drawn]
     return [
         Prompt(preference.prompt, to_text(preference.prompt), tokens.prompt_ids, preference.tools)
         for preference, tokens in zip(chosen, tokenize(template, chosen), strict=True)
