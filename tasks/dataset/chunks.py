@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from numpy.typing import NDArray
 from tasks.config.params import Prepare
 from tasks.dataset.dedup import VALUES, minhash
 from tasks.dataset.reading.readers import Chunk, rows_in
-from tasks.dataset.rows import preference
 from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import to_text
-from tasks.dataset.rows.preference import Preference, RowLayout
+from tasks.dataset.rows.preference import HASH_RANGE, Preference, RowLayout, is_held_out, row_id_hash, sample_rank
 from tasks.dataset.rows.reject_reasons import QUARANTINED, RawRow, RejectedRow
 from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.dataset.shards import write_shard
@@ -65,21 +63,12 @@ class ChunkTask(NamedTuple):
     chunk: Chunk
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A pair on its way through the checks."""
 
     row_number: int
     row: RawRow
-    preference: Preference
-
-    @cached_property
-    def pair_id(self) -> str:
-        return preference.pair_id(self.preference)
-
-    @cached_property
-    def prompt_hash(self) -> int:
-        return preference.prompt_hash(to_text(self.preference.prompt))
+    pair: Preference
 
 
 @dataclass
@@ -148,10 +137,10 @@ class ChunkWorker:
         """The candidates that fulfil the data contract, and of them the share of their source."""
         source, valid = self.sources[result.file.source], []
         for candidate in candidates:
-            rejected = check_pair(candidate.preference, self.params.max_characters)
-            if rejected is None and candidate.pair_id in self.excluded:
+            rejected = check_pair(candidate.pair, self.params.max_characters)
+            if rejected is None and candidate.pair.id in self.excluded:
                 rejected = RejectedRow("excluded")
-            if rejected is None and not self._is_sampled(source, candidate):
+            if rejected is None and not self._is_sampled(source, candidate.pair):
                 rejected = RejectedRow("not_sampled")
             if rejected is None:
                 valid.append(candidate)
@@ -159,18 +148,18 @@ class ChunkWorker:
                 result.reject(candidate.row_number, rejected, candidate.row)
         return valid
 
-    def _is_sampled(self, source: RowSource, candidate: Candidate) -> bool:
-        in_share = source.share == 1.0 or int(candidate.pair_id, 16) < source.share * preference.HASH_RANGE
-        rank = preference.sample_rank(candidate.pair_id, self.params.seed) if source.sampled < 1.0 else 0
-        replaced = source.replaced and not self._is_held_out(source, candidate)
-        return in_share and rank < source.sampled * preference.HASH_RANGE and not replaced
+    def _is_sampled(self, source: RowSource, pair: Preference) -> bool:
+        in_share = source.share == 1.0 or int(pair.id, 16) < source.share * HASH_RANGE
+        rank = sample_rank(pair.id, self.params.seed) if source.sampled < 1.0 else 0
+        replaced = source.replaced and not self._is_held_out(source, pair)
+        return in_share and rank < source.sampled * HASH_RANGE and not replaced
 
-    def _is_held_out(self, source: RowSource, candidate: Candidate) -> bool:
+    def _is_held_out(self, source: RowSource, pair: Preference) -> bool:
         fraction = self.params.eval_fraction
-        return source.held_out if fraction is None else preference.is_held_out(candidate.prompt_hash, fraction)
+        return source.held_out if fraction is None else is_held_out(pair.hashed_prompt, fraction)
 
     def _tokenize(self, candidates: list[Candidate], result: ChunkResult) -> Iterator[tuple[Candidate, TokenizedPair]]:
-        tokenized = tokenize(self.template, [candidate.preference for candidate in candidates])
+        tokenized = tokenize(self.template, [candidate.pair for candidate in candidates])
         for candidate, tokens in zip(candidates, tokenized, strict=True):
             if isinstance(tokens, TokenizedPair):
                 length = tokens.length
@@ -198,22 +187,22 @@ class ChunkWorker:
         facts = [self._facts(source, *pair) for pair in pairs]
         result.columns = {name: np.array([fact[name] for fact in facts], dtype=kind) for name, kind in COLUMNS.items()}
         compared = pairs if self.params.near_duplicates is not None else []
-        result.columns["signature"] = _signatures(candidate.preference for candidate, _ in compared)
+        result.columns["signature"] = _signatures(candidate.pair for candidate, _ in compared)
 
     def _facts(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
-        row_id = candidate.row.get(source.layout.columns.get("id", ""))
+        pair, row_id = candidate.pair, candidate.row.get(source.layout.columns.get("id", ""))
         return {
             "row": candidate.row_number,
-            "pair_id": int(candidate.pair_id, 16),
-            "swapped_id": int(preference.swapped_id(candidate.preference), 16),
-            "prompt": candidate.prompt_hash,
-            "row_id": 0 if row_id is None else preference.row_id_hash(row_id),
-            "rank": preference.sample_rank(candidate.pair_id, self.params.seed) if self.params.max_pairs else 0,
-            "sign": candidate.preference.sign,
+            "pair_id": int(pair.id, 16),
+            "swapped_id": int(pair.swapped_id, 16),
+            "prompt": pair.hashed_prompt,
+            "row_id": 0 if row_id is None else row_id_hash(row_id),
+            "rank": sample_rank(pair.id, self.params.seed) if self.params.max_pairs else 0,
+            "sign": pair.sign,
             "prompt_tokens": len(tokens.prompt_ids),
             "chosen_tokens": len(tokens.chosen_ids),
             "rejected_tokens": len(tokens.rejected_ids),
-            "held_out": self._is_held_out(source, candidate),
+            "held_out": self._is_held_out(source, pair),
             "merged": tokens.merged,
             "truncated": tokens.truncated,
             "chosen_ends": tokens.chosen_ids[-1] in self.template.end_ids,
@@ -225,14 +214,14 @@ class ChunkWorker:
             prompt_mask = [0] + [1] * (len(tokens.prompt_ids) - 1)
             chosen_mask, rejected_mask = [1] * len(tokens.chosen_ids), [1] * len(tokens.rejected_ids)
             tokens = replace(tokens, prompt_mask=prompt_mask, chosen_mask=chosen_mask, rejected_mask=rejected_mask)
-        return pair_row(candidate.preference, tokens, source.name, source.weight)
+        return pair_row(candidate.pair, tokens, source.name, source.weight)
 
 
 def pair_row(pair: Preference, tokens: TokenizedPair, source: str, weight: float) -> dict[str, Any]:
     """A row of data/pairs, without the shared prefix."""
     return {
-        "id": preference.pair_id(pair),
-        "prompt": to_text(pair.prompt),
+        "id": pair.id,
+        "prompt": pair.prompt_text,
         "prompt_ids": tokens.prompt_ids,
         "prompt_mask": tokens.prompt_mask,
         "chosen_ids": tokens.chosen_ids,

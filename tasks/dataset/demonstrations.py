@@ -15,8 +15,8 @@ from tasks.config.params import Prepare
 from tasks.dataset.chunks import pair_row
 from tasks.dataset.pairs import SFT_PREFIX
 from tasks.dataset.reading.readers import Chunk, rows_in
-from tasks.dataset.rows import messages, preference
-from tasks.dataset.rows.preference import Preference
+from tasks.dataset.rows import messages
+from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 from tasks.dataset.shards import count_splits, write_shard, write_splits
 from tasks.dataset.templates import ChatTemplate
@@ -39,8 +39,7 @@ def prepare_demonstrations(
         rows = list(_tokenized(chunk, template, params, rejected))
         shards.append(folder / f"sft-{number:06d}.shard")
         write_shard(shards[-1], rows)
-        hashes = [preference.prompt_hash(row["prompt"]) for row in rows]
-        held_out.append(np.array([preference.is_held_out(hashed, fraction) for hashed in hashes], dtype=bool))
+        held_out.append(np.array([is_held_out(prompt_hash(row["prompt"]), fraction) for row in rows], dtype=bool))
     if sum(map(len, held_out)) > 1 and not any(map(np.any, held_out)):
         next(mask for mask in held_out if len(mask))[0] = True  # something must be held out
     write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_PREFIX)

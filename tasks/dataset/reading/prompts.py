@@ -7,8 +7,8 @@ from typing import Any
 from tasks.config.params import RUN, Prepare
 from tasks.dataset.reading.raw_rows import layout_of, raw_sources, rows_of
 from tasks.dataset.rows.layouts import decode
-from tasks.dataset.rows.messages import Message, to_text
-from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash, sample_rank
+from tasks.dataset.rows.messages import Message
+from tasks.dataset.rows.preference import Preference, is_held_out, sample_rank
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.tokenization import TokenizedPair, tokenize
@@ -29,16 +29,16 @@ class Prompt:
 
 def read_prompts(template: ChatTemplate, params: Prepare, count: int | None, seed: int) -> list[Prompt]:
     """The prompts of data/raw outside the held-out set; `count` of them are drawn by a hash of seed and prompt."""
-    held_out = {prompt_hash(to_text(preference.prompt)) for preference in _read("source.eval", params)}
+    held_out = {preference.hashed_prompt for preference in _read("source.eval", params)}
     prompts: dict[int, Preference] = {}
     for preference in _read("source.data", params):
-        prompts.setdefault(prompt_hash(to_text(preference.prompt)), preference)
+        prompts.setdefault(preference.hashed_prompt, preference)
     fraction = params.eval_fraction or 0.0
     hashes = [hashed for hashed in prompts if hashed not in held_out and not is_held_out(hashed, fraction)]
     drawn = {*sorted(hashes, key=lambda hashed: sample_rank(str(hashed), seed))[:count]}
     chosen = [prompts[hashed] for hashed in hashes if hashed in drawn]
     return [
-        Prompt(preference.prompt, to_text(preference.prompt), tokens.prompt_ids, preference.tools)
+        Prompt(preference.prompt, preference.prompt_text, tokens.prompt_ids, preference.tools)
         for preference, tokens in zip(chosen, tokenize(template, chosen), strict=True)
         if isinstance(tokens, TokenizedPair) and len(tokens.prompt_ids) < params.max_tokens
     ]

@@ -12,7 +12,7 @@ from tasks.config.params import Prepare
 from tasks.config.paths import RAW, SAMPLE
 from tasks.dataset.reading.readers import first_rows, read_rows
 from tasks.dataset.rows.layouts import source_layout
-from tasks.dataset.rows.preference import Preference, RowLayout, pair_id
+from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.system.files import read_json
@@ -65,5 +65,5 @@ def pair_origins(params: Prepare) -> dict[str, Origin]:
         for file, number, row in rows_of(source):
             for pair in to_preferences(row, layout):
                 if isinstance(pair, Preference):
-                    origins.setdefault(pair_id(pair), Origin(file, number, str(row.get(USER) or "")))
+                    origins.setdefault(pair.id, Origin(file, number, str(row.get(USER) or "")))
     return origins

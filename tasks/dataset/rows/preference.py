@@ -7,9 +7,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from tasks.dataset.rows.messages import Message
+from tasks.dataset.rows.messages import Message, to_text
 from tasks.dataset.rows.reject_reasons import RejectedRow
 
 HASH_RANGE = 1 << 64
@@ -31,6 +32,24 @@ class Preference:
     tools: list[Any] | None = None
     sign: int = 0  # of an unpaired row: +1 its answer is desirable, -1 undesirable; `rejected` is the same answer
 
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits of a hash of the content."""
+        return _digest([self.prompt, _answer(self.chosen), self.sign or _answer(self.rejected)])
+
+    @cached_property
+    def swapped_id(self) -> str:
+        """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
+        return replace(self, chosen=self.rejected, rejected=self.chosen, sign=-self.sign).id
+
+    @cached_property
+    def prompt_text(self) -> str:
+        return to_text(self.prompt)
+
+    @cached_property
+    def hashed_prompt(self) -> int:
+        return prompt_hash(self.prompt_text)
+
 
 MaybePreference = Preference | RejectedRow
 
@@ -45,17 +64,6 @@ class RowLayout:
     expand: str = "best_rest"
     min_margin: float = 0.0
     ties: str = "drop"
-
-
-def pair_id(preference: Preference) -> str:
-    """16 hex digits of a hash of the content."""
-    second = preference.sign or _answer(preference.rejected)
-    return _digest([preference.prompt, _answer(preference.chosen), second])
-
-
-def swapped_id(preference: Preference) -> str:
-    """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
-    return pair_id(replace(preference, chosen=preference.rejected, rejected=preference.chosen, sign=-preference.sign))
 
 
 def prompt_hash(text: str) -> int:
