@@ -16,6 +16,7 @@ from tasks.dataset.chunks import pair_row
 from tasks.dataset.pairs import SFT_PREFIX
 from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows import messages
+from tasks.dataset.rows.contract import check_unicode
 from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 from tasks.dataset.shards import count_splits, write_shard, write_splits
@@ -84,6 +85,7 @@ def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     messages.check_turns(prompt, answer)
     if not all(turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant"):
         raise RejectedRow("empty_answer")
+    check_unicode(messages.to_text(prompt), messages.to_text(answer))
     return Preference(prompt, answer, answer)
 
 

@@ -52,13 +52,13 @@ def count_splits(held_out: NDArray[np.bool_]) -> dict[str, int]:
 
 def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in tables of BATCH_ROWS."""
-    waiting: pa.Table | None = None
+    waiting = PAIR_SCHEMA.empty_table()
     for table in tables:
-        waiting = pa.concat_tables([waiting, table]) if waiting is not None else table
+        waiting = pa.concat_tables([waiting, table])
         while len(waiting) >= BATCH_ROWS:
             yield waiting.slice(0, BATCH_ROWS)
             waiting = waiting.slice(BATCH_ROWS)
-    if waiting is not None and len(waiting):
+    if len(waiting):
         yield waiting
 
 

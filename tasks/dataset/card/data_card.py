@@ -24,7 +24,7 @@ from tasks.dataset.selection import Processed
 from tasks.dataset.shards import count_splits
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.unpaired import as_pairs, compared_rows
-from tasks.system.files import fingerprint, read_json, sha256, write_json
+from tasks.system.files import fingerprint, read_json, recall, sha256, write_json
 
 PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of each split
 PREVIEW_PAIRS = 3
@@ -74,7 +74,7 @@ def compare(report: dict[str, Any], card: Path) -> tuple[list[list[str]], list[P
     """
     folder = home() / ".scratch" / "cards" / fingerprint(report["source"])
     folder.mkdir(parents=True, exist_ok=True)
-    versions = read_json(folder / "versions.json") if (folder / "versions.json").exists() else {}
+    versions = recall(folder / "versions.json")
     if versions.get("current", {}).get("sha256") != report["sha256"]:
         versions = {"previous": versions.get("current"), "current": report}
         write_json(folder / "versions.json", versions)

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from tasks.config.params import Prepare
@@ -112,11 +113,10 @@ def warnings(stats: RowStats, held_out: int, params: Prepare) -> list[str]:
 
 def _longer(too_long: Counter, params: Prepare) -> str:
     """What the next values of prepare.max_tokens would keep."""
-    kept, parts = 0, []
-    for limit, count in sorted(too_long.items()):
-        kept += count
-        parts.append(f"{limit} keeps {kept} of them")
+    limits = sorted(too_long)[:3]
+    kept = accumulate(too_long[limit] for limit in limits)
+    parts = (f"{limit} keeps {count} of them" for limit, count in zip(limits, kept, strict=True))
     return (
-        f"prepare.max_tokens {', '.join(parts[:3])}, and memory and time of a pair grow with its length; "
+        f"prepare.max_tokens {', '.join(parts)}, and memory and time of a pair grow with its length; "
         "prepare.over_length: truncate_prompt or truncate_response shortens them"
     )

@@ -10,17 +10,14 @@ def check_pair(preference: Preference, max_characters: int) -> RejectedRow | Non
     try:
         check_turns(preference.prompt, preference.chosen)
         check_turns(preference.prompt, preference.rejected)
+        prompt, chosen, rejected = texts = (
+            _prompt_text(preference.prompt),
+            _answer_text(preference.chosen),
+            _answer_text(preference.rejected),
+        )
+        check_unicode(*texts)
     except RejectedRow as violation:
         return violation
-    prompt, chosen, rejected = texts = (
-        _prompt_text(preference.prompt),
-        _answer_text(preference.chosen),
-        _answer_text(preference.rejected),
-    )
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return RejectedRow("invalid_utf8", "half of a surrogate pair")
     if not prompt:
         return RejectedRow("empty_prompt")
     if not (chosen and rejected):
@@ -28,6 +25,14 @@ def check_pair(preference: Preference, max_characters: int) -> RejectedRow | Non
     if chosen == rejected and not preference.sign:
         return RejectedRow("equal_answers")
     return RejectedRow("absurd_length") if max(map(len, texts)) > max_characters else None
+
+
+def check_unicode(*texts: str) -> None:
+    """Reject text that JSON can write and no tokenizer can read."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise RejectedRow("invalid_utf8", "half of a surrogate pair") from None
 
 
 def _prompt_text(prompt: list[Message]) -> str:
