@@ -87,10 +87,12 @@ def process(
     """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used, or not for this training."""
     entries = [entry for entry in raw["sources"] if entry["key"] != "source.sft"]
     entries.sort(key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
+    names = [entry["name"] for entry in entries]
+    if unknown := [name for name in params.by_source if name not in names]:
+        raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
     sources = [_row_source(entry, params) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
-    _check_names(params, sources)
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
@@ -139,13 +141,6 @@ def _decided_by(layout: RowLayout) -> str:
     ties = len(layout.votes) <= 4  # more are words that nobody configured
     shown = (f"{value} = {meaning}" for value, meaning in layout.votes.items() if ties or meaning != "tie")
     return f", {column}: {', '.join(shown)}"
-
-
-def _check_names(params: Prepare, sources: list[RowSource]) -> None:
-    names = [source.name for source in sources]
-    for name in params.by_source:
-        if name not in names:
-            raise UserError(f"prepare.by_source: there is no source `{name}`. There are: {', '.join(names)}.")
 
 
 def _process_chunks(

@@ -4,7 +4,8 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
@@ -60,14 +61,11 @@ def parse_transcript(value: Any, column: str) -> list[Message]:
     start, *parts = SPEAKER.split(value)
     if start.strip() or not parts:
         raise RejectedRow("not_text", f"{column} is not a transcript; name the prompt's column in prepare.columns")
-    turns: list[Message] = []
-    for speaker, text in zip(parts[0::2], parts[1::2], strict=True):
-        role, text = ROLES[speaker.lower()], text.strip()
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}".strip()
-        else:
-            turns.append({"role": role, "content": text})
-    return turns
+    turns = zip((ROLES[speaker.lower()] for speaker in parts[0::2]), map(str.strip, parts[1::2]), strict=True)
+    return [
+        {"role": role, "content": "\n\n".join(text for _, text in successive if text)}
+        for role, successive in groupby(turns, key=itemgetter(0))
+    ]
 
 
 def join_lists(row: RawRow) -> RawRow:
