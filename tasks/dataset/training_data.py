@@ -13,6 +13,8 @@ from tasks.dataset.pairs import SFT_PREFIX, PairTable, open_table, pairs_file, r
 
 @dataclass(frozen=True)
 class TrainingData:
+    """Which rows of data/pairs a stage trains on."""
+
     preferences: bool = True  # False: demonstrations, one answer per prompt
     own_file: bool = False  # of `source.sft`; otherwise the demonstrations are the chosen answers
 
@@ -24,7 +26,7 @@ class TrainingData:
         return pairs_file(f"{SFT_PREFIX}{split}" if self.own_file else split, root)
 
     def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
-        """The rows of a split, whose files the driver has checked; with their reference values if asked."""
+        """The rows of a split, whose files the driver has checked; with their reference values if `reference` is set."""
         table = open_table(self.file(split, root))
         if not (self.preferences or self.own_file):
             return chosen_answers(table)

@@ -13,8 +13,8 @@ from tasks.dataset.rows.reject_reasons import FIXES, QUARANTINED, REJECT_REASONS
 from tasks.errors import UserError
 
 MANY = 0.05  # share of pairs that may be left out without a warning
-MOST = 0.5  # above it, the rows are read wrongly, and accepting the loss is no advice
-WIDE = 0.1  # half the width of the interval of an accuracy that is worth a warning
+MOST = 0.5  # above it, the layout is probably wrong: the advice is to check it, not to accept the loss
+WIDE = 0.1  # half-width of an accuracy's interval from which a warning is given
 Z = 1.96  # of a 95% interval
 
 

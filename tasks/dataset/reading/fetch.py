@@ -85,7 +85,7 @@ def source_name(address: str) -> str:
 
 
 def data_sources(params: Source) -> list[dict[str, Any]]:
-    """The sources of rows: one address or a mixture, then held-out data and the data of `sft` if there are such."""
+    """The sources of rows: one address or a mixture, then held-out data and the data of `sft` where they are set."""
 
     def entry(key: str, name: str, address: str, weight: float = 1.0, share: float = 1.0) -> dict[str, Any]:
         return {"key": f"source.{key}", "name": name, "address": address, "weight": weight, "share": share}

@@ -25,7 +25,7 @@ from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 SAMPLE = 200  # rows to try a shape on
-UNKNOWN = 0.1  # share of labels that are not known
+UNKNOWN = 0.1  # largest share of unknown labels that still leaves the others evident
 WIDTH = 100  # characters of a decoded text
 # Words in the names of columns, for suggestions; the rejected answer first, since `dispreferred` has both.
 HINTS = {
