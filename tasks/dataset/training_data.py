@@ -26,7 +26,7 @@ class TrainingData:
         return pairs_file(f"{SFT_PREFIX}{split}" if self.own_file else split, root)
 
     def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
-        """The rows of a split, whose files the driver has checked; with their reference values if `reference` is set."""
+        """The rows of a split, whose files the driver has checked; with `reference`, also their reference values."""
         table = open_table(self.file(split, root))
         if not (self.preferences or self.own_file):
             return chosen_answers(table)
