@@ -91,10 +91,10 @@ def compared_rows(signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.resize(sides[0], count), np.resize(sides[1], count)
 
 
-def as_pairs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_pairs(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Rows of data/pairs for the bag-of-words probe: pairs, or desirable and undesirable answers as pairs."""
     signs = np.array([row["sign"] for row in rows])
     if not signs.any():
-        return list(rows)
+        return rows
     both = zip(*(numbers.tolist() for numbers in compared_rows(signs)), strict=True)
     return [{"chosen_ids": rows[up]["chosen_ids"], "rejected_ids": rows[down]["chosen_ids"]} for up, down in both]
