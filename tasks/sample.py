@@ -140,7 +140,7 @@ def _scores(
     """The score of each answer by a judge of single answers."""
     store = Store(folder / f"scores-{fingerprint(_judge(settings))}")
     exchanges = [[(prompt.text, text) for text in texts] for prompt, texts in zip(prompts, answers, strict=True)]
-    keys = {exchange: fingerprint(list(exchange)) for exchange in chain.from_iterable(exchanges)}
+    keys = {exchange: fingerprint(exchange) for exchange in chain.from_iterable(exchanges)}
     missing = [exchange for exchange, key in keys.items() if key not in store.values or settings.judge == "demo"]
     with Bar("sample", len(keys), "judgements") as bar:
         bar.update(len(keys) - len(missing))
