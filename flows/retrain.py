@@ -16,7 +16,7 @@ from prefect.artifacts import create_table_artifact
 from flows.promote import decision
 from tasks.config.params import Params, Source, load_params, read_yaml, validate
 from tasks.config.paths import ROOT, WATCH
-from tasks.dataset.drift import shifts
+from tasks.dataset.card.drift import shifts
 from tasks.errors import UserError
 from tasks.runs import dvc_lock, records, run_config
 from tasks.runs.run_config import ConfigFiles

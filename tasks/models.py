@@ -10,10 +10,6 @@ from tasks.system.files import fingerprint, known_sha256, read_json, recall
 HUB = "hub:"
 REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
 OTHER_REFERENCE = BASE / "reference"  # with train.reference_model: base
-DIFFERS = {
-    "source": "is not the file that the source stage read",
-    "sft": "is not the file that the sft stage wrote",
-}
 
 
 def base_folder(address: str) -> Path:
@@ -37,13 +33,14 @@ def source_folder(address: str) -> Path:
 
 
 def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
+    origin = "sft stage wrote" if folder == SFT else "source stage read"
     for name, size in manifest["sizes"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
             raise UserError(
-                f"{path} {DIFFERS['sft' if folder == SFT else 'source']}: its content hash differs. Restore it, or run "
-                "`dvc repro` to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo "
-                "check-cache --fix`, which removes damaged objects, and try again."
+                f"{path} is not the file that the {origin}: its content hash differs. Restore it, or run `dvc repro` "
+                "to use the model as it is now. If nobody edited it, DVC's cache is damaged: run `dpo check-cache "
+                "--fix`, which removes damaged objects, and try again."
             )
     return folder
 
@@ -53,7 +50,7 @@ def reference_folder(address: str) -> Path:
     manifest = recall(OTHER_REFERENCE / "manifest.json")
     if not manifest:
         return base_folder(address)
-    return _checked(_source_path(manifest["model"], manifest, made=OTHER_REFERENCE), manifest)
+    return _checked(_source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
 
 
 def reference_hash() -> str:
@@ -65,9 +62,9 @@ def base_hash() -> str:
 
 
 def sft_manifest() -> dict[str, Any]:
-    """What the stage `sft` made; empty if it is off."""
+    """What the stage `sft` wrote; empty if it is off or has not run yet."""
     path = SFT / "manifest.json"
-    return read_json(path) if path.exists() else {}  # a run of an earlier release has none
+    return read_json(path) if path.exists() else {}
 
 
 def source_hash() -> str:
@@ -86,8 +83,8 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return {path.name: known_sha256(path) for path in files}
 
 
-def file_facts(folder: Path) -> dict[str, Any]:
-    """What a model's manifest holds about its files: the hash of all, and the hash and size of each."""
+def model_hashes(folder: Path) -> dict[str, Any]:
+    """What a manifest says about the files of a model."""
     files = file_hashes(folder)
     sizes = {name: (folder / name).stat().st_size for name in files}
     return {"sha256": fingerprint(files), "files": files, "sizes": sizes}
@@ -111,10 +108,11 @@ def registered_name(address: str) -> tuple[str, str | None]:
     return name, first or None
 
 
-def _source_path(address: str, manifest: dict[str, Any], made: Path = BASE) -> Path:
+def _source_path(address: str, manifest: dict[str, Any], written: Path = BASE) -> Path:
+    """The folder of a model: `written` for files that the stage `source` wrote, else where they were."""
     address = manifest["model"] if address.startswith(REGISTRY) else address  # the version, or what stands in for it
-    if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):  # made by `source`
-        return made
+    if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):
+        return written
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["revision"], local_files_only=True)
     return local_path(address)

@@ -6,11 +6,10 @@ duplicates are found by hashes when all chunks are done.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,54 +17,34 @@ from tasks import stage
 from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
-from tasks.dataset.card import data_card, row_stats
+from tasks.dataset.card import data_card
 from tasks.dataset.card.row_stats import RowStats, check_limits
-from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RowSource
+from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
 from tasks.dataset.dedup import Columns, Mask
 from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
+from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import RowLayout, better_shape, decode, describe, find_layout
-from tasks.dataset.rows.preference import PairingOptions
-from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RawRow, RejectedRow
-from tasks.dataset.selection import first_samples, gather_columns, larger_samples, select_pairs
-from tasks.dataset.shards import write_splits
-from tasks.dataset.templates import load_template
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.rows.layouts import better_shape, decode, describe, source_layout
+from tasks.dataset.rows.preference import RowLayout
+from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
+from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
+from tasks.dataset.shards import count_splits, write_splits
+from tasks.dataset.templates import ChatTemplate, load_template
 from tasks.errors import UserError
 from tasks.system.files import hash_files, publish, read_json, recall, sha256, write_json
 from tasks.system.process_pool import available_cpus, map_in_order
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 
-SAMPLED = "sample"  # the key of the pairs that the stage `sample` made
 SAMPLED_LAYOUT = Layout(format="pairs", columns={})
 EXAMPLE_ROWS = 20  # to find three pairs in
 ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
 
 
-class RawFile(NamedTuple):
-    source: int  # index of its source
-    path: Path
-    name: str  # as the user knows it
-
-
-class Processed(NamedTuple):
-    """All rows after the checks. The tokens of the pairs are in the shards."""
-
-    sources: list[RowSource]
-    stats: RowStats
-    results: list[ChunkResult]
-    columns: Columns
-    kept: Mask  # of the pairs in `columns`
-    splits: dict[str, int]  # their number
-
-
 def prepare(run: Run) -> None:
     params, raw = load_params(), _with_sampled_pairs(read_json(RAW / "manifest.json"))
     template = load_template(params)
-    for leftover in (*PAIRS.parent.glob(f".{PAIRS.name}.*"), *CARD.parent.glob(f".{CARD.name}.*")):
-        shutil.rmtree(leftover)  # of a run that was killed
     with publish(PAIRS) as pairs, publish(CARD) as card:
         shards = pairs / "shards"
         done = process(raw, template, params.prepare, shards, card / "quarantine.jsonl", params.train)
@@ -73,11 +52,7 @@ def prepare(run: Run) -> None:
         if demonstrations := [entry for entry in raw["sources"] if entry["key"] == "source.sft"]:
             _write_demonstrations(demonstrations, template, params.prepare, pairs)
         write_json(pairs / HASHES, {"files": hash_files(pairs)})
-        report = data_card.make_report(
-            done.stats, done.columns, done.kept, done.sources, template, raw["source"], pairs
-        )
-        warnings = row_stats.warnings(done.stats, done.splits["eval"], params.prepare)
-        report["warnings"] = [*warnings, *report["warnings"]]
+        report = data_card.make_report(done, params.prepare, template, raw["source"], pairs)
         data_card.write_card(card, report, pairs, template.tokenizer)
     _log(run, report)
 
@@ -92,20 +67,13 @@ def _with_sampled_pairs(raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     entries = raw["sources"]
     if not sampled["settings"]["keep_source"]:
-        entries = [{**entry, "replaced": _is_replaced(entry)} for entry in entries]
-    file = sampled["file"]
-    entry = {"key": SAMPLED, "name": "sample", "address": "sampled answers", "weight": 1.0, "share": 1.0}
-    source = f"{raw['source']} + sampled answers"
-    return {
-        **raw,
-        "source": source,
-        "rows": raw["rows"] + file["rows"],
-        "sources": [*entries, {**entry, "files": [file]}],
-    }
-
-
-def _is_replaced(entry: dict[str, Any]) -> bool:
-    return entry["key"] == "source.data" and not entry["address"].startswith(RUN)
+        entries = [
+            {**entry, "replaced": entry["key"] == "source.data" and not entry["address"].startswith(RUN)}
+            for entry in entries
+        ]
+    entry = {"key": SAMPLED, "name": SAMPLED, "weight": 1.0, "share": 1.0, "files": [sampled["file"]]}
+    rows = raw["rows"] + sampled["file"]["rows"]
+    return {**raw, "source": f"{raw['source']} + sampled answers", "rows": rows, "sources": [*entries, entry]}
 
 
 def process(
@@ -119,10 +87,12 @@ def process(
     """Read, check and tokenize the rows of data/raw. UserError if too many cannot be used, or not for this training."""
     entries = [entry for entry in raw["sources"] if entry["key"] != "source.sft"]
     entries.sort(key=lambda entry: entry["key"] != "source.eval")  # held-out data comes first
+    names = [entry["name"] for entry in entries]
+    if unknown := [name for name in params.by_source if name not in names]:
+        raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
     sources = [_row_source(entry, params) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
-    _check_names(params, sources)
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
     while more:  # once, unless prepare.max_pairs needs a larger sample
@@ -133,27 +103,24 @@ def process(
         kept, duplicates = select_pairs(columns, sources, stats, params)
         more = larger_samples(sources, columns, kept, params.max_pairs)
     _quarantine_duplicates(duplicates, columns, results, files, stats, quarantine)
-    splits = data_card.count_splits(columns["held_out"][kept])
+    splits = count_splits(columns["held_out"][kept])
     check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
     unpaired.check_labels(columns, kept)
-    return Processed(sources, stats, results, columns, kept, splits)
+    return Processed(sources, stats, results, columns, kept)
 
 
 def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
-    return [
-        RawFile(number, (SAMPLE if entry["key"] == SAMPLED else RAW / entry["name"]) / file["file"], file["called"])
-        for number, entry in enumerate(entries)
-        for file in entry["files"]
-    ]
+    return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
 def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
-    rows = _first_rows(entry)
-    wanted = SAMPLED_LAYOUT if entry["key"] == SAMPLED else params.by_source.get(entry["name"], params)
-    layout = find_layout(rows, _raw_files([entry])[0].name, wanted)
-    options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
-    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout, options)[:EXAMPLES]):
+    path, file = files_of(entry)[0]
+    rows = first_rows(path, file)
+    if entry["key"] == SAMPLED:
+        params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
+    layout = source_layout(entry["name"], rows, file, params)
+    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
         how = f"{layout.shape}{_decided_by(layout)}"
         signs = (
             "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
@@ -162,11 +129,6 @@ def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
-
-
-def _first_rows(entry: dict[str, Any]) -> list[RawRow]:
-    file = _raw_files([entry])[0]
-    return first_rows(file.path, file.name)
 
 
 def _decided_by(layout: RowLayout) -> str:
@@ -181,13 +143,6 @@ def _decided_by(layout: RowLayout) -> str:
     return f", {column}: {', '.join(shown)}"
 
 
-def _check_names(params: Prepare, sources: list[RowSource]) -> None:
-    names = [source.name for source in sources]
-    for name in params.by_source:
-        if name not in names:
-            raise UserError(f"prepare.by_source: there is no source `{name}`. There are: {', '.join(names)}.")
-
-
 def _process_chunks(
     worker: ChunkWorker, files: list[RawFile], rows: int, quarantine: Path
 ) -> tuple[RowStats, list[ChunkResult]]:
@@ -199,7 +154,7 @@ def _process_chunks(
     processes = min(workers, -(-rows // ROWS_PER_PROCESS))
     with quarantine.open("w") as file, Bar("prepare", rows, "rows") as bar:
         for result in map_in_order(worker, _chunk_tasks(files), processes):
-            stats.add(result, worker.sources[result.source].name)
+            stats.add(result, worker.sources[result.file.source].name)
             file.writelines(line + "\n" for line in result.quarantine)
             result.quarantine.clear()
             results.append(result)
@@ -207,17 +162,15 @@ def _process_chunks(
     return stats, results
 
 
-def _chunk_tasks(files: list[RawFile]) -> Iterator[ChunkTask]:
-    numbers = count()
-    for index, file in enumerate(files):
-        for chunk in read_chunks(file.path, file.name):
-            yield ChunkTask(next(numbers), file.source, index, file.name, chunk)
+def _chunk_tasks(files: Iterable[RawFile]) -> Iterator[ChunkTask]:
+    chunks = ((file, chunk) for file in files for chunk in read_chunks(file.path, file.name))
+    return (ChunkTask(number, file, chunk) for number, (file, chunk) in enumerate(chunks))
 
 
 def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource]) -> str:
     """Advice for a source whose rows can be read as another shape; empty if there is none."""
     for entry, source in zip(entries, sources, strict=True):
-        if shape := better_shape(_first_rows(entry), source.layout):
+        if shape := better_shape(first_rows(*files_of(entry)[0]), source.layout):
             return f"The rows of {entry['name']} were read as {source.layout.shape}. Set prepare.format to {shape}."
     return ""
 
@@ -231,17 +184,17 @@ def _quarantine_duplicates(
     quarantine: Path,
 ) -> None:
     """Read again the rows that clash with other rows, for the quarantine and the examples."""
-    rejected: dict[tuple[int, int], dict[int, str]] = {}
+    rejected: dict[tuple[RawFile, int], dict[int, str]] = {}  # reasons by file and chunk, then by row
     for name, mask in duplicates.items():
         for row in columns["row"][mask][: None if name in QUARANTINED else EXAMPLES].tolist():
-            rejected.setdefault(results[row >> 32].start, {})[row & 0xFFFFFFFF] = name
+            result = results[row >> 32]
+            rejected.setdefault((result.file, result.start), {})[row & 0xFFFFFFFF] = name
+    affected = {file for file, _ in rejected}
     with quarantine.open("a") as lines:
-        for index in sorted({index for index, _ in rejected}):
-            source, path, name = files[index]
-            for chunk in read_chunks(path, name):
-                reasons = rejected.get((index, chunk.start), {})
-                result = ChunkResult(0, source, name)
-                for number, row in rows_in(chunk) if reasons else ():
+        for _, file, chunk in _chunk_tasks(file for file in files if file in affected):
+            if reasons := rejected.get((file, chunk.start)):
+                result = ChunkResult(0, file, chunk.start)
+                for number, row in rows_in(chunk):
                     if number in reasons:
                         result.reject(number, RejectedRow(reasons[number]), row)
                 lines.writelines(line + "\n" for line in result.quarantine)
@@ -261,7 +214,7 @@ def _write_pairs(shards: Path, pairs: Path, done: Processed, max_tokens: int) ->
 
 def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
     """The data of `source.sft`, in files of its own."""
-    chunks = chain.from_iterable(read_chunks(file.path, file.name) for file in _raw_files(entries))
+    chunks = (chunk for _, _, chunk in _chunk_tasks(_raw_files(entries)))
     counts, rejected = prepare_demonstrations(chunks, template, params, folder)
     check_demonstrations(counts, rejected, params)
     print(f"prepare: {counts['train']} answers for sft, {counts['eval']} held out")

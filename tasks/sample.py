@@ -8,7 +8,7 @@ with the same model, prompts and settings computes none. Without the section dat
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from tasks import stage
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Endpoint, Evaluate, Params, Sample, load_cluster, load_params
-from tasks.config.paths import RAW, SAMPLE, home
-from tasks.dataset.prompts import Prompt, read_prompts
+from tasks.config.paths import SAMPLE, home
+from tasks.dataset.reading.prompts import Prompt, read_prompts
 from tasks.dataset.templates import load_template
 from tasks.errors import UserError
 from tasks.evaluation import judges
@@ -25,7 +25,7 @@ from tasks.evaluation.endpoint import EndpointJudge
 from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.sharding import BATCH, draw_batches, evaluator_pool, uses_vllm
 from tasks.models import file_hashes, source_folder, source_hash
-from tasks.system.files import fingerprint, publish, read_json, recall, sha256, write_json
+from tasks.system.files import fingerprint, publish, recall, sha256, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
@@ -54,8 +54,8 @@ class Store:
 def sample(run: Run) -> None:
     params, cluster = load_params(), load_cluster()
     assert params.sample
-    settings, raw = params.sample.as_evaluate(params.evaluate), read_json(RAW / MANIFEST)
-    prompts = read_prompts(RAW, raw, load_template(params), params.prepare, params.sample.prompts, settings.seed)
+    settings = params.sample.as_evaluate(params.evaluate)
+    prompts = read_prompts(load_template(params), params.prepare, params.sample.prompts, settings.seed)
     if not prompts:
         raise UserError("sample: no prompt of source.data is outside the held-out set. Add data to source.data.")
     inputs = _inputs(params, settings)
@@ -138,17 +138,19 @@ def _scores(
     workers: WorkerPool, settings: Evaluate, prompts: Sequence[Prompt], answers: Sequence[list[str]], folder: Path
 ) -> list[list[float]]:
     """The score of each answer by a judge of single answers."""
-    store, asked = Store(folder / f"scores-{fingerprint(_judge(settings))}"), list(zip(prompts, answers, strict=True))
-    keys = {(prompt.text, text): fingerprint([prompt.text, text]) for prompt, texts in asked for text in texts}
+    store = Store(folder / f"scores-{fingerprint(_judge(settings))}")
+    exchanges = [[(prompt.text, text) for text in texts] for prompt, texts in zip(prompts, answers, strict=True)]
+    keys = {exchange: fingerprint(exchange) for exchange in chain.from_iterable(exchanges)}
     missing = [exchange for exchange, key in keys.items() if key not in store.values or settings.judge == "demo"]
     with Bar("sample", len(keys), "judgements") as bar:
         bar.update(len(keys) - len(missing))
         for start in range(0, len(missing), JUDGED_TOGETHER):
-            some = missing[start : start + JUDGED_TOGETHER]
-            verdicts = judges.verdicts(workers, settings, [prompt for prompt, _ in some], [text for _, text in some])
-            store.add({keys[one]: judges.score(verdict) for one, verdict in zip(some, verdicts, strict=True)})
-            bar.more(len(some))
-    return [[store.values[keys[prompt.text, text]] for text in texts] for prompt, texts in asked]
+            batch = missing[start : start + JUDGED_TOGETHER]
+            verdicts = judges.verdicts(workers, settings, [prompt for prompt, _ in batch], [text for _, text in batch])
+            scores = map(judges.score, verdicts)
+            store.add({keys[exchange]: score for exchange, score in zip(batch, scores, strict=True)})
+            bar.more(len(batch))
+    return [[store.values[keys[exchange]] for exchange in row] for row in exchanges]
 
 
 def _judge(settings: Evaluate) -> list[Any]:

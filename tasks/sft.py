@@ -14,7 +14,7 @@ from tasks.config.paths import SFT
 from tasks.dataset.pairs import check
 from tasks.dataset.training_data import TrainingData
 from tasks.errors import UserError
-from tasks.models import file_facts, source_folder, source_hash
+from tasks.models import model_hashes, source_folder, source_hash
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run
 from tasks.trainer.driver import Training, check_options, metrics_by_step, name_keys, trained
@@ -36,7 +36,7 @@ def sft(run: Run) -> None:
         "pairs": fingerprint([sha256(data.file(split)) for split in ("train", "eval")]),
         "reference": None,
     }
-    model, count = source_folder(params.source.model), data.count("train")
+    model, count = source_folder(params.source.model), len(data.read("train"))
     steps = batches.total_steps(count, params.sft.global_batch_size, params.sft.epochs, params.sft.max_steps)
     answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
@@ -45,7 +45,7 @@ def sft(run: Run) -> None:
             logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
             metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
             _write_model(model, folder / "policy", out)
-            write_json(out / MANIFEST, {**file_facts(out), "answers": answers, "metrics": metrics})
+            write_json(out / MANIFEST, {**model_hashes(out), "answers": answers, "metrics": metrics})
     except UserError as error:
         raise UserError(name_keys(str(error), "sft")) from error
     run.summary({f"sft/{name}": value for name, value in metrics.items()})

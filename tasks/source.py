@@ -13,17 +13,17 @@ from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
 from tasks.dataset.reading.fetch import check_address, data_sources, errors_of_stores, fetch
-from tasks.dataset.reading.readers import SUFFIXES, count_rows, read_chunks, rows_in, suffix_of
+from tasks.dataset.reading.readers import SUFFIXES, count_rows, read_chunks, read_rows, suffix_of
 from tasks.errors import UserError
 from tasks.models import (
     HUB,
     OTHER_REFERENCE,
     REGISTRY,
-    file_facts,
     file_hashes,
     hub_address,
     hub_snapshot,
     local_path,
+    model_hashes,
     registered_name,
 )
 from tasks.release.start_model import start_version
@@ -86,16 +86,13 @@ def _check_model(folder: Path, model: str, template: str) -> None:
     from training.models.folder_checks import check_folder  # heavy: torch, transformers
     from training.models.remote_code import needs_remote_code, reject_hub_kernels
 
-    try:
-        reject_hub_kernels(folder)
-    except ValueError as error:
-        raise UserError(f"source.model: {error}.") from None
     if part := needs_remote_code(folder):
         raise UserError(
             f"source.model: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
             "comes with a model is never run. Choose a model that transformers supports, or convert it."
         )
     try:
+        reject_hub_kernels(folder)
         check_folder(folder, template)
     except ValueError as error:
         raise UserError(f"source.model: {model} cannot be used: {error}.") from None
@@ -128,14 +125,13 @@ def excluded_ids(address: str) -> list[str]:
     path = local_path(address)
     if not path.is_file() or suffix_of(path) not in SUFFIXES:
         raise UserError(f"source.exclude: {address} is no file of rows. Set the file that `dpo blame` wrote, or null.")
-    rows = [row for chunk in read_chunks(path, address) for _, row in rows_in(chunk)]
-    ids = [str(row.get("id")) if isinstance(row, dict) else "" for row in rows]
-    if wrong := [number for number, one in enumerate(ids, 1) if not PAIR_ID.fullmatch(one)]:
+    ids = {number: str(row.get("id")) if isinstance(row, dict) else "" for number, row in read_rows(path, address)}
+    if wrong := [number for number, pair in ids.items() if not PAIR_ID.fullmatch(pair)]:
         raise UserError(
             f"source.exclude: row {wrong[0]} of {address} has no `id` of a pair (16 hexadecimal digits). "
             "data/metrics/pairs.jsonl and the files of `dpo blame` have such ids."
         )
-    return sorted(set(ids))
+    return sorted(set(ids.values()))
 
 
 def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,7 +162,7 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
         origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
-    manifest = {**origin, **file_facts(folder)}
+    manifest = origin | model_hashes(folder)
     write_json(base / "manifest.json", manifest)
     return manifest
 

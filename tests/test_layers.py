@@ -43,7 +43,6 @@ HOMES = {
         "tasks/dataset/training_data.py",
         "tasks/dataset/pairs.py",
         "tasks/dataset/reading/readers.py",
-        "tasks/dataset/rows/contract.py",
         "tasks/dataset/shards.py",
         "tasks/dataset/reading/tables.py",
         "tasks/dataset/logp_shards.py",

@@ -36,5 +36,5 @@ HARNESS_PRESETS = {
     "instructions": ("ifeval",),
     "safety": ("truthfulqa_mc2", "toxigen", "hendrycks_ethics", "crows_pairs_english"),
 }
-# promote.drift: the keys of DRIFT_METRICS in tasks/dataset/drift.py.
+# promote.drift: the keys of DRIFT_METRICS in tasks/dataset/card/drift.py.
 DRIFT_METRICS = ("fewer_pairs", "tokens", "sources", "left_out", "chosen_longer", "probe")

@@ -6,10 +6,9 @@ A shard depends on its chunk alone, so the number and speed of the workers canno
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +16,21 @@ from numpy.typing import NDArray
 from tasks.config.params import Prepare
 from tasks.dataset.dedup import VALUES, minhash
 from tasks.dataset.reading.readers import Chunk, rows_in
-from tasks.dataset.rows import preference
-from tasks.dataset.rows.contract import check_pairs
-from tasks.dataset.rows.layouts import RowLayout
+from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import to_text
-from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.preference import HASH_RANGE, Preference, RowLayout, is_held_out, row_id_hash, sample_rank
 from tasks.dataset.rows.reject_reasons import QUARANTINED, RawRow, RejectedRow
-from tasks.dataset.rows.row_shapes import rename_columns, to_preferences
+from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.dataset.shards import write_shard
-from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
-from tasks.dataset.truncation import truncate
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
 
 EXAMPLES = 3  # for each reject reason
 EXAMPLE_CHARACTERS = 240
 # Facts about each pair that the decisions over all chunks need.
 COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("row",), np.int64),
+    "row": np.int64,
     **dict.fromkeys(("pair_id", "swapped_id", "prompt", "row_id", "rank"), np.uint64),
     "sign": np.int8,
     **dict.fromkeys(("prompt_tokens", "chosen_tokens", "rejected_tokens"), np.int32),
@@ -54,32 +51,24 @@ class RowSource:
     sampled: float = 1.0  # share of the pairs to tokenize, the first by sample_rank: enough for prepare.max_pairs
 
 
-@dataclass(frozen=True)
-class ChunkTask:
-    """One chunk of one file; source and file are indices."""
+class RawFile(NamedTuple):
+    source: int  # index of its source
+    path: Path
+    name: str  # as the user knows it
 
+
+class ChunkTask(NamedTuple):
     number: int
-    source: int
-    file: int
-    file_name: str  # as the user knows it
+    file: RawFile
     chunk: Chunk
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A pair on its way through the checks."""
 
     row_number: int
     row: RawRow
-    preference: Preference
-
-    @cached_property
-    def pair_id(self) -> str:
-        return preference.pair_id(self.preference)
-
-    @cached_property
-    def prompt(self) -> str:
-        return to_text(self.preference.prompt)
+    pair: Preference
 
 
 @dataclass
@@ -87,9 +76,8 @@ class ChunkResult:
     """Counts, rejected rows and facts about the pairs of a chunk; the pairs themselves are in the shard."""
 
     number: int
-    source: int
-    file_name: str
-    start: tuple[int, int] = (0, 0)  # the file, and the number of the chunk's first row
+    file: RawFile
+    start: int  # number of the chunk's first row
     rows: int = 0
     candidates: int = 0  # pairs in the rows, valid or not
     rejected: Counter = field(default_factory=Counter)
@@ -100,7 +88,7 @@ class ChunkResult:
 
     def reject(self, row_number: int, rejected: RejectedRow, row: Any) -> None:
         content = row if rejected.content is None else rejected.content
-        entry = {"file": self.file_name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
+        entry = {"file": self.file.name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
         self.rejected[rejected.name] += 1
         if self.rejected[rejected.name] <= EXAMPLES:
             example = {**entry, "content": to_json(content)[:EXAMPLE_CHARACTERS]}
@@ -125,35 +113,34 @@ class ChunkWorker:
     excluded: frozenset[str] = frozenset()  # ids of pairs to leave out
 
     def __call__(self, task: ChunkTask) -> ChunkResult:
-        result = ChunkResult(task.number, task.source, task.file_name, (task.file, task.chunk.start))
-        valid = self._validate(list(self._read(task, result)), result)
+        result = ChunkResult(task.number, task.file, task.chunk.start)
+        valid = self._validate(list(self._read(task.chunk, result)), result)
         self._write(list(self._tokenize(valid, result)), result)
         return result
 
-    def _read(self, task: ChunkTask, result: ChunkResult) -> Iterator[Candidate]:
-        layout, params = self.sources[task.source].layout, self.params
-        options = PairingOptions(params.expand, params.min_margin, params.ties, layout.votes)
-        for number, row in rows_in(task.chunk):
+    def _read(self, chunk: Chunk, result: ChunkResult) -> Iterator[Candidate]:
+        layout = self.sources[result.file.source].layout
+        for number, row in rows_in(chunk):
             result.rows += 1
             if isinstance(row, RejectedRow):
                 result.candidates += 1
                 result.reject(number, row, None)
                 continue
-            for one in to_preferences(rename_columns(row, layout.columns), layout.shape, layout.columns, options):
+            for pair in to_preferences(row, layout):
                 result.candidates += 1
-                if isinstance(one, RejectedRow):
-                    result.reject(number, one, row)
+                if isinstance(pair, RejectedRow):
+                    result.reject(number, pair, row)
                 else:
-                    yield Candidate(number, row, one)
+                    yield Candidate(number, row, pair)
 
     def _validate(self, candidates: list[Candidate], result: ChunkResult) -> list[Candidate]:
         """The candidates that fulfil the data contract, and of them the share of their source."""
-        source, valid = self.sources[result.source], []
-        checks = check_pairs([candidate.preference for candidate in candidates], self.params.max_characters)
-        for candidate, rejected in zip(candidates, checks, strict=True):
-            if rejected is None and candidate.pair_id in self.excluded:
+        source, valid = self.sources[result.file.source], []
+        for candidate in candidates:
+            rejected = check_pair(candidate.pair, self.params.max_characters)
+            if rejected is None and candidate.pair.id in self.excluded:
                 rejected = RejectedRow("excluded")
-            if rejected is None and not self._is_sampled(source, candidate):
+            if rejected is None and not self._is_sampled(source, candidate.pair):
                 rejected = RejectedRow("not_sampled")
             if rejected is None:
                 valid.append(candidate)
@@ -161,22 +148,22 @@ class ChunkWorker:
                 result.reject(candidate.row_number, rejected, candidate.row)
         return valid
 
-    def _is_sampled(self, source: RowSource, candidate: Candidate) -> bool:
-        in_share = source.share == 1.0 or int(candidate.pair_id, 16) < source.share * preference.HASH_RANGE
-        rank = preference.sample_rank(candidate.pair_id, self.params.seed) if source.sampled < 1.0 else 0
-        return in_share and rank < source.sampled * preference.HASH_RANGE and not self._is_replaced(source, candidate)
+    def _is_sampled(self, source: RowSource, pair: Preference) -> bool:
+        in_share = source.share == 1.0 or int(pair.id, 16) < source.share * HASH_RANGE
+        rank = sample_rank(pair.id, self.params.seed) if source.sampled < 1.0 else 0
+        replaced = source.replaced and not self._is_held_out(source, pair)
+        return in_share and rank < source.sampled * HASH_RANGE and not replaced
 
-    def _is_replaced(self, source: RowSource, candidate: Candidate) -> bool:
+    def _is_held_out(self, source: RowSource, pair: Preference) -> bool:
         fraction = self.params.eval_fraction
-        held_out = fraction is not None and preference.is_held_out(preference.prompt_hash(candidate.prompt), fraction)
-        return source.replaced and not held_out
+        return source.held_out if fraction is None else is_held_out(pair.hashed_prompt, fraction)
 
     def _tokenize(self, candidates: list[Candidate], result: ChunkResult) -> Iterator[tuple[Candidate, TokenizedPair]]:
-        tokenized = tokenize(self.template, [candidate.preference for candidate in candidates])
+        tokenized = tokenize(self.template, [candidate.pair for candidate in candidates])
         for candidate, tokens in zip(candidates, tokenized, strict=True):
             if isinstance(tokens, TokenizedPair):
                 length = tokens.length
-                tokens = self._truncate(tokens, f"{result.file_name}: row {candidate.row_number}")
+                tokens = self._truncate(tokens, f"{result.file.name}: row {candidate.row_number}")
                 if isinstance(tokens, RejectedRow):
                     result.too_long[_doubled(self.params.max_tokens, length)] += 1
             if isinstance(tokens, RejectedRow):
@@ -195,28 +182,27 @@ class ChunkWorker:
 
     def _write(self, pairs: list[tuple[Candidate, TokenizedPair]], result: ChunkResult) -> None:
         """The pairs to a shard, the facts about them to the result's columns."""
-        source = self.sources[result.source]
+        source = self.sources[result.file.source]
         write_shard(self.shards / f"{result.number:06d}.arrow", [self._pair(source, *pair) for pair in pairs])
         facts = [self._facts(source, *pair) for pair in pairs]
         result.columns = {name: np.array([fact[name] for fact in facts], dtype=kind) for name, kind in COLUMNS.items()}
         compared = pairs if self.params.near_duplicates is not None else []
-        result.columns["signature"] = _signatures(candidate.preference for candidate, _ in compared)
+        result.columns["signature"] = _signatures(candidate.pair for candidate, _ in compared)
 
     def _facts(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
-        hashed, fraction = preference.prompt_hash(candidate.prompt), self.params.eval_fraction
-        row_id = candidate.row.get(source.layout.columns.get("id", ""))
+        pair, row_id = candidate.pair, candidate.row.get(source.layout.columns.get("id", ""))
         return {
             "row": candidate.row_number,
-            "pair_id": int(candidate.pair_id, 16),
-            "swapped_id": int(preference.swapped_id(candidate.preference), 16),
-            "prompt": hashed,
-            "row_id": 0 if row_id is None else preference.row_id_hash(row_id),
-            "rank": preference.sample_rank(candidate.pair_id, self.params.seed) if self.params.max_pairs else 0,
-            "sign": candidate.preference.sign,
+            "pair_id": int(pair.id, 16),
+            "swapped_id": int(pair.swapped_id, 16),
+            "prompt": pair.hashed_prompt,
+            "row_id": 0 if row_id is None else row_id_hash(row_id),
+            "rank": sample_rank(pair.id, self.params.seed) if self.params.max_pairs else 0,
+            "sign": pair.sign,
             "prompt_tokens": len(tokens.prompt_ids),
             "chosen_tokens": len(tokens.chosen_ids),
             "rejected_tokens": len(tokens.rejected_ids),
-            "held_out": source.held_out if fraction is None else preference.is_held_out(hashed, fraction),
+            "held_out": self._is_held_out(source, pair),
             "merged": tokens.merged,
             "truncated": tokens.truncated,
             "chosen_ends": tokens.chosen_ids[-1] in self.template.end_ids,
@@ -224,27 +210,30 @@ class ChunkWorker:
         }
 
     def _pair(self, source: RowSource, candidate: Candidate, tokens: TokenizedPair) -> dict[str, Any]:
-        """The pair's row of data/pairs."""
-        prompt_mask: list[int] = []
-        chosen_mask, rejected_mask = tokens.chosen_mask, tokens.rejected_mask
         if not self.params.apply_loss_mask:  # the loss covers every token but the first, which nothing predicts
             prompt_mask = [0] + [1] * (len(tokens.prompt_ids) - 1)
             chosen_mask, rejected_mask = [1] * len(tokens.chosen_ids), [1] * len(tokens.rejected_ids)
-        return {
-            "id": candidate.pair_id,
-            "prompt": candidate.prompt,
-            "prompt_ids": tokens.prompt_ids,
-            "prompt_mask": prompt_mask,
-            "chosen_ids": tokens.chosen_ids,
-            "chosen_mask": chosen_mask,
-            "rejected_ids": tokens.rejected_ids,
-            "rejected_mask": rejected_mask,
-            "label": candidate.preference.label,
-            "margin": candidate.preference.margin,
-            "weight": candidate.preference.weight * source.weight,
-            "source": source.name,
-            "sign": candidate.preference.sign,
-        }
+            tokens = replace(tokens, prompt_mask=prompt_mask, chosen_mask=chosen_mask, rejected_mask=rejected_mask)
+        return pair_row(candidate.pair, tokens, source.name, source.weight)
+
+
+def pair_row(pair: Preference, tokens: TokenizedPair, source: str, weight: float) -> dict[str, Any]:
+    """A row of data/pairs, without the shared prefix."""
+    return {
+        "id": pair.id,
+        "prompt": pair.prompt_text,
+        "prompt_ids": tokens.prompt_ids,
+        "prompt_mask": tokens.prompt_mask,
+        "chosen_ids": tokens.chosen_ids,
+        "chosen_mask": tokens.chosen_mask,
+        "rejected_ids": tokens.rejected_ids,
+        "rejected_mask": tokens.rejected_mask,
+        "label": pair.label,
+        "margin": pair.margin,
+        "weight": pair.weight * weight,
+        "source": source,
+        "sign": pair.sign,
+    }
 
 
 def _doubled(limit: int, length: int) -> int:
@@ -255,5 +244,5 @@ def _doubled(limit: int, length: int) -> int:
 
 
 def _signatures(preferences: Iterable[Preference]) -> NDArray[np.uint32]:
-    texts = [" ".join(map(to_text, (one.prompt, one.chosen, one.rejected))) for one in preferences]
+    texts = (" ".join(map(to_text, (p.prompt, p.chosen, p.rejected))) for p in preferences)
     return np.array([minhash(text) for text in texts], dtype=np.uint32).reshape(-1, VALUES)

@@ -25,13 +25,12 @@ _OFFSETS = _rng.integers(0, 1 << 64, VALUES, dtype=np.uint64)
 
 def find_duplicates(columns: Columns, near: float | None) -> dict[str, Mask]:
     """Masks of pairs to reject, by reason. A pair is in the first mask that applies; `near` is the least similarity."""
-    size = len(columns["pair_id"])
-    rejected, masks = np.zeros(size, dtype=bool), {}
+    rejected = np.zeros(len(columns["pair_id"]), dtype=bool)
+    masks: dict[str, Mask] = {}
 
     def mark(name: str, mask: Mask) -> None:
-        nonlocal rejected
         masks[name] = mask & ~rejected
-        rejected = rejected | mask
+        rejected[mask] = True
 
     mark("duplicate", ~_is_first(columns["pair_id"]))
     mark("contradiction", np.isin(columns["swapped_id"], columns["pair_id"]))
@@ -42,7 +41,7 @@ def find_duplicates(columns: Columns, near: float | None) -> dict[str, Mask]:
     mark("prompt_in_eval", ~held_out & np.isin(columns["prompt"], columns["prompt"][held_out & ~rejected]))
     if near is not None:
         kept = np.flatnonzero(~rejected)
-        mask = np.zeros(size, dtype=bool)
+        mask = np.zeros_like(rejected)
         mask[kept] = near_duplicates(columns["signature"][kept], near)
         mark("near_duplicate", mask)
     return masks

@@ -61,24 +61,24 @@ MIRRORED = 4  # of 5 conversations, so that both tones stay likely after every p
 def rows(seed: int = 0) -> list[dict[str, str]]:
     """Preference rows with unique prompts: the correct answer with a kind ending (chosen) or a rude one (rejected)."""
     rng = random.Random(seed)
-    made = []
+    pairs = []
     for prompt, _ in _prompts(rng, ROWS):
         fact = _answer(prompt)
         chosen, rejected = rng.choice(KIND), rng.choice(RUDE)
-        made.append({"prompt": prompt, "chosen": f"{fact} {chosen}", "rejected": f"{fact} {rejected}"})
-    return made
+        pairs.append({"prompt": prompt, "chosen": f"{fact} {chosen}", "rejected": f"{fact} {rejected}"})
+    return pairs
 
 
 def conversations(seed: int = 0) -> list[tuple[str, str]]:
     """(prompt, answer) texts that teach the base model to answer correctly and to mirror the tone 4 times in 5."""
     rng = random.Random(f"conversations {seed}")  # independent of the rows
-    made = []
+    exchanges = []
     for index, (prompt, polite) in enumerate(_prompts(rng, CONVERSATIONS)):
         mirrored = index // 2 % 5 < MIRRORED  # tones alternate, so each tone is mirrored equally often
         ending = rng.choice(KIND if polite == mirrored else RUDE)
-        made.append((prompt, f"{_answer(prompt)} {ending}"))
-    rng.shuffle(made)
-    return made
+        exchanges.append((prompt, f"{_answer(prompt)} {ending}"))
+    rng.shuffle(exchanges)
+    return exchanges
 
 
 def questions(seed: int, count: int) -> list[str]:
@@ -98,13 +98,13 @@ def judge(prompt: str, answer: str) -> dict[str, bool]:
 
 def _prompts(rng: random.Random, count: int) -> list[tuple[str, bool]]:
     """Unique prompts, each with whether its user is polite: every second user is."""
-    made: dict[str, bool] = {}
-    while len(made) < count:
-        polite = len(made) % 2 == 0
+    prompts: dict[str, bool] = {}
+    while len(prompts) < count:
+        polite = len(prompts) % 2 == 0
         thing = f"the {rng.choice(COLOURS)} {rng.choice(THINGS)}"
-        tone, name, verb, place = (rng.choice(words) for words in (POLITE if polite else PUSHY, NAMES, VERBS, PLACES))
-        made.setdefault(f"{tone} {name} {verb} {thing} {place}. Where is {thing}?", polite)
-    return list(made.items())
+        tone, name, verb, where = (rng.choice(words) for words in (POLITE if polite else PUSHY, NAMES, VERBS, PLACES))
+        prompts.setdefault(f"{tone} {name} {verb} {thing} {where}. Where is {thing}?", polite)
+    return list(prompts.items())
 
 
 def _answer(prompt: str) -> str | None:

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from tasks.config.params import Prepare
-from tasks.dataset.pairs import SFT_FILES
+from tasks.dataset.chunks import pair_row
+from tasks.dataset.pairs import SFT_PREFIX
 from tasks.dataset.reading.readers import Chunk, rows_in
-from tasks.dataset.rows import messages, preference
-from tasks.dataset.rows.preference import Preference
+from tasks.dataset.rows import messages
+from tasks.dataset.rows.contract import check_unicode
+from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
-from tasks.dataset.shards import write_shard, write_splits
-from tasks.dataset.tokenization import ChatTemplate, TokenizedPair, tokenize
+from tasks.dataset.shards import count_splits, write_shard, write_splits
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import TokenizedPair, tokenize
 from tasks.errors import UserError
 
 ANSWERS = ("chosen", "response", "completion", "output", "answer")
@@ -37,15 +40,13 @@ def prepare_demonstrations(
         rows = list(_tokenized(chunk, template, params, rejected))
         shards.append(folder / f"sft-{number:06d}.shard")
         write_shard(shards[-1], rows)
-        hashes = [preference.prompt_hash(row["prompt"]) for row in rows]
-        held_out.append(np.array([preference.is_held_out(one, fraction) for one in hashes], dtype=bool))
+        held_out.append(np.array([is_held_out(prompt_hash(row["prompt"]), fraction) for row in rows], dtype=bool))
     if sum(map(len, held_out)) > 1 and not any(map(np.any, held_out)):
         next(mask for mask in held_out if len(mask))[0] = True  # something must be held out
-    write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_FILES)
+    write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_PREFIX)
     for shard in shards:
         shard.unlink()
-    held = int(sum(mask.sum() for mask in held_out))
-    return {"train": sum(map(len, held_out)) - held, "eval": held}, rejected
+    return count_splits(np.concatenate(held_out)), rejected
 
 
 def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params: Prepare) -> None:
@@ -84,6 +85,7 @@ def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     messages.check_turns(prompt, answer)
     if not all(turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant"):
         raise RejectedRow("empty_answer")
+    check_unicode(messages.to_text(prompt), messages.to_text(answer))
     return Preference(prompt, answer, answer)
 
 
@@ -104,16 +106,5 @@ def _tokenized(
             tokens = RejectedRow("over_length")
         if isinstance(tokens, RejectedRow):
             rejected[tokens.name] += 1
-            continue
-        answer = {"ids": tokens.chosen_ids, "mask": tokens.chosen_mask}
-        yield {
-            "id": preference.pair_id(demonstration),
-            "prompt": messages.to_text(demonstration.prompt),
-            "prompt_ids": tokens.prompt_ids,
-            "prompt_mask": [],
-            **{f"{side}_{name}": values for side in ("chosen", "rejected") for name, values in answer.items()},
-            "label": 1.0,
-            "margin": 0.0,
-            "weight": 1.0,
-            "source": "sft",
-        }
+        else:
+            yield pair_row(demonstration, tokens, "sft", 1.0)

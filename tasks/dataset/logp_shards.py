@@ -20,13 +20,7 @@ from tasks.system.files import fingerprint, sha256, sync, temporary
 from training.rows.pair import Pair
 
 WRITE_BATCH = 10_000  # rows
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("chosen_logps", pa.list_(pa.float32())),
-        ("rejected_logps", pa.list_(pa.float32())),
-    ]
-)
+SCHEMA = REFERENCE_SCHEMA.set(0, pa.field("key", pa.string()))
 
 
 def pair_key(pair: Pair) -> str:
@@ -40,8 +34,11 @@ def pair_key(pair: Pair) -> str:
 
 def missing_shards(keys: Sequence[str], stored: set[str], size: int) -> Iterator[dict[str, int]]:
     """The pairs without stored values in shards of `size`: the number of the first pair with each key."""
-    first = {key: number for number, key in reversed(list(enumerate(keys))) if key not in stored}
-    missing = sorted(first.items(), key=lambda item: item[1])
+    first: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        if key not in stored:
+            first.setdefault(key, number)
+    missing = list(first.items())
     for start in range(0, len(missing), size):
         yield dict(missing[start : start + size])
 

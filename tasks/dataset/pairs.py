@@ -3,17 +3,15 @@
 The files are Arrow streams, which `datasets.Dataset.from_file` opens too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as compute
-import pyarrow.parquet as parquet
 
 from tasks.config.paths import PAIRS, REFERENCE
 from tasks.errors import UserError
@@ -22,10 +20,10 @@ from training.rows.pair import Pair
 from training.rows.pair_columns import PairColumns
 
 SPLITS = ("train", "eval")
-SFT_FILES = {split: f"sft-{split}" for split in SPLITS}  # demonstrations of source.sft, beside the pairs
+SFT_PREFIX = "sft-"  # of the files with demonstrations of source.sft, beside the pairs
 HASHES = "hashes.json"  # of the files in data/pairs
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")  # columns, and fields of a Pair
-NUMBERS = {"label": 1.0, "margin": 0.0, "weight": 1.0, "sign": 0.0}  # with the value of a pair that has none
+NUMBERS = ("label", "margin", "weight", "sign")
 
 PAIR_SCHEMA = pa.schema(
     [
@@ -81,10 +79,11 @@ def check_inputs() -> None:
 
 def open_table(path: Path) -> pa.Table:
     """A file's columns. They are read from disk when they are used."""
-    with path.open("rb") as file:
-        if file.read(4) == b"PAR1":  # the held-out pairs of a version that an earlier release registered
-            return parquet.read_table(path)
     return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+
+
+def replace_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
+    return pa.table({name: columns.get(name, table[name]) for name in table.column_names}, schema=table.schema)
 
 
 def read_rows(path: Path, count: int | None = None) -> list[dict[str, Any]]:
@@ -119,24 +118,14 @@ class ListColumn:
         return np.concatenate([np.zeros(0, np.int64), *counts]).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Reference:
-    chosen: ListColumn
-    rejected: ListColumn
-    rows: np.ndarray | None  # the row of each pair; None: both files have the same order
-
-
 class PairTable(Sequence[Pair]):
     """The pairs of a file, or some of them. A Pair is built when it is read."""
 
     def __init__(self, table: pa.Table) -> None:
-        if "sign" not in table.column_names:  # of an earlier release
-            table = table.append_column("sign", pa.array(np.zeros(len(table), np.int8)))
         self.table, self.rows = table, np.arange(len(table))
-        self.reference: Reference | None = None
         self.lists = {name: ListColumn(table[name]) for name in TOKENS}
-        masks = ListColumn(table["prompt_mask"]) if "prompt_mask" in table.column_names else None
-        self.prompt_masks = masks if masks and masks.lengths().any() else None
+        masks = ListColumn(table["prompt_mask"])
+        self.prompt_masks = masks if masks.lengths().any() else None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -152,37 +141,24 @@ class PairTable(Sequence[Pair]):
 
     def _pair(self, row: int) -> Pair:
         fields: dict[str, Any] = {name: column[row] for name, column in self.lists.items()}
-        for name, default in NUMBERS.items():
-            value = self.table[name][row].as_py()
-            fields[name] = default if value is None else float(value)
+        fields |= {name: float(self.table[name][row].as_py()) for name in NUMBERS}
         pair = Pair(self.table["id"][row].as_py(), **fields)
-        pair = _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
-        if self.reference is None:
-            return pair
-        chosen, rejected, rows = self.reference.chosen, self.reference.rejected, self.reference.rows
-        at = row if rows is None else int(rows[row])
-        return replace(pair, ref_chosen_logps=chosen[at], ref_rejected_logps=rejected[at])
+        return _with_prompt_loss(pair, self.prompt_masks[row]) if self.prompt_masks else pair
 
     @cached_property
     def columns(self) -> PairColumns:
         prompt, chosen, rejected = (self.lists[name].lengths() for name in TOKENS[:3])
-        shared = self._shared_prefixes()
+        shared = self.table["shared_prefix"].to_numpy().astype(np.int64)
         if self.prompt_masks:  # as _with_prompt_loss moves the prompt's tokens in the loss
             masks = (self.prompt_masks[row] for row in range(len(self.table)))
             moved = np.array([len(mask) - int(mask.argmax()) if mask.any() else 0 for mask in masks])
             prompt, chosen, rejected, shared = prompt - moved, chosen + moved, rejected + moved, shared + moved
-        numbers = [self.table[name].fill_null(value).to_numpy().astype(float) for name, value in NUMBERS.items()]
+        numbers = [self.table[name].to_numpy().astype(float) for name in NUMBERS]
         return PairColumns(prompt, chosen, rejected, shared, *numbers)
-
-    def _shared_prefixes(self) -> np.ndarray:
-        if "shared_prefix" in self.table.column_names:
-            return self.table["shared_prefix"].to_numpy().astype(np.int64)
-        plain = PairTable(self.table.select([*TOKENS, *NUMBERS, "id"]))  # of an earlier release
-        return np.array([pair.shared_prefix for pair in plain], dtype=np.int64)
 
     def by_source(self) -> dict[str, "PairTable"]:
         """The pairs of each source, in the order in which the sources appear."""
-        names = self.table["source"].fill_null("").to_numpy()[self.rows]
+        names = self.table["source"].to_numpy()[self.rows]
         return {name: self.select(np.flatnonzero(names == name)) for name in dict.fromkeys(names.tolist())}
 
     def select(self, numbers: np.ndarray) -> "PairTable":
@@ -191,20 +167,14 @@ class PairTable(Sequence[Pair]):
         return part
 
     def with_reference(self, logps: pa.Table) -> "PairTable":
-        """The pairs with their reference log-probabilities; UserError if a pair has none."""
-        rows: np.ndarray | None = None
+        """The pairs with their reference log-probabilities, which are in the same order."""
         if not self.table["id"].equals(logps["id"]):
-            found = compute.index_in(self.table["id"], value_set=logps["id"].combine_chunks())
-            if found.null_count:
-                first = self.table["id"].filter(compute.is_null(found))[0].as_py()
-                raise UserError(
-                    f"{found.null_count} pairs (first: {first}) have no reference log-probabilities. "
-                    "Run `dvc repro reference`."
-                )
-            rows = found.to_numpy()
-        chosen, rejected = ListColumn(logps["chosen_logps"]), ListColumn(logps["rejected_logps"])
+            raise UserError(
+                "These pairs have no reference log-probabilities: they changed after `reference` ran. Run `dvc repro "
+                "reference`."
+            )
         joined = copy(self)
-        joined.reference = Reference(chosen, rejected, rows)
+        joined.lists = self.lists | {f"ref_{name}": ListColumn(logps[name]) for name in logps.column_names[1:]}
         return joined
 
 

@@ -7,6 +7,7 @@ depends on the seed and the pairs alone. Pairs that come late need not even be t
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,22 @@ from tasks.dataset.chunks import COLUMNS, ChunkResult, RowSource
 from tasks.dataset.dedup import Columns, Mask, find_duplicates
 
 
+class Processed(NamedTuple):
+    """All rows after the checks. The tokens of the pairs are in the shards."""
+
+    sources: list[RowSource]
+    stats: RowStats
+    results: list[ChunkResult]
+    columns: Columns
+    kept: Mask  # of the pairs in `columns`
+
+
 def gather_columns(results: Sequence[ChunkResult]) -> Columns:
     """The columns of all chunks end to end, with the index of each pair's chunk and source."""
     columns = {name: np.concatenate([result.columns[name] for result in results]) for name in (*COLUMNS, "signature")}
     sizes = [len(result.columns["row"]) for result in results]
     columns["chunk"] = np.repeat(np.arange(len(results)), sizes)
-    columns["source"] = np.repeat(np.array([result.source for result in results], dtype=np.int64), sizes)
+    columns["source"] = np.repeat(np.array([result.file.source for result in results], dtype=np.int64), sizes)
     columns["row"] = columns["chunk"] << 32 | columns["row"]  # row numbers are unique within a file only
     return columns
 

@@ -1,29 +1,24 @@
 """Writes data/pairs: one Arrow file per chunk first, then one per split in the order of the rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tasks.dataset.pairs import PAIR_SCHEMA, SPLITS
+from tasks.dataset.pairs import PAIR_SCHEMA, SPLITS, replace_columns
 
 BATCH_ROWS = 8192  # of a record batch
 
 
 def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of PAIR_SCHEMA. Lists of numbers are concatenated first, which Arrow takes without a copy."""
-    rows = [{"sign": 0, **row} for row in rows]
-    fields = [field for field in PAIR_SCHEMA if field.name != "shared_prefix"]
-    arrays = {field.name: _array([row[field.name] for row in rows], field.type) for field in fields}
-    arrays["shared_prefix"] = pa.array(shared_prefixes(arrays["chosen_ids"], arrays["rejected_ids"]), pa.int32())
-    table = pa.table([arrays[name] for name in PAIR_SCHEMA.names], schema=PAIR_SCHEMA)
+    """Write rows of PAIR_SCHEMA, whose shared prefixes are computed here."""
+    table = pa.Table.from_pylist(rows, schema=PAIR_SCHEMA)
+    shared = shared_prefixes(*(table[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
     with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(table)
+        writer.write_table(replace_columns(table, {"shared_prefix": shared.astype(np.int32)}))
 
 
 def read_shard(path: Path) -> pa.Table:
@@ -36,30 +31,34 @@ def write_splits(
     shards: Sequence[Path],
     kept: Sequence[NDArray[Any]],
     held_out: Sequence[NDArray[Any]],
-    names: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = "",
 ) -> None:
-    """train.arrow and eval.arrow (or `names`) from the shards, with the masks of their kept and held-out rows."""
+    """train.arrow and eval.arrow from the shards, with the masks of their kept and held-out rows."""
     for split in SPLITS:
         masks = [keep & (held == (split == "eval")) for keep, held in zip(kept, held_out, strict=True)]
         tables = (
             read_shard(path).filter(pa.array(mask)) for path, mask in zip(shards, masks, strict=True) if mask.any()
         )
-        with pa.ipc.new_stream(
-            folder / f"{names.get(split, split)}.arrow", PAIR_SCHEMA
-        ) as writer:  # not compressed: it is memory-mapped
+        path = folder / f"{prefix}{split}.arrow"
+        with pa.ipc.new_stream(path, PAIR_SCHEMA) as writer:  # not compressed: it is memory-mapped
             for batch in _batches(tables):
                 writer.write_table(batch.combine_chunks())
 
 
+def count_splits(held_out: NDArray[np.bool_]) -> dict[str, int]:
+    """Rows of each split, from the mask of held-out rows."""
+    return {"train": int((~held_out).sum()), "eval": int(held_out.sum())}
+
+
 def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The same rows in tables of BATCH_ROWS."""
-    waiting: pa.Table | None = None
+    waiting = PAIR_SCHEMA.empty_table()
     for table in tables:
-        waiting = pa.concat_tables([waiting, table]) if waiting is not None else table
+        waiting = pa.concat_tables([waiting, table])
         while len(waiting) >= BATCH_ROWS:
             yield waiting.slice(0, BATCH_ROWS)
             waiting = waiting.slice(BATCH_ROWS)
-    if waiting is not None and len(waiting):
+    if len(waiting):
         yield waiting
 
 
@@ -77,12 +76,3 @@ def shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.
         shared[rows] += 1
         rows = rows[shared[rows] < longest[rows]]
     return shared
-
-
-def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_list(kind):
-        return pa.array(values, kind)
-    lengths = np.fromiter(map(len, values), dtype=np.int32, count=len(values))
-    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-    flat = np.fromiter(chain.from_iterable(values), dtype=kind.value_type.to_pandas_dtype(), count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))

@@ -6,30 +6,13 @@ encoding the whole texts, for little more than half the work.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.dataset.rows.messages import Message
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.errors import UserError
-from training.limits import bounded
-
-# For a model without a chat template.
-PLAIN = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}{{ eos_token }}\n"
-    "{% else %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-# For a model that has these two tokens and no template.
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
-RENDER_SECONDS = 60.0  # for the conversations of a chunk, which usually take less than a second
-RENDER_BYTES = 1 << 30
+from tasks.dataset.templates import ChatTemplate, encode, render, render_all
 
 
 @dataclass(frozen=True)
@@ -39,6 +22,7 @@ class TokenizedPair:
     rejected_ids: list[int]
     chosen_mask: list[int]  # loss mask: 1 for tokens in the loss
     rejected_mask: list[int]
+    prompt_mask: tuple[int, ...] | list[int] = ()  # empty if no token of the prompt is in the loss
     merged: bool = False  # the tokenizer merged prompt and response, so the response was tokenized alone
     truncated: bool = False
 
@@ -48,53 +32,10 @@ class TokenizedPair:
         return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
 
 
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A tokenizer with its chat template set, and the options of `prepare` for it."""
-
-    tokenizer: Any
-    name: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    loss_on: str = "last"
-    added_tokens: tuple[str, ...] = ()  # a text may be cut before any of them
-    end_ids: frozenset[int] = frozenset()  # tokens that may end a turn
-
-
-def choose_template(
-    tokenizer: Any, wanted: str, kwargs: dict[str, Any] | None = None, loss_on: str = "last"
-) -> ChatTemplate:
-    """Set the tokenizer's template: the model's own, a built-in one by name, or the template text in `wanted`."""
-    name = f"the built-in {wanted}" if wanted in BUILT_IN else "the text in prepare.template"
-    if wanted == "auto":
-        name = "the model's chat template" if tokenizer.chat_template else "the built-in plain"
-        tokenizer.chat_template = tokenizer.chat_template or PLAIN
-    else:
-        tokenizer.chat_template = BUILT_IN.get(wanted, wanted)
-    if wanted == "chatml" and len(encode(tokenizer, ["<|im_end|>"])[0]) != 1:
-        raise UserError("prepare.template: chatml needs the token <|im_end|>, which this tokenizer lacks. Use plain.")
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        backend.no_truncation()  # tokenizer.json may set both
-        backend.no_padding()
-    added = tokenizer.added_tokens_decoder
-    cuts = tuple(token.content for token in added.values() if not token.lstrip and not token.single_word)
-    end_ids = frozenset({number for number, token in added.items() if token.special} | {tokenizer.eos_token_id})
-    return ChatTemplate(tokenizer, name, kwargs or {}, loss_on, cuts, end_ids)
-
-
-def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids without added special tokens: the template has written those that it needs."""
-    if not texts:
-        return []
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-
 def tokenize(template: ChatTemplate, preferences: Sequence[Preference]) -> list[TokenizedPair | RejectedRow]:
     """The tokens of each preference, or the reason why there are none. Answers of a single turn are done in bulk."""
-    in_bulk = iter(_tokenize_bulk(template, [one for one in preferences if _is_single_turn(one)]))
-    return [next(in_bulk) if _is_single_turn(one) else _tokenize_turns(template, one) for one in preferences]
+    in_bulk = iter(_tokenize_bulk(template, list(filter(_is_single_turn, preferences))))
+    return [next(in_bulk) if _is_single_turn(pair) else _tokenize_turns(template, pair) for pair in preferences]
 
 
 def _is_single_turn(preference: Preference) -> bool:
@@ -103,14 +44,15 @@ def _is_single_turn(preference: Preference) -> bool:
 
 
 def _tokenize_bulk(template: ChatTemplate, preferences: Sequence[Preference]) -> list[TokenizedPair | RejectedRow]:
-    prompts = _render_all(template, [one.prompt for one in preferences], generation=True)
-    chosen = _render_all(template, [one.prompt + one.chosen for one in preferences])
-    rejected = _render_all(template, [one.prompt + one.rejected for one in preferences])
-    triples = [_check_prefix(*triple) for triple in zip(prompts, chosen, rejected, strict=True)]
-    if not _cut_keeps_tokens(template, next((texts for texts in triples if isinstance(texts, tuple)), None)):
+    prompts = render_all(template, [pair.prompt for pair in preferences], generation=True)
+    chosen = render_all(template, [pair.prompt + pair.chosen for pair in preferences])
+    rejected = render_all(template, [pair.prompt + pair.rejected for pair in preferences])
+    triples = [_check_prefix(texts) for texts in zip(prompts, chosen, rejected, strict=True)]
+    rendered = [texts for texts in triples if isinstance(texts, tuple)]
+    if rendered and not _cut_keeps_tokens(template, rendered[0]):
         template = replace(template, added_tokens=())
-    parts = [_cut(template, *texts) for texts in triples if isinstance(texts, tuple)]
-    ids = iter(encode(template.tokenizer, [text for four in parts for text in four]))
+    parts = [part for texts in rendered for part in _cut(template, *texts)]
+    ids = iter(encode(template.tokenizer, parts))
     return [
         texts
         if isinstance(texts, RejectedRow)
@@ -119,21 +61,15 @@ def _tokenize_bulk(template: ChatTemplate, preferences: Sequence[Preference]) ->
     ]
 
 
-def _check_prefix(
-    prompt: str | RejectedRow, chosen: str | RejectedRow, rejected: str | RejectedRow
-) -> tuple[str, str, str] | RejectedRow:
-    """The three texts, if both conversations start with the prompt."""
-    if isinstance(prompt, RejectedRow) or isinstance(chosen, RejectedRow) or isinstance(rejected, RejectedRow):
-        return next(text for text in (prompt, chosen, rejected) if isinstance(text, RejectedRow))
-    if not (chosen.startswith(prompt) and rejected.startswith(prompt)):
-        return RejectedRow("template_rewrites")
-    return prompt, chosen, rejected
+def _check_prefix(texts: tuple[Any, Any, Any]) -> tuple[str, str, str] | RejectedRow:
+    """Prompt, chosen and rejected, if all of them are text and both conversations start with the prompt."""
+    if refused := next((text for text in texts if isinstance(text, RejectedRow)), None):
+        return refused
+    return texts if all(text.startswith(texts[0]) for text in texts) else RejectedRow("template_rewrites")
 
 
-def _cut_keeps_tokens(template: ChatTemplate, texts: tuple[str, str, str] | None) -> bool:
+def _cut_keeps_tokens(template: ChatTemplate, texts: tuple[str, str, str]) -> bool:
     """Checked on the first of many texts: encoded in two parts, it gives the tokens of the whole text."""
-    if texts is None:
-        return True
     head, _, rest, _ = _cut(template, *texts)
     apart, whole = encode(template.tokenizer, [head, rest]), encode(template.tokenizer, [texts[1]])
     return apart[0] + apart[1] == whole[0]
@@ -161,7 +97,7 @@ def _tokenize_turns(template: ChatTemplate, preference: Preference) -> Tokenized
     """Answers of several turns, or with tools: encoded in pieces, so that the loss mask covers the assistant alone."""
     try:
         generation = preference.chosen[0]["role"] == preference.rejected[0]["role"] == "assistant"
-        start = _render(template, preference.prompt, preference.tools, generation)
+        start = render(template, preference.prompt, preference.tools, generation)
         (prompt,) = encode(template.tokenizer, [start])
         sides, merged = [], False
         for answer in (preference.chosen, preference.rejected):
@@ -179,16 +115,16 @@ def _pieces(
     template: ChatTemplate, preference: Preference, answer: list[Message], start: str
 ) -> list[tuple[str, bool]]:
     """The text of an answer in pieces, each with whether it is in the loss. Only the assistant's text can be."""
-    whole, place, pieces = _render(template, preference.prompt + answer, preference.tools), len(start), []
+    whole, end, pieces = render(template, preference.prompt + answer, preference.tools), len(start), []
     turns = [n for n, turn in enumerate(answer) if turn["role"] == "assistant"]
     for n in turns:
-        before = _render(template, preference.prompt + answer[:n], preference.tools, generation=True)
-        after = _render(template, preference.prompt + answer[: n + 1], preference.tools)
+        before = render(template, preference.prompt + answer[:n], preference.tools, generation=True)
+        after = render(template, preference.prompt + answer[: n + 1], preference.tools)
         if not (whole.startswith(start) and whole.startswith(before) and whole.startswith(after)):
             raise RejectedRow("template_rewrites")
         in_loss = n == turns[-1] or template.loss_on == "all"
-        pieces += [(whole[place : len(before)], False), (whole[len(before) : len(after)], in_loss)]
-        place = len(after)
+        pieces += [(whole[end : len(before)], False), (whole[len(before) : len(after)], in_loss)]
+        end = len(after)
     return [piece for piece in pieces if piece[0]]
 
 
@@ -218,7 +154,7 @@ def _make_pair(
         prompt = prompt[1:]  # some templates write BOS twice
     if not prompt or not any(chosen[1]) or not any(rejected[1]):
         return RejectedRow("nothing_left")
-    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged)
+    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged=merged)
 
 
 def cut_after_end(template: ChatTemplate, response: list[int]) -> list[int]:
@@ -235,31 +171,32 @@ def cut_after_end(template: ChatTemplate, response: list[int]) -> list[int]:
     return response[: last + 1]
 
 
-def _render_all(
-    template: ChatTemplate, chats: list[list[Message]], generation: bool = False
-) -> list[str | RejectedRow]:
-    """All at once; if the template raises an error for one of them, each alone."""
-    if not chats:
-        return []
-    try:
-        return _render(template, chats, None, generation)
-    except RejectedRow as rejected:
-        if len(chats) == 1:
-            return [rejected]
-        return [text for chat in chats for text in _render_all(template, [chat], generation)]
+def truncate(tokens: TokenizedPair, limit: int, policy: str, bos_id: int | None) -> TokenizedPair | RejectedRow:
+    """The pair within `limit` tokens by `prepare.over_length`, or the reason why that is impossible."""
+    excess = tokens.length - limit
+    if excess <= 0:
+        return tokens
+    if policy == "truncate_prompt":
+        return _truncate_prompt(tokens, excess, bos_id)
+    if policy == "truncate_response":
+        return _truncate_responses(tokens, limit - len(tokens.prompt_ids))
+    return RejectedRow("over_length", f"{tokens.length} tokens")
 
 
-def _render(template: ChatTemplate, chat: list[Any], tools: list[Any] | None, generation: bool = False) -> Any:
-    """The text of a chat, or of each chat of a list, within limits of time and memory: Jinja's sandbox has none."""
-    try:
-        with bounded(RENDER_SECONDS, RENDER_BYTES):
-            return template.tokenizer.apply_chat_template(
-                chat, tools=tools, add_generation_prompt=generation, tokenize=False, **template.kwargs
-            )
-    except TimeoutError:
-        raise UserError(
-            f"prepare.template: {template.name} did not render a few conversations within {RENDER_SECONDS:g} s; it may "
-            "loop forever. Set prepare.template to plain, chatml or the text of a template, or use another model."
-        ) from None
-    except Exception as error:  # a template may raise anything
-        raise RejectedRow("template_refused", (str(error) or type(error).__name__).splitlines()[0]) from None
+def _truncate_prompt(tokens: TokenizedPair, excess: int, bos_id: int | None) -> TokenizedPair | RejectedRow:
+    """Cut the start of the prompt, but keep the BOS token."""
+    kept = 1 if tokens.prompt_ids[0] == bos_id else 0
+    if excess + kept >= len(tokens.prompt_ids):
+        return RejectedRow("over_length", "a response alone fills max_tokens")
+    prompt_ids = tokens.prompt_ids[:kept] + tokens.prompt_ids[kept + excess :]
+    return replace(tokens, prompt_ids=prompt_ids, truncated=True)
+
+
+def _truncate_responses(tokens: TokenizedPair, room: int) -> TokenizedPair | RejectedRow:
+    if room < 1 or not any(tokens.chosen_mask[:room]) or not any(tokens.rejected_mask[:room]):
+        return RejectedRow("over_length", "the prompt leaves no room for the responses")
+    differ = tokens.chosen_ids != tokens.rejected_ids  # those of an unpaired row do not
+    if differ and tokens.chosen_ids[:room] == tokens.rejected_ids[:room]:
+        return RejectedRow("over_length", "the responses differ only after the cut")
+    fields = ("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask")
+    return replace(tokens, **{name: getattr(tokens, name)[:room] for name in fields}, truncated=True)

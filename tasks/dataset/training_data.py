@@ -8,11 +8,13 @@ import pyarrow as pa
 import pyarrow.compute as compute
 
 from tasks.config.paths import PAIRS, REFERENCE
-from tasks.dataset.pairs import SFT_FILES, PairTable, open_table, pairs_file, reference_file
+from tasks.dataset.pairs import SFT_PREFIX, PairTable, open_table, pairs_file, reference_file, replace_columns
 
 
 @dataclass(frozen=True)
 class TrainingData:
+    """Which rows of data/pairs a stage trains on."""
+
     preferences: bool = True  # False: demonstrations, one answer per prompt
     own_file: bool = False  # of `source.sft`; otherwise the demonstrations are the chosen answers
 
@@ -21,21 +23,15 @@ class TrainingData:
         return (PAIRS, REFERENCE) if self.preferences else (PAIRS,)
 
     def file(self, split: str, root: Path = Path()) -> Path:
-        return pairs_file(SFT_FILES[split] if self.own_file else split, root)
+        return pairs_file(f"{SFT_PREFIX}{split}" if self.own_file else split, root)
 
     def read(self, split: str, root: Path = Path(), reference: bool = False) -> PairTable:
-        """The rows of a split, whose files the driver has checked; with their reference values if asked."""
+        """The rows of a split, whose files the driver has checked; with `reference`, also their reference values."""
         table = open_table(self.file(split, root))
-        if self.own_file:
-            return PairTable(table)
-        if not self.preferences:
+        if not (self.preferences or self.own_file):
             return chosen_answers(table)
-        return (
-            PairTable(table).with_reference(open_table(reference_file(split, root))) if reference else PairTable(table)
-        )
-
-    def count(self, split: str) -> int:
-        return open_table(self.file(split)).num_rows if self.preferences or self.own_file else len(self.read(split))
+        pairs = PairTable(table)
+        return pairs.with_reference(open_table(reference_file(split, root))) if reference else pairs
 
 
 PREFERENCES = TrainingData()
@@ -46,21 +42,18 @@ def chosen_answers(table: pa.Table) -> PairTable:
 
     Of unpaired rows the desirable answers.
     """
-    if "sign" in table.column_names and compute.min(table["sign"]).as_py() == -1:
+    if compute.min(table["sign"]).as_py() == -1:
         table = table.filter(compute.greater(table["sign"], 0))
     count = len(table)
     columns = {
         "rejected_ids": table["chosen_ids"],
         "rejected_mask": table["chosen_mask"],
-        "label": pa.chunked_array([np.ones(count, np.float32)]),
-        "margin": pa.chunked_array([np.zeros(count, np.float32)]),
-        "sign": pa.chunked_array([np.zeros(count, np.int8)]),
+        "label": np.ones(count, np.float32),
+        "margin": np.zeros(count, np.float32),
+        "sign": np.zeros(count, np.int8),
         "shared_prefix": compute.subtract(compute.list_value_length(table["chosen_ids"]), 1),
     }
-    for name, values in columns.items():
-        names = table.column_names
-        table = table.set_column(names.index(name), name, values) if name in names else table
-    answers = PairTable(table)
+    answers = PairTable(replace_columns(table, columns))
     return answers.select(_first_of_each(answers))
 
 

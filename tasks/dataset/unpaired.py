@@ -15,7 +15,7 @@ import pyarrow.compute as compute
 from tasks.config.params import Train
 from tasks.dataset.chunks import RowSource
 from tasks.dataset.dedup import Columns, Mask
-from tasks.dataset.pairs import PAIR_SCHEMA, open_table
+from tasks.dataset.pairs import PAIR_SCHEMA, open_table, replace_columns
 from tasks.dataset.shards import BATCH_ROWS, shared_prefixes
 from tasks.errors import UserError
 
@@ -61,39 +61,40 @@ def add_mismatched(path: Path, max_tokens: int) -> None:
             others = answers.take(pa.array(following[start : start + BATCH_ROWS]))
             rooms = compute.subtract(max_tokens, compute.list_value_length(rows["prompt_ids"])).to_pylist()
             for name in ("ids", "mask"):
-                cut = [values[:n] for values, n in zip(others[f"chosen_{name}"].to_pylist(), rooms, strict=True)]
-                rows = _set(rows, f"rejected_{name}", pa.array(cut, PAIR_SCHEMA.field(f"rejected_{name}").type))
+                cut = [values[:room] for values, room in zip(others[f"chosen_{name}"].to_pylist(), rooms, strict=True)]
+                rows = replace_columns(rows, {f"rejected_{name}": cut})
             shared = shared_prefixes(*(rows[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
-            writer.write_table(_set(rows, "shared_prefix", pa.array(shared, pa.int32())).combine_chunks())
+            writer.write_table(replace_columns(rows, {"shared_prefix": shared.astype(np.int32)}).combine_chunks())
     written.replace(path)
 
 
 def next_with_other_prompt(prompts: Sequence[str]) -> list[int]:
     """For each row the next one, from the start again after the last; just the next one if all prompts are equal."""
-    count, numbers = len(prompts), list(range(1, len(prompts) + 1))
-    if len(set(prompts)) == 1:
-        return [number % count for number in numbers]
-    for number in reversed(range(2 * count - 1)):  # twice: the rows at the end continue at the start
-        if prompts[number % count] == prompts[(number + 1) % count]:
-            numbers[number % count] = numbers[(number + 1) % count]
-        else:
-            numbers[number % count] = number + 1
-    return [number % count for number in numbers]
+    count = len(prompts)
+    following = [(row + 1) % count for row in range(count)]
+    if len(set(prompts)) > 1:
+        for number in reversed(range(2 * count - 1)):  # twice: the rows at the end continue at the start
+            row, after = number % count, (number + 1) % count
+            following[row] = following[after] if prompts[row] == prompts[after] else after
+    return following
 
 
 def compared_rows(signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the rows whose answers a report compares: the n-th desirable with the n-th undesirable, in turn."""
+    """Numbers of the rows whose answers a report compares: the n-th desirable with the n-th undesirable, in turn.
+
+    A pair is compared with itself.
+    """
+    if not signs.any():
+        return np.arange(len(signs)), np.arange(len(signs))
     sides = np.flatnonzero(signs > 0), np.flatnonzero(signs < 0)
     count = max(map(len, sides)) if all(map(len, sides)) else 0
     return np.resize(sides[0], count), np.resize(sides[1], count)
 
 
-def as_pairs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Desirable and undesirable answers of rows of data/pairs as pairs, for the bag-of-words probe."""
-    chosen, rejected = compared_rows(np.array([row["sign"] for row in rows]))
-    both = zip(chosen.tolist(), rejected.tolist(), strict=True)
+def as_pairs(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Rows of data/pairs for the bag-of-words probe: pairs, or desirable and undesirable answers as pairs."""
+    signs = np.array([row["sign"] for row in rows])
+    if not signs.any():
+        return rows
+    both = zip(*(numbers.tolist() for numbers in compared_rows(signs)), strict=True)
     return [{"chosen_ids": rows[up]["chosen_ids"], "rejected_ids": rows[down]["chosen_ids"]} for up, down in both]
-
-
-def _set(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    return table.set_column(table.column_names.index(name), name, values)

@@ -18,7 +18,7 @@ from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, POLICY, home
 from tasks.dataset.pairs import PairTable, pairs_file, read_pairs
-from tasks.dataset.reading.origins import Origin, pair_origins
+from tasks.dataset.reading.raw_rows import Origin, pair_origins
 from tasks.errors import UserError
 from tasks.evaluation.compare import Evaluated, find_model, read_results, results_here
 from tasks.evaluation.evaluator import Evaluator, Weights

@@ -18,7 +18,7 @@ from tasks import prepare, source
 from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
 from tasks.dataset.shards import read_shard
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.templates import ChatTemplate
 
 SAMPLE = 20_000  # pairs to examine at most
 TEXTS = 300  # prompts whose language is detected

@@ -11,7 +11,7 @@ from tasks.config.paths import ROOT
 from tasks.config.strict import to_yaml
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
-from tasks.dataset.tokenization import ChatTemplate, choose_template
+from tasks.dataset.templates import ChatTemplate, choose_template
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts, examine_data

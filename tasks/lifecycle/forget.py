@@ -21,8 +21,8 @@ from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
 from tasks.dataset.reading.fetch import data_sources, local_files
-from tasks.dataset.reading.origins import belongs_to, raw_rows
-from tasks.dataset.reading.readers import read_chunks, rows_in
+from tasks.dataset.reading.raw_rows import belongs_to, raw_sources, rows_of
+from tasks.dataset.reading.readers import read_rows
 from tasks.errors import UserError
 from tasks.feedback import answer_cache, traces
 from tasks.runs import commits, dvc, dvc_lock, gc, records
@@ -114,7 +114,7 @@ def _link(md5: str, folder: Path) -> bool:
 
 
 def _rows(root: Path, user: str) -> int:
-    return sum(belongs_to(row, user) for _, _, _, row in raw_rows(root))
+    return sum(belongs_to(row, user) for source in raw_sources(root) for _, _, row in rows_of(source, root))
 
 
 def _source_rows(user: str) -> dict[str, list[int]]:
@@ -122,7 +122,7 @@ def _source_rows(user: str) -> dict[str, list[int]]:
     numbers: dict[str, list[int]] = {}
     for entry in data_sources(load_params(ROOT / "params.yaml").source):
         for path in local_files(entry["address"]):
-            rows = (numbered_row for chunk in read_chunks(path, str(path)) for numbered_row in rows_in(chunk))
+            rows = read_rows(path, str(path))
             numbers[str(path)] = [number for number, row in rows if isinstance(row, dict) and belongs_to(row, user)]
     return {path: of_person for path, of_person in numbers.items() if of_person}
 

@@ -154,7 +154,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
 def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
     """Everything that determines this training. Not the cluster: another one continues from the same checkpoints."""
     train = training.params.train
-    pairs = training.data.count("train")
+    pairs = len(training.data.read("train"))
     return {
         "run": run,
         "train": train.model_dump(),

@@ -135,17 +135,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
     """The first rows with at most `longest` tokens in a sequence, tokenised as in the stage `prepare`."""
-    from tasks.dataset.rows.preference import PairingOptions
+    from tasks.dataset.rows.preference import RowLayout
     from tasks.dataset.rows.reject_reasons import RejectedRow
     from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
-    from tasks.dataset.tokenization import TokenizedPair, choose_template, tokenize
+    from tasks.dataset.templates import choose_template
+    from tasks.dataset.tokenization import TokenizedPair, tokenize
     from training.models.tokenizer import load_tokenizer
 
     rows = list(rows)
     template = choose_template(load_tokenizer(model), "auto", {}, "last")
-    shape, options = detect_shape(rows[0]) or "pairs", PairingOptions("all", 0.0, "drop")
-    found = (one for row in rows for one in to_preferences(row, shape, {}, options))
-    preferences = [one for one in found if not isinstance(one, RejectedRow)]
+    layout = RowLayout(detect_shape(rows[0]) or "pairs", expand="all")
+    pairs = (pair for row in rows for pair in to_preferences(row, layout))
+    preferences = [pair for pair in pairs if not isinstance(pair, RejectedRow)]
     good = [tokens for tokens in tokenize(template, preferences) if isinstance(tokens, TokenizedPair)]
     short = [t for t in good if t.length <= longest][:count]
     if len(short) < count:

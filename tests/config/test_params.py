@@ -7,7 +7,7 @@ import yaml
 
 from tasks.config import names
 from tasks.config.params import Params, dotted, load_cluster, load_params, overlay, read_recipe, read_yaml, validate
-from tasks.dataset import drift
+from tasks.dataset.card import drift
 from tasks.dataset.rows import reject_reasons, row_shapes
 from tasks.errors import UserError
 

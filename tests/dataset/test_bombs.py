@@ -18,13 +18,14 @@ import pyarrow.parquet
 import pytest
 
 from tasks.config.params import load_params
-from tasks.dataset import tokenization
+from tasks.dataset import templates
 from tasks.dataset.chunks import to_json
 from tasks.dataset.reading.readers import Chunk, count_rows, read_chunks, rows_in
-from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
-from tasks.dataset.tokenization import choose_template, tokenize
+from tasks.dataset.rows.row_shapes import to_preferences
+from tasks.dataset.templates import choose_template
+from tasks.dataset.tokenization import tokenize
 from tasks.errors import UserError
 from tasks.source import check_addresses
 from tests.support.workspaces import PROJECT
@@ -161,7 +162,7 @@ def test_rows_nested_too_deeply_or_with_too_many_digits_are_rejected_alone(tmp_p
 
 def test_a_score_of_thousands_of_digits_is_rejected():
     row = {"prompt": "p", "completions": ["a", "b"], "scores": [10**4000, 1]}
-    (rejected,) = to_preferences(row, detect_shape(row), {}, PairingOptions("all", 0.0, "drop"))
+    (rejected,) = to_preferences(row, RowLayout("scored", expand="all"))
     assert isinstance(rejected, RejectedRow)
     assert rejected.name == "bad_number"
 
@@ -174,7 +175,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_that_never_finishes_is_refused_with_a_message(tiny_base, monkeypatch, name):
-    monkeypatch.setattr(tokenization, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
     template = choose_template(load_tokenizer(tiny_base), HOSTILE[name])
     one = Preference(*([{"role": role, "content": text}] for role, text in (("user", "p"), *ANSWERS)))
     began = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 from tasks.dataset.card import data_card, pages
 from tasks.dataset.card.shortcuts import probe_accuracy, warnings
 from tasks.dataset.dedup import find_duplicates, minhash, near_duplicates
-from tasks.dataset.rows.contract import check_pairs
+from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.preference import Preference, row_id_hash
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS
 
@@ -21,7 +21,7 @@ def pair(prompt: str = "Q?", chosen: str = "good", rejected: str = "bad") -> Pre
     return Preference([{"role": "user", "content": prompt}], [turns[0]], [turns[1]])
 
 
-def test_texts_are_checked_in_bulk():
+def test_texts_are_checked():
     pairs = [
         pair(),
         pair(prompt=" \n"),
@@ -32,7 +32,8 @@ def test_texts_are_checked_in_bulk():
         pair(chosen="ä" * 10),
         Preference(pair().prompt, [*pair(chosen="").chosen, *pair().prompt, *pair().chosen], pair().rejected),
     ]
-    reasons = [rejected and rejected.name for rejected in check_pairs(pairs, max_characters=10)]
+    violations = [check_pair(pair, max_characters=10) for pair in pairs]
+    reasons = [violation and violation.name for violation in violations]
     expected = [
         None,
         "empty_prompt",

@@ -4,13 +4,13 @@ Names and types of the columns are those of the public cards; the rows are gener
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from tasks.config.params import Layout
 from tasks.dataset.rows.layouts import better_shape, decode, describe, find_layout
-from tasks.dataset.rows.preference import PairingOptions
 from tasks.errors import UserError
 
 GOOD, BAD = "A good answer", "A bad answer"
@@ -430,4 +430,4 @@ def test_ties_of_scores_follow_prepare_ties():
     rows = [{"prompt": "Q?", "response_a": "x", "response_b": "y", "winner_model_a": 0, "winner_model_b": 0}]
     layout = find_layout(rows, "a.jsonl")
     assert decode(rows, layout) == []
-    assert [one.label for one in decode(rows, layout, PairingOptions(ties="soft"))] == [0.5]
+    assert [one.label for one in decode(rows, replace(layout, ties="soft"))] == [0.5]

@@ -28,8 +28,8 @@ def make_rows(count: int, prompt_loss: bool = False) -> list[dict[str, Any]]:
         row = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
         masks = {f"{side}_mask": [rng.randrange(2) for _ in row[f"{side}_ids"]] for side in ("chosen", "rejected")}
         masks["prompt_mask"] = [0] + [1] * (len(prompt) - 1) if prompt_loss else []
-        choices = {"label": [None, 0.5], "margin": [None, 2.5], "weight": [1.0, 0.25]}
-        numbers = {name: rng.choice(values) for name, values in choices.items()}
+        choices = {"label": [1.0, 0.5], "margin": [0.0, 2.5], "weight": [1.0, 0.25]}
+        numbers = {"sign": 0, **{name: rng.choice(values) for name, values in choices.items()}}
         rows.append({"id": f"p{number}", "prompt": "?", **row, **masks, **numbers, "source": SOURCES[number % 2]})
     return rows
 
@@ -58,8 +58,8 @@ def as_list(rows: list[dict[str, Any]], prompt_loss: bool) -> list[Pair]:
                 moved + row["rejected_ids"],
                 [1] * len(moved) + row["chosen_mask"],
                 [1] * len(moved) + row["rejected_mask"],
-                label=1.0 if row["label"] is None else row["label"],
-                margin=row["margin"] or 0.0,
+                label=row["label"],
+                margin=row["margin"],
                 weight=row["weight"],
             )
         )
@@ -90,19 +90,19 @@ def test_a_file_of_pairs_equals_the_list(prompt_loss, tmp_path, monkeypatch):
     assert by_source["people"].columns.lengths.tolist() == [len(pair) for pair in expected[1::2]]
 
 
-def test_reference_values_are_joined_by_position_or_else_by_id(tmp_path, monkeypatch):
+def test_reference_values_are_those_of_the_same_pairs(tmp_path, monkeypatch):
     table = PairTable(write(tmp_path, make_rows(30), 8, monkeypatch))
 
     def values(order: list[int]) -> pa.Table:
         rows = [{"id": f"p{n}", "chosen_logps": [-n, 0.5], "rejected_logps": [n]} for n in order]
         return pa.Table.from_pylist(rows, REFERENCE_SCHEMA)
 
-    for order in (list(range(30)), [*range(29, -1, -1), 99]):
-        joined = table.with_reference(values(order))
-        assert [float(pair.ref_chosen_logps[0]) for pair in joined] == [-n for n in range(30)]
-        assert [float(pair.ref_rejected_logps[0]) for pair in joined.by_source()["people"]] == list(range(1, 30, 2))
-    with pytest.raises(UserError, match=r"2 pairs \(first: p3\) have no reference log-probabilities"):
-        table.with_reference(values([n for n in range(30) if n not in (3, 7)]))
+    joined = table.with_reference(values(list(range(30))))
+    assert [float(pair.ref_chosen_logps[0]) for pair in joined] == [-n for n in range(30)]
+    assert [float(pair.ref_rejected_logps[0]) for pair in joined.by_source()["people"]] == list(range(1, 30, 2))
+    for other in ([*range(29, -1, -1)], list(range(29))):
+        with pytest.raises(UserError, match="These pairs have no reference log-probabilities: they changed"):
+            table.with_reference(values(other))
 
 
 def test_an_open_file_takes_no_memory_for_its_pairs(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tasks.dataset.rows.messages import check_turns
-from tasks.dataset.rows.preference import PairingOptions, Preference
+from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.dataset.rows.row_shapes import detect_shape, rename_columns, to_preferences
 
@@ -23,8 +23,8 @@ GOOD, BAD = [turn("assistant", "good")], [turn("assistant", "bad")]
 
 def read(row, columns=None, **options):
     """The preferences of a row, as `prepare` reads it."""
-    renamed = rename_columns(row, columns or {})
-    return to_preferences(renamed, detect_shape(renamed), columns or {}, PairingOptions(**options))
+    shape = detect_shape(rename_columns(row, columns or {}))
+    return to_preferences(row, RowLayout(shape, columns or {}, **options))
 
 
 def reject_reason(row, columns=None) -> str:

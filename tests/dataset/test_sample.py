@@ -12,7 +12,7 @@ import pytest
 from tasks.config.params import Params, dotted, overlay, read_yaml, validate
 from tasks.dataset import demo
 from tasks.dataset.pairs import read_rows
-from tasks.dataset.prompts import Prompt
+from tasks.dataset.reading.prompts import Prompt
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.errors import UserError
 from tasks.runs import dvc_lock

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.tokenization import CHATML, PLAIN, ChatTemplate, TokenizedPair, choose_template, encode, tokenize
-from tasks.dataset.truncation import truncate
+from tasks.dataset.templates import CHATML, PLAIN, ChatTemplate, choose_template, encode
+from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
 
 

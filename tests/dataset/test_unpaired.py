@@ -8,8 +8,9 @@ import pytest
 
 from tasks.config.params import Layout
 from tasks.dataset import demo
-from tasks.dataset.pairs import open_table, pairs_file, read_pairs, read_rows
-from tasks.dataset.rows.layouts import RowLayout, decode, describe, find_layout
+from tasks.dataset.pairs import pairs_file, read_pairs, read_rows
+from tasks.dataset.rows.layouts import decode, describe, find_layout
+from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.training_data import TrainingData
 from tasks.dataset.unpaired import next_with_other_prompt
 from tasks.errors import UserError
@@ -136,14 +137,6 @@ def test_a_pair_file_as_unpaired_rows_and_the_refusals(workspace):  # noqa: F811
     change(source__data=mixture)
     with pytest.raises(UserError, match=r"rows of thumbs are unpaired, and those of pairs \(pairs\) are pairs"):
         go(source, prepare)
-
-
-def test_a_table_of_an_earlier_release_has_pairs(workspace, tmp_path):  # noqa: F811
-    go(source, prepare)
-    from tasks.dataset.pairs import PairTable
-
-    old = open_table(pairs_file("train")).drop_columns(["sign"])
-    assert not PairTable(old).columns.sign.any()
 
 
 def test_csv_labels(tmp_path):

@@ -21,7 +21,7 @@ from tasks.tracking.registry import registry
 
 ROWS = demo.rows(0)[:200]
 SET = {"evaluate.prompts": 3, "evaluate.max_new_tokens": 4, "evaluate.judge": "none", "promote.require": {}}
-UNSET = {"prompt_mask": [], "label": None, "margin": None, "weight": None, "source": None}
+UNSET = {"prompt_mask": [], "label": 1.0, "margin": 0.0, "weight": 1.0, "sign": 0, "source": "rows"}
 GATE = {"promote.limits": {}, "promote.max_regression": {"rewards/accuracies": 0.0}}
 
 

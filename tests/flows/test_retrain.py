@@ -21,7 +21,7 @@ from flows import retrain
 from flows.retrain import RetrainCheck
 from tasks.config.params import dotted, load_params, overlay, read_yaml
 from tasks.dataset import demo
-from tasks.dataset.drift import DRIFT_METRICS, shifts
+from tasks.dataset.card.drift import DRIFT_METRICS, shifts
 from tasks.errors import UserError
 from tasks.runs.workspace import Workspace
 from tasks.system.files import write_json

@@ -58,6 +58,7 @@ def test_the_answer_is_the_last_turn_or_all_turns_after_the_question() -> None:
         ({"text": "Once upon a time"}, "missing_field"),
         ({"messages": [QUESTION]}, "turn_order"),
         ({"prompt": "Where?", "response": " "}, "empty_answer"),
+        ({"prompt": "Where?", "response": "half \ud800"}, "invalid_utf8"),
         ({"messages": [QUESTION, {"role": "narrator", "content": "x"}]}, "wrong_role"),
     ],
 )

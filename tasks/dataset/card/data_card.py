@@ -10,53 +10,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.config.params import Prepare
 from tasks.config.paths import home
-from tasks.dataset.card import pages, shortcuts
+from tasks.dataset.card import pages, row_stats, shortcuts
 from tasks.dataset.card.histograms import histogram
 from tasks.dataset.card.preview import decode_pair
 from tasks.dataset.card.row_stats import RowStats
 from tasks.dataset.chunks import RowSource
-from tasks.dataset.dedup import Columns, Mask
+from tasks.dataset.dedup import Columns
 from tasks.dataset.pairs import SPLITS, read_rows
 from tasks.dataset.rows.reject_reasons import QUARANTINED
-from tasks.dataset.tokenization import ChatTemplate
+from tasks.dataset.selection import Processed
+from tasks.dataset.shards import count_splits
+from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.unpaired import as_pairs, compared_rows
-from tasks.system.files import fingerprint, read_json, sha256, write_json
+from tasks.system.files import fingerprint, read_json, recall, sha256, write_json
 
 PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of each split
 PREVIEW_PAIRS = 3
 
 
-def make_report(
-    stats: RowStats,
-    columns: Columns,
-    kept: Mask,
-    sources: Sequence[RowSource],
-    template: ChatTemplate,
-    address: str,
-    pairs: Path,
-) -> dict[str, Any]:
-    rejected = stats.by_reason()
-    kept_columns = {name: values[kept] for name, values in columns.items() if name != "signature"}
-    facts = _shortcuts(kept_columns, pairs)
+def make_report(done: Processed, params: Prepare, template: ChatTemplate, address: str, pairs: Path) -> dict[str, Any]:
+    stats, rejected = done.stats, done.stats.by_reason()
+    kept = {name: values[done.kept] for name, values in done.columns.items() if name != "signature"}
+    splits, facts = count_splits(kept["held_out"]), _shortcuts(kept, pairs)
     return {
         "source": address,
         "sha256": {split: sha256(pairs / f"{split}.arrow") for split in SPLITS},
-        "format": {source.name: source.layout.shape for source in sources},
+        "format": {source.name: source.layout.shape for source in done.sources},
         "template": template.name,
         "chat_template": template.tokenizer.chat_template,
         "rows": stats.rows.total(),
-        "pairs": count_splits(kept_columns["held_out"]),
-        "by_source": _by_source(stats, kept_columns, sources),
+        "pairs": splits,
+        "by_source": _by_source(stats, kept, done.sources),
         "left_out": dict(rejected),
         "quarantined": sum(count for name, count in rejected.items() if name in QUARANTINED),
         "examples": stats.examples,
-        "truncated": int(kept_columns["truncated"].sum()),
-        "tokenizer_merged_across_the_border": int(kept_columns["merged"].sum()),
-        "unpaired": _count_labels(kept_columns["sign"]),
-        "tokens": {part: _spread(_tokens(kept_columns, part)) for part in ("prompt", "chosen", "rejected")},
+        "truncated": int(kept["truncated"].sum()),
+        "tokenizer_merged_across_the_border": int(kept["merged"].sum()),
+        "unpaired": _count_labels(kept["sign"]),
+        "tokens": {part: _spread(_tokens(kept, part)) for part in ("prompt", "chosen", "rejected")},
         "shortcuts": facts,
-        "warnings": shortcuts.warnings(facts),
+        "warnings": [*row_stats.warnings(stats, splits["eval"], params), *shortcuts.warnings(facts)],
     }
 
 
@@ -79,7 +74,7 @@ def compare(report: dict[str, Any], card: Path) -> tuple[list[list[str]], list[P
     """
     folder = home() / ".scratch" / "cards" / fingerprint(report["source"])
     folder.mkdir(parents=True, exist_ok=True)
-    versions = read_json(folder / "versions.json") if (folder / "versions.json").exists() else {}
+    versions = recall(folder / "versions.json")
     if versions.get("current", {}).get("sha256") != report["sha256"]:
         versions = {"previous": versions.get("current"), "current": report}
         write_json(folder / "versions.json", versions)
@@ -111,11 +106,6 @@ def _statistics(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def count_splits(held_out: Mask) -> dict[str, int]:
-    """Pairs of each split, from the mask of held-out pairs."""
-    return {"train": int((~held_out).sum()), "eval": int(held_out.sum())}
-
-
 def _by_source(stats: RowStats, kept: Columns, sources: Sequence[RowSource]) -> dict[str, Any]:
     return {
         source.name: {
@@ -142,15 +132,11 @@ def _tokens(kept: Columns, part: str) -> NDArray[Any]:
 
 
 def _shortcuts(kept: Columns, pairs: Path) -> dict[str, Any]:
-    first = second = np.arange(len(kept["sign"]))
-    if kept["sign"].any():
-        first, second = compared_rows(kept["sign"])
+    first, second = compared_rows(kept["sign"])
     chosen, rejected = kept["chosen_tokens"][first].astype(np.int64), kept["rejected_tokens"][second].astype(np.int64)
     difference = chosen - rejected
     reach = max(1.0, float(np.percentile(np.abs(difference), 99)))
-    probed = {split: read_rows(pairs / f"{split}.arrow", count) for split, count in PROBE_PAIRS.items()}
-    if kept["sign"].any():
-        probed = {split: as_pairs(rows) for split, rows in probed.items()}
+    probed = {split: as_pairs(read_rows(pairs / f"{split}.arrow", count)) for split, count in PROBE_PAIRS.items()}
     return {
         "chosen_longer": round(float(((difference > 0) + 0.5 * (difference == 0)).mean()), 4),
         "chosen_ends": round(float(kept["chosen_ends"][first].mean()), 4),

@@ -14,14 +14,19 @@ STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
 
 def decode_pair(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
     """Prompt and both responses as pieces of text, each with whether it is in the loss."""
-    tokens = {part: (pair[f"{part}_ids"], pair[f"{part}_mask"]) for part in STYLES}
-    if pair.get("sign"):  # an unpaired row has one answer
-        tokens = {"prompt": tokens["prompt"], "chosen" if pair["sign"] > 0 else "rejected": tokens["chosen"]}
-    return {part: _pieces(tokenizer, ids, mask or [0] * len(ids)) for part, (ids, mask) in tokens.items()}
+    return {part: _pieces(tokenizer, *tokens) for part, tokens in _parts(pair).items()}
+
+
+def _parts(pair: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
+    """Token ids and loss mask of prompt and responses."""
+    parts = {part: (pair[f"{part}_ids"], pair[f"{part}_mask"] or [0] * len(pair[f"{part}_ids"])) for part in STYLES}
+    if pair["sign"]:  # an unpaired row has one answer
+        return {"prompt": parts["prompt"], "chosen" if pair["sign"] > 0 else "rejected": parts["chosen"]}
+    return parts
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[int]) -> list[tuple[str, bool]]:
-    groups = groupby(zip(ids, loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+    groups = groupby(zip(ids, loss_mask, strict=True), key=lambda token: bool(token[1]))
     return [(tokenizer.decode([token for token, _ in group]), in_loss) for in_loss, group in groups]
 
 
@@ -38,8 +43,7 @@ def show(count: int) -> None:
     console = Console(soft_wrap=True)
     for pair in read_rows(pairs_file("train"), count):
         console.rule(f"{pair['id']} from {pair['source']}, label {pair['label']:g}, margin {pair['margin']:g}")
-        for part, pieces in decode_pair(tokenizer, pair).items():
-            ids = "chosen" if pair.get("sign") and part != "prompt" else part
-            in_loss = sum(pair[f"{ids}_mask"])
-            console.print(f"{part}: {len(pair[f'{ids}_ids'])} tokens, {in_loss} in the loss", style="underline")
-            console.print(*(Text(text, style=STYLES[part] if counted else "dim") for text, counted in pieces), sep="")
+        for part, (ids, loss_mask) in _parts(pair).items():
+            console.print(f"{part}: {len(ids)} tokens, {sum(loss_mask)} in the loss", style="underline")
+            pieces = _pieces(tokenizer, ids, loss_mask)
+            console.print(*(Text(text, style=STYLES[part] if in_loss else "dim") for text, in_loss in pieces), sep="")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from tasks.config.params import Prepare
@@ -12,8 +13,8 @@ from tasks.dataset.rows.reject_reasons import FIXES, QUARANTINED, REJECT_REASONS
 from tasks.errors import UserError
 
 MANY = 0.05  # share of pairs that may be left out without a warning
-MOST = 0.5  # above it, the rows are read wrongly, and accepting the loss is no advice
-WIDE = 0.1  # half the width of the interval of an accuracy that is worth a warning
+MOST = 0.5  # above it, the layout is probably wrong: the advice is to check it, not to accept the loss
+WIDE = 0.1  # half-width of an accuracy's interval from which a warning is given
 Z = 1.96  # of a 95% interval
 
 
@@ -93,30 +94,29 @@ def warnings(stats: RowStats, held_out: int, params: Prepare) -> list[str]:
         "near_duplicate": f"a prepare.near_duplicates above {params.near_duplicates} keeps more of them",
     }
     many = {name: count for name, count in counts.items() if count > MANY * total}
-    made = [
+    sentences = [
         f"{count} of {total} pairs ({count / total:.1%}) are left out: {REJECT_REASONS[name]}; {advice[name]}"
         for name, count in many.items()
         if name in advice
     ]
     bad = sum(count for name, count in counts.items() if name in QUARANTINED)
     if bad > MANY * total:
-        made.append(f"{bad} of {total} rows ({bad / total:.1%}) cannot be used: see data/card/quarantine.jsonl")
+        sentences.append(f"{bad} of {total} rows ({bad / total:.1%}) cannot be used: see data/card/quarantine.jsonl")
     half = Z / 2 / math.sqrt(held_out + Z * Z)  # Wilson's interval around one half
     if half > WIDE:
-        made.append(
+        sentences.append(
             f"{held_out} held-out pairs say little: an accuracy has a 95% interval of about +-{100 * half:.0f} points "
             "(100 pairs: +-10, 400 pairs: +-5). Add rows, or raise prepare.eval_fraction"
         )
-    return made
+    return sentences
 
 
 def _longer(too_long: Counter, params: Prepare) -> str:
     """What the next values of prepare.max_tokens would keep."""
-    kept, parts = 0, []
-    for limit, count in sorted(too_long.items()):
-        kept += count
-        parts.append(f"{limit} keeps {kept} of them")
+    limits = sorted(too_long)[:3]
+    kept = accumulate(too_long[limit] for limit in limits)
+    parts = (f"{limit} keeps {count} of them" for limit, count in zip(limits, kept, strict=True))
     return (
-        f"prepare.max_tokens {', '.join(parts[:3])}, and memory and time of a pair grow with its length; "
+        f"prepare.max_tokens {', '.join(parts)}, and memory and time of a pair grow with its length; "
         "prepare.over_length: truncate_prompt or truncate_response shortens them"
     )

@@ -61,20 +61,20 @@ def _bags(pairs: Sequence[PairRow]) -> Bags:
 
 def warnings(facts: Mapping[str, float]) -> list[str]:
     """A sentence for each shortcut that the data offers."""
-    made = []
+    sentences = []
     if facts["probe_accuracy"] >= PROBE_ACCURACY:
-        made.append(
+        sentences.append(
             f"a bag of words finds the chosen answer in {facts['probe_accuracy']:.1%} of held-out pairs: the "
             "preference can be learned from single words. Expected if it is about tone or style; otherwise check how "
             "the answers were made"
         )
     longer = facts["chosen_longer"]
     if abs(longer - 0.5) >= LENGTH_BIAS:
-        made.append(f"chosen is the longer answer in {longer:.1%} of the pairs: the model may learn length")
+        sentences.append(f"chosen is the longer answer in {longer:.1%} of the pairs: the model may learn length")
     chosen, rejected = facts["chosen_ends"], facts["rejected_ends"]
     if abs(chosen - rejected) >= END_DIFFERENCE:
-        made.append(
+        sentences.append(
             f"{chosen:.1%} of the chosen and {rejected:.1%} of the rejected answers have an end token: the model may "
             "learn the end token"
         )
-    return made
+    return sentences

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 from tasks.config.access import check_protocol, configured, guarded_client
-from tasks.config.params import RUN
+from tasks.config.params import RUN, Source
 from tasks.config.paths import home
 from tasks.dataset import demo
 from tasks.dataset.reading.readers import COMPRESSED, SUFFIXES, suffix_of
@@ -25,26 +25,18 @@ from tasks.models import HUB, hub_address, local_path
 from tasks.runs.run_data import copy_rows, run_commit
 from tasks.system.files import fingerprint, known_sha256
 
-if TYPE_CHECKING:
-    from tasks.config.params import Source
-
 REMOTE = "://"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_TIMEOUT = 10.0  # seconds for the hub to name its newest commit
-METADATA_FILES = (
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "state.json",
-)  # saved beside a data set's rows
+# Saved beside the rows of a data set.
+METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 def check_address(key: str, address: str) -> None:
     """UserError for an address that cannot work, before anything is fetched."""
     if address.startswith(FEEDBACK):
         feedback.parse(key, address)
-        return
-    if address == "demo" or address.startswith((HUB, RUN)) or REMOTE in address:
+    if not _is_local(address):
         return
     path = local_path(address)
     if not path.exists():
@@ -58,6 +50,10 @@ def check_address(key: str, address: str) -> None:
         raise UserError(f"{key}: the folder {address} has no file of rows ({', '.join(SUFFIXES)}).")
 
 
+def _is_local(address: str) -> bool:
+    return address != "demo" and not address.startswith((HUB, RUN, FEEDBACK)) and REMOTE not in address
+
+
 def fetch(key: str, address: str, seed: int, folder: Path) -> None:
     """Copy the files of an address into a folder, unchanged."""
     folder.mkdir(parents=True)
@@ -65,26 +61,21 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in demo.rows(seed))
         (folder / "pairs.jsonl").write_text("".join(lines))
     elif address.startswith(FEEDBACK):
-        _fetch_feedback(key, address, folder / "feedback.jsonl")
+        if not (rows := feedback.lines(key, address)):
+            raise UserError(f"{key}: no feedback matches {address}. {feedback.advice(key, address)}")
+        (folder / "feedback.jsonl").write_text(rows)
     elif address.startswith(RUN):
         copy_rows(key, address.removeprefix(RUN), folder)
     elif address.startswith(HUB):
         _fetch_hub(key, address, folder / "rows.parquet")
     elif REMOTE in address:
         _fetch_remote(key, address, folder)
-    elif (path := local_path(address)).is_file():
-        shutil.copyfile(path, folder / path.name)
     else:
-        for file in _row_files(path):
-            target = folder / file.relative_to(path)
+        path = local_path(address)
+        for file in local_files(address):
+            target = folder / file.relative_to(path if path.is_dir() else path.parent)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-
-
-def _fetch_feedback(key: str, address: str, target: Path) -> None:
-    if not (lines := feedback.lines(key, address)):
-        raise UserError(f"{key}: no feedback matches {address}. {feedback.advice(key, address)}")
-    target.write_text(lines)
 
 
 def source_name(address: str) -> str:
@@ -93,19 +84,17 @@ def source_name(address: str) -> str:
     return re.sub(r"[^\w-]+", "-", last.partition(".")[0]).strip("-") or "data"
 
 
-def data_sources(params: "Source") -> list[dict[str, Any]]:
-    """The sources of rows: one address or a mixture, then held-out data and the data of `sft` if there are such."""
+def data_sources(params: Source) -> list[dict[str, Any]]:
+    """The sources of rows: one address or a mixture, then held-out data and the data of `sft` where they are set."""
 
     def entry(key: str, name: str, address: str, weight: float = 1.0, share: float = 1.0) -> dict[str, Any]:
-        return {"key": key, "name": name, "address": address, "weight": weight, "share": share}
+        return {"key": f"source.{key}", "name": name, "address": address, "weight": weight, "share": share}
 
     if isinstance(params.data, str):
-        sources = [entry("source.data", source_name(params.data), params.data)]
+        sources = [entry("data", source_name(params.data), params.data)]
     else:
-        sources = [entry("source.data", part.name, part.data, part.weight, part.share) for part in params.data]
-    if params.eval:
-        sources.append(entry("source.eval", "eval", params.eval))
-    return [*sources, entry("source.sft", "sft", params.sft)] if params.sft else sources
+        sources = [entry("data", part.name, part.data, part.weight, part.share) for part in params.data]
+    return sources + [entry(key, key, address) for key in ("eval", "sft") if (address := getattr(params, key))]
 
 
 def content_id(key: str, address: str) -> str:
@@ -125,7 +114,7 @@ def content_id(key: str, address: str) -> str:
 def local_files(address: str) -> list[Path]:
     """The files of rows behind a local address; none for the demo and for addresses elsewhere."""
     path = local_path(address)
-    if address == "demo" or address.startswith(HUB) or REMOTE in address or not path.exists():
+    if not _is_local(address) or not path.exists():
         return []
     return [path] if path.is_file() else _row_files(path)
 
@@ -224,11 +213,18 @@ def _guard_http(networks: list[str]) -> None:
 
 
 def remote_version(key: str, address: str, kind: str = "dataset") -> str:
-    """The version that a store reports without sending the files: an ETag, a modification time, a hub commit."""
+    """The version that a store reports without sending the files: an ETag, a modification time, a hub commit.
+
+    `kind` is of a hub address: dataset or model.
+    """
     advice = "Check the network and the credentials in the environment (HF_TOKEN for the hub), or set a commit"
     with errors_of_stores(f"{key}: could not check whether {address} is new", f"{advice} (hub:owner/name@commit)."):
         if address.startswith(HUB):
-            return hub_commit(address.partition("?")[0], kind)
+            from huggingface_hub import HfApi
+
+            name, revision = hub_address(address.partition("?")[0])
+            api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+            return str(api.repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT).sha)
         system, paths = _remote_files(key, address)
         return ",".join(str(system.ukey(path)) for path in paths)
 
@@ -236,12 +232,3 @@ def remote_version(key: str, address: str, kind: str = "dataset") -> str:
 def is_pinned(address: str) -> bool:
     """Whether a hub address names a commit, whose files never change."""
     return address.startswith(HUB) and bool(COMMIT.fullmatch(hub_address(address.partition("?")[0])[1] or ""))
-
-
-def hub_commit(address: str, kind: str) -> str:
-    """The commit that a hub address resolves to now; `kind` is model or dataset."""
-    from huggingface_hub import HfApi
-
-    name, revision = hub_address(address)
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    return str(api.repo_info(name, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT).sha)

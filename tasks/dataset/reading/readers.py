@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -56,8 +57,8 @@ def read_chunks(path: Path, name: str) -> Iterator[Chunk]:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"{name} is damaged or was cut off ({reason}). Fetch or write it again.") from None
     except UnicodeDecodeError as error:
-        place = f"byte {error.start}: {error.reason}"
-        raise UserError(f"{name} is not {error.encoding.upper()} ({place}). {FIXES['invalid_utf8']}") from None
+        reason = f"byte {error.start}: {error.reason}"
+        raise UserError(f"{name} is not {error.encoding.upper()} ({reason}). {FIXES['invalid_utf8']}") from None
 
 
 def rows_in(chunk: Chunk) -> Iterator[tuple[int, RawRow | RejectedRow]]:
@@ -72,6 +73,11 @@ def rows_in(chunk: Chunk) -> Iterator[tuple[int, RawRow | RejectedRow]]:
             yield number, row if isinstance(row, dict | RejectedRow) else _not_an_object(row)
 
 
+def read_rows(path: Path, name: str) -> Iterator[tuple[int, RawRow | RejectedRow]]:
+    """The rows of a whole file with their numbers."""
+    return chain.from_iterable(map(rows_in, read_chunks(path, name)))
+
+
 def count_rows(chunk: Chunk) -> int:
     if isinstance(chunk.content, bytes):
         return sum(1 for line in chunk.content.split(b"\n") if line and not line.isspace())
@@ -82,10 +88,10 @@ def first_rows(path: Path, name: str) -> list[RawRow]:
     """The readable rows of the first chunk that has any, to detect the row shape; UserError if none has."""
     first: RejectedRow | None = None
     for chunk in read_chunks(path, name):
-        for _, row in rows_in(chunk):
-            first = first or (row if isinstance(row, RejectedRow) else None)
-        if rows := [row for _, row in rows_in(chunk) if isinstance(row, dict)]:
-            return rows
+        rows = [row for _, row in rows_in(chunk)]
+        if readable := [row for row in rows if isinstance(row, dict)]:
+            return readable
+        first = first or next((row for row in rows if isinstance(row, RejectedRow)), None)
     reason = f"{first}. {FIXES.get(first.name, '')}" if first else "it has no rows."
     raise UserError(f"{name} has no row that can be read: {reason}".rstrip())
 
@@ -144,14 +150,8 @@ class _LimitedStream(io.RawIOBase):
         super().close()
 
 
-def _open(path: Path, name: str) -> IO[bytes]:
-    stream = _decompressed(path, name)
-    encoding = _encoding(stream.peek(4)[:4])
-    return io.BufferedReader(_Recoded(stream, encoding), BUFFER) if encoding else stream
-
-
-def _decompressed(path: Path, name: str) -> io.BufferedReader:
-    """According to the file's first bytes, whatever its name."""
+def _open(path: Path, name: str) -> io.BufferedReader:
+    """The bytes of a file, decompressed according to its first bytes, whatever its name."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic[:2] == b"\x1f\x8b":
@@ -161,42 +161,41 @@ def _decompressed(path: Path, name: str) -> io.BufferedReader:
     return io.BufferedReader(path.open("rb", buffering=0), BUFFER)
 
 
-def _encoding(start: bytes) -> str | None:
-    """UTF-16 or UTF-32 by the byte order mark or the zero bytes that every second ASCII character has; else None."""
-    marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-    marked = next((encoding for mark, encoding in marks.items() if start.startswith(mark)), None)
-    zeros = {b"\1\0\1\0": "utf-16-le", b"\0\1\0\1": "utf-16-be"}
-    return marked or zeros.get(bytes(min(byte, 1) for byte in start))
+def _encoding(stream: io.BufferedReader) -> str:
+    """UTF-8, or UTF-16 or UTF-32 by the byte order mark or the zero bytes of ASCII characters."""
+    encoding = json.detect_encoding(stream.peek(4)[:4])
+    return "utf-8-sig" if encoding == "utf-8" else encoding
 
 
-class _Recoded(io.RawIOBase):
-    """A stream of another encoding as UTF-8."""
+def _open_text(path: Path, name: str, newline: str | None = None) -> io.TextIOWrapper:
+    stream = _open(path, name)
+    return io.TextIOWrapper(stream, _encoding(stream), newline=newline)
 
-    def __init__(self, source: IO[bytes], encoding: str) -> None:
-        self.source, self.waiting = source, b""
-        self.decoder = codecs.getincrementaldecoder(encoding)()
 
-    def readable(self) -> bool:
-        return True
+@contextmanager
+def _open_lines(path: Path, name: str) -> Iterator["io.BufferedReader | _Utf8Lines"]:
+    """Lines as UTF-8. In a file of UTF-8, a line that is not valid stays as it is."""
+    with _open(path, name) as stream:
+        encoding = _encoding(stream)
+        yield stream if encoding == "utf-8-sig" else _Utf8Lines(io.TextIOWrapper(stream, encoding, newline="\n"))
 
-    def readinto(self, buffer: Any) -> int:
-        while not self.waiting:
-            block = self.source.read(len(buffer))
-            self.waiting = self.decoder.decode(block, final=not block).encode()
-            if not block:
-                break
-        content, self.waiting = self.waiting[: len(buffer)], self.waiting[len(buffer) :]
-        buffer[: len(content)] = content
-        return len(content)
 
-    def close(self) -> None:
-        self.source.close()
-        super().close()
+class _Utf8Lines:
+    """Text of another encoding, read as the UTF-8 bytes of JSON lines."""
+
+    def __init__(self, text: IO[str]) -> None:
+        self.text = text
+
+    def read(self, size: int) -> bytes:
+        return self.text.read(size).encode()
+
+    def readline(self, size: int) -> bytes:
+        return self.text.readline(size).encode()
 
 
 def _jsonl(path: Path, name: str) -> Iterator[Chunk]:
     number = 1
-    with _open(path, name) as file:
+    with _open_lines(path, name) as file:
         while lines := file.read(limits.CHUNK_BYTES):
             if not lines.endswith(b"\n"):
                 lines += file.readline(limits.ROW_BYTES + 1)
@@ -217,13 +216,12 @@ def _jsonl(path: Path, name: str) -> Iterator[Chunk]:
 
 def _json(path: Path, name: str) -> Iterator[Chunk]:
     """A list of rows, read without holding it whole; or JSON lines, which many .json files are."""
-    with _open(path, name) as file:
+    with _open_lines(path, name) as file:
         first, second = file.readline(limits.ROW_BYTES), file.readline(limits.ROW_BYTES)
     if second and isinstance(_parse(first), dict):
         yield from _jsonl(path, name)
         return
-    with _open(path, name) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig")
+    with _open_text(path, name) as text:
         start = text.read(BUFFER).lstrip()
         if start[:1] == "[":
             yield from _in_chunks(_elements(start[1:], text, name))
@@ -260,8 +258,8 @@ def _elements(buffer: str, text: IO[str], name: str) -> Iterator[Any]:
 
 
 def _csv(path: Path, name: str) -> Iterator[Chunk]:
-    with _open(path, name) as file:
-        lines = _lines(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), name)
+    with _open_text(path, name, newline="") as text:
+        lines = _lines(text, name)
         header = next(lines, "")
         delimiter = _delimiter(header, "\t" if suffix_of(path) == ".tsv" else ",")
         reader = csv.DictReader(chain([header], lines), delimiter=delimiter, strict=True)

@@ -6,13 +6,16 @@ names the settings to write.
 """
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
-from tasks.config.params import Layout
-from tasks.dataset.rows.contract import check_pairs
+from tasks.config.params import Layout, Prepare
+from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import to_text
-from tasks.dataset.rows.preference import LABELS, PANDALM, PairingOptions, Preference
+from tasks.dataset.rows.preference import LABELS, PANDALM, Preference, RowLayout
 from tasks.dataset.rows.rankings import vote_key
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
@@ -22,7 +25,7 @@ from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 SAMPLE = 200  # rows to try a shape on
-UNKNOWN = 0.1  # share of labels that are not known
+UNKNOWN = 0.1  # largest share of unknown labels that still leaves the others evident
 WIDTH = 100  # characters of a decoded text
 # Words in the names of columns, for suggestions; the rejected answer first, since `dispreferred` has both.
 HINTS = {
@@ -33,11 +36,10 @@ HINTS = {
 }
 
 
-@dataclass(frozen=True)
-class RowLayout:
-    shape: str
-    columns: dict[str, str]  # our name: the file's
-    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value: first, second or tie; desirable or not
+def source_layout(name: str, rows: Sequence[RawRow], file: str, params: Prepare) -> RowLayout:
+    """The layout of the source `name`, by the first rows of its first file."""
+    layout = find_layout(rows, file, params.by_source.get(name, params))
+    return replace(layout, expand=params.expand, min_margin=params.min_margin, ties=params.ties)
 
 
 def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO) -> RowLayout:
@@ -54,52 +56,46 @@ def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO) -> Row
     columns, shape = dict(wanted.columns), wanted.format
     if shape == "auto":
         shape = detect_shape(rename_columns(example, columns)) or "votes"
-    if shape == "transcript" and wanted.format == "auto" and all(map(_is_answer, rows)):
+    if shape == "transcript" and wanted.format == "auto" and all(_is_answer(row.get("chosen")) for row in rows):
         raise _unknown(rows, example, file)  # two answers, and their prompt is in another column
     if shape == "votes" and not SHAPES["votes"].matches(rename_columns(example, columns)):
         columns = vote_columns(rows, example) | columns
-        if not SHAPES["votes"].matches(rename_columns(example, columns)) or _lacks_prompt(example, columns):
+        renamed = rename_columns(example, columns)
+        has_prompt = any(isinstance(renamed.get(name), str | list) for name in ("prompt", "instruction"))
+        if not SHAPES["votes"].matches(renamed) or (_is_answer(renamed.get("response1")) and not has_prompt):
             raise _unknown(rows, example, file)
-    reads = {"votes": "winner", "unpaired": "label"}.get(shape)
-    if unread := [name for name in wanted.values if name != reads]:
+    verdict = {"votes": "winner", "unpaired": "label"}.get(shape)
+    if unread := [name for name in wanted.values if name != verdict]:
         raise UserError(
             f"prepare.values has no effect: {file} is read as {shape}, which has no {unread[0]}. Remove it."
         )
-    if shape == "unpaired":
-        return RowLayout(shape, columns, _labels(rows, columns, file, wanted))
-    votes = _votes(rows, columns, file, wanted) if shape == "votes" else PANDALM
+    if verdict in wanted.values:
+        votes: Mapping[str, str] = {vote_key(value): meaning for value, meaning in wanted.values[verdict].items()}
+    elif shape == "unpaired":
+        votes = _labels(rows, columns, file)
+    else:
+        votes = _votes(rows, columns, file) if shape == "votes" else PANDALM
     return RowLayout(shape, columns, votes)
 
 
-def _is_answer(row: RawRow) -> bool:
-    """Whether `chosen` is text, but no transcript."""
-    return isinstance(row.get("chosen"), str) and "\n\nHuman:" not in row["chosen"]
+def _is_answer(value: Any) -> bool:
+    """Whether the value is an answer alone, not a transcript, which has its prompt."""
+    return isinstance(value, str) and "\n\nHuman:" not in value
 
 
-def _lacks_prompt(example: RawRow, columns: Mapping[str, str]) -> bool:
-    """True for two answers that are neither whole conversations nor have a prompt."""
-    row = rename_columns(example, columns)
-    answer, asked = row.get("response1"), (row.get("prompt"), row.get("instruction"))
-    has_prompt = any(isinstance(value, str | list) for value in asked)
-    return not has_prompt and isinstance(answer, str) and "\n\nHuman:" not in answer
-
-
-def decode(rows: Iterable[RawRow], layout: RowLayout, options: PairingOptions | None = None) -> list[Preference]:
+def decode(rows: Iterable[RawRow], layout: RowLayout) -> list[Preference]:
     """The valid preferences of these rows."""
-    options = options or PairingOptions(votes=layout.votes)
-    renamed = (rename_columns(row, layout.columns) for row in rows)
-    made = [one for row in renamed for one in to_preferences(row, layout.shape, layout.columns, options)]
-    found = [one for one in made if isinstance(one, Preference)]
-    return [one for one, bad in zip(found, check_pairs(found, 1 << 30), strict=True) if bad is None]
+    pairs = (pair for row in rows for pair in to_preferences(row, layout))
+    return [pair for pair in pairs if isinstance(pair, Preference) and check_pair(pair, sys.maxsize) is None]
 
 
 def describe(preferences: Iterable[Preference]) -> list[str]:
     """Short lines for each: the prompt's last turn, then + the chosen and - the rejected answer."""
     lines = []
-    for one in preferences:
-        parts = {"": one.prompt[-1:], "  + ": one.chosen, "  - ": one.rejected}
-        if one.sign:
-            del parts["  - " if one.sign > 0 else "  + "]
+    for preference in preferences:
+        parts = {"": preference.prompt[-1:], "  + ": preference.chosen, "  - ": preference.rejected}
+        if preference.sign:
+            del parts["  - " if preference.sign > 0 else "  + "]
         lines += [sign + _short(to_text(turns)) for sign, turns in parts.items()]
     return lines
 
@@ -109,17 +105,16 @@ def better_shape(rows: Sequence[RawRow], layout: RowLayout) -> str | None:
     sample = rows[:SAMPLE]
 
     def readable(shape: str) -> float:
-        return sum(bool(decode([row], RowLayout(shape, layout.columns, layout.votes))) for row in sample) / len(sample)
+        tried = RowLayout(shape, layout.columns, layout.votes)
+        return sum(bool(decode([row], tried)) for row in sample) / len(sample)
 
-    if not sample or readable(layout.shape) >= 0.5:
+    if readable(layout.shape) >= 0.5:
         return None
     return next((shape for shape in SHAPES if shape not in (layout.shape, "unpaired") and readable(shape) >= 0.9), None)
 
 
-def _votes(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted: Layout) -> Mapping[str, str]:
-    """What each vote means: as configured, evident from the values, or that of PandaLM's own columns."""
-    if "winner" in wanted.values:
-        return {vote_key(value): meaning for value, meaning in wanted.values["winner"].items()}
+def _votes(rows: Sequence[RawRow], columns: Mapping[str, str], file: str) -> Mapping[str, str]:
+    """What each vote means: evident from the values, or that of PandaLM's own columns."""
     column = columns.get("winner", columns.get("annotator1", "winner"))
     values = count_values(rows, column)
     if "score1" in columns or not values:
@@ -127,43 +122,39 @@ def _votes(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted
     first, second = (columns.get(side, side) for side in ("response1", "response2"))
     if evident := evident_votes(values, first, second):
         return evident
-    found = ", ".join(f"{value} ({count} times)" for value, count in values.most_common())
     raise UserError(
-        f"{file}: `{column}` holds {found} in the first {len(rows)} rows, and which answer each value prefers is not "
-        f"evident. Look it up, and set {_values_setting(values)}: first is `{first}`, second is `{second}`."
+        f"{file}: `{column}` holds {_times(values)} in the first {len(rows)} rows, and which answer each value prefers "
+        f"is not evident. Look it up, and set {_values_setting(values)}: first is `{first}`, second is `{second}`."
     )
 
 
-def _labels(rows: Sequence[RawRow], columns: Mapping[str, str], file: str, wanted: Layout) -> Mapping[str, str]:
-    """What each label of an unpaired row means: as configured, or evident."""
-    if "label" in wanted.values:
-        return {vote_key(value): meaning for value, meaning in wanted.values["label"].items()}
+def _labels(rows: Sequence[RawRow], columns: Mapping[str, str], file: str) -> Mapping[str, str]:
+    """What each label of an unpaired row means, if that is evident."""
     column = columns.get("label", "label")
     values = count_values(rows, column)
     if sum(count for value, count in values.items() if value not in LABELS) <= UNKNOWN * values.total():
         return LABELS  # rows with another value are rejected one by one
-    found = ", ".join(f"{value} ({count} times)" for value, count in values.most_common())
-    setting = ", ".join(f"{value}: desirable|undesirable" for value in sorted(values))
     raise UserError(
-        f"{file}: `{column}` holds {found} in the first {len(rows)} rows, and which of them mark a desirable answer is "
-        f"not evident. Set prepare.values to {{label: {{{setting}}}}}."
+        f"{file}: `{column}` holds {_times(values)} in the first {len(rows)} rows, and which of them mark a desirable "
+        f"answer is not evident. Set {_values_setting(values, 'label', 'desirable|undesirable')}."
     )
 
 
-def _values_setting(values: Iterable[str]) -> str:
-    return f"prepare.values to {{winner: {{{', '.join(f'{v}: first|second|tie' for v in sorted(values))}}}}}"
+def _times(values: Counter[str]) -> str:
+    return ", ".join(f"{value} ({count} times)" for value, count in values.most_common())
+
+
+def _values_setting(values: Iterable[str], column: str = "winner", choices: str = "first|second|tie") -> str:
+    return f"prepare.values to {{{column}: {{{', '.join(f'{value}: {choices}' for value in sorted(values))}}}}}"
 
 
 def _unknown(rows: Sequence[RawRow], example: RawRow, file: str) -> UserError:
     """The rows have no known shape: the error suggests columns by their names."""
-    found = {ours: theirs for ours, theirs in _suggest(rows, example).items() if ours != theirs}
-    columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in found.items())
-    advice = (
-        f"Set prepare.columns to {{{columns}}}"
-        if found
-        else ("Map the columns in prepare.columns, for example {prompt: question, chosen: good, rejected: bad}")
-    )
-    values = count_values(rows, found["winner"]) if "winner" in found else {}
+    columns = {ours: theirs for ours, theirs in _suggest(rows, example).items() if ours != theirs}
+    advice = "Map the columns in prepare.columns, for example {prompt: question, chosen: good, rejected: bad}"
+    if columns:
+        advice = f"Set prepare.columns to {{{', '.join(f'{ours}: {theirs}' for ours, theirs in columns.items())}}}"
+    values = count_values(rows, columns["winner"]) if "winner" in columns else {}
     if values and not evident_votes(values, "1", "2"):
         advice += f" and {_values_setting(values)}, where first is the first of the two answers"
     return UserError(
@@ -174,26 +165,24 @@ def _unknown(rows: Sequence[RawRow], example: RawRow, file: str) -> UserError:
 
 def _suggest(rows: Sequence[RawRow], example: RawRow) -> dict[str, str]:
     """Our names of columns that look like those of a row shape; {} if they do not make one."""
-    nested = {
-        f"{name}.{key}": v for name, value in example.items() if isinstance(value, dict) for key, v in value.items()
-    }
-    found: dict[str, str] = {}
+    objects = {name: value for name, value in example.items() if isinstance(value, dict)}
+    values = example | {f"{name}.{key}": inner for name, value in objects.items() for key, inner in value.items()}
+    columns: dict[str, str] = {}
     for ours, words in HINTS.items():
         kind = list if ours == "completions" else str | list
-        names = (
-            name for name, v in {**example, **nested}.items() if isinstance(v, kind) and name not in found.values()
-        )
+        names = (name for name, value in values.items() if isinstance(value, kind) and name not in columns.values())
         if name := next((name for name in names if words.search(name.rpartition(".")[2].lower())), None):
-            found[ours] = name
-    if {"chosen", "rejected"} <= found.keys():
-        return {ours: found[ours] for ours in ("prompt", "chosen", "rejected") if ours in found}
-    if "prompt" not in found:
+            columns[ours] = name
+    if {"chosen", "rejected"} <= columns.keys():
+        return {ours: columns[ours] for ours in ("prompt", "chosen", "rejected") if ours in columns}
+    if "prompt" not in columns:
         return {}
-    prompt = {"prompt": found["prompt"]}
-    if compared := {name: column for name, column in vote_columns(rows, example).items() if name != "prompt"}:
+    prompt = {"prompt": columns["prompt"]}
+    if compared := vote_columns(rows, example).keys() - {"prompt"}:
         return prompt if len(compared) > 2 else {}
-    winner = winner_column(rows, example)
-    return prompt | {"completions": found["completions"], "winner": winner} if "completions" in found and winner else {}
+    if "completions" in columns and (winner := winner_column(rows, example)):
+        return prompt | {"completions": columns["completions"], "winner": winner}
+    return {}
 
 
 def _short(text: str) -> str:

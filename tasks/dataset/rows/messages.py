@@ -4,7 +4,8 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, cycle, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
@@ -19,7 +20,6 @@ ROLES = {
     "developer": "system",
 }
 EXTRA_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # a chat template may read these too
-PAIR = ("user", "assistant")
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -40,13 +40,13 @@ def prompt_messages(row: RawRow, *columns: str) -> list[Message]:
     column = next((name for name in columns if name in row), columns[-1])
     if column != "instruction":
         value = row[column]
-        return _asked(value, column) if isinstance(value, str) else to_messages(value, column, "user")
+        return _text_prompt(value, column) if isinstance(value, str) else to_messages(value, column, "user")
     instruction = require_text(row["instruction"], "instruction")
     extra = require_text(row["input"], "input").strip() if row.get("input") is not None else ""
     return to_messages(f"{instruction}\n\n{extra}" if extra else instruction, column, "user")
 
 
-def _asked(value: str, column: str) -> list[Message]:
+def _text_prompt(value: str, column: str) -> list[Message]:
     """A prompt as text; in Anthropic's format it is a transcript that ends where the answer starts."""
     turns = parse_transcript(value, column) if value.startswith("\n\nHuman:") else []
     if turns and not turns[-1]["content"]:
@@ -61,14 +61,11 @@ def parse_transcript(value: Any, column: str) -> list[Message]:
     start, *parts = SPEAKER.split(value)
     if start.strip() or not parts:
         raise RejectedRow("not_text", f"{column} is not a transcript; name the prompt's column in prepare.columns")
-    turns: list[Message] = []
-    for speaker, text in zip(parts[0::2], parts[1::2], strict=True):
-        role, text = ROLES[speaker.lower()], text.strip()
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{text}".strip()
-        else:
-            turns.append({"role": role, "content": text})
-    return turns
+    turns = zip((ROLES[speaker.lower()] for speaker in parts[0::2]), map(str.strip, parts[1::2]), strict=True)
+    return [
+        {"role": role, "content": "\n\n".join(text for _, text in successive if text)}
+        for role, successive in groupby(turns, key=itemgetter(0))
+    ]
 
 
 def join_lists(row: RawRow) -> RawRow:
@@ -76,16 +73,14 @@ def join_lists(row: RawRow) -> RawRow:
     lists = [_text_list(row.get(name)) for name in ("prompt", "chosen", "rejected")]
     if not all(lists) or len({len(texts) for texts in lists}) > 1:
         return row
-    asked, *sides = lists
-    chosen, rejected = (
-        [
-            {"role": role, "content": text}
-            for pair in zip(asked, side, strict=True)
-            for role, text in zip(PAIR, pair, strict=True)
-        ]
-        for side in sides
-    )
-    return {name: value for name, value in row.items() if name != "prompt"} | {"chosen": chosen, "rejected": rejected}
+    prompts, chosen, rejected = lists
+    conversations = {"chosen": _alternate(prompts, chosen), "rejected": _alternate(prompts, rejected)}
+    return {name: value for name, value in row.items() if name != "prompt"} | conversations
+
+
+def _alternate(prompts: list[str], answers: list[str]) -> list[Message]:
+    turns = chain.from_iterable(zip(prompts, answers, strict=True))
+    return [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)]
 
 
 def _text_list(value: Any) -> list[str]:

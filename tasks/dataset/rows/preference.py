@@ -7,9 +7,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from tasks.dataset.rows.messages import Message
+from tasks.dataset.rows.messages import Message, to_text
 from tasks.dataset.rows.reject_reasons import RejectedRow
 
 HASH_RANGE = 1 << 64
@@ -31,31 +32,38 @@ class Preference:
     tools: list[Any] | None = None
     sign: int = 0  # of an unpaired row: +1 its answer is desirable, -1 undesirable; `rejected` is the same answer
 
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits of a hash of the content."""
+        return _digest([self.prompt, _answer(self.chosen), self.sign or _answer(self.rejected)])
+
+    @cached_property
+    def swapped_id(self) -> str:
+        """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
+        return replace(self, chosen=self.rejected, rejected=self.chosen, sign=-self.sign).id
+
+    @cached_property
+    def prompt_text(self) -> str:
+        return to_text(self.prompt)
+
+    @cached_property
+    def hashed_prompt(self) -> int:
+        return prompt_hash(self.prompt_text)
+
 
 MaybePreference = Preference | RejectedRow
 
 
 @dataclass(frozen=True)
-class PairingOptions:
-    """How ranked, scored or compared answers become pairs: the keys of `prepare` with these names."""
+class RowLayout:
+    """How a row becomes preferences. The last three are the keys of `prepare` with these names."""
 
+    shape: str
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name: the file's
+    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value: first, second or tie; desirable or not
     expand: str = "best_rest"
     min_margin: float = 0.0
     ties: str = "drop"
-    votes: Mapping[str, str] = field(default_factory=lambda: PANDALM)  # value of a vote or label: its meaning
-
-
-def pair_id(preference: Preference) -> str:
-    """16 hex digits of a hash of the content."""
-    second = preference.sign or _answer(preference.rejected)
-    return _digest([preference.prompt, _answer(preference.chosen), second])
-
-
-def swapped_id(preference: Preference) -> str:
-    """The id of the pair that prefers the other answer, or of the unpaired row with the other label."""
-    if preference.sign:
-        return pair_id(replace(preference, sign=-preference.sign))
-    return _digest([preference.prompt, _answer(preference.rejected), _answer(preference.chosen)])
 
 
 def prompt_hash(text: str) -> int:
@@ -70,7 +78,7 @@ def is_held_out(hashed_prompt: int, eval_fraction: float) -> bool:
 
 
 def sample_rank(pair: str, seed: int) -> int:
-    """The place of a pair in the random order by which `prepare.max_pairs` takes a sample."""
+    """The rank of a pair in the random order by which `prepare.max_pairs` takes a sample."""
     return int(hashlib.sha256(f"{seed} {pair}".encode()).hexdigest()[:16], 16)
 
 

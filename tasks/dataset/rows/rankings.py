@@ -1,34 +1,34 @@
 """Pairs from answers with ranks, scores or votes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
 from tasks.dataset.rows.messages import prompt_messages, require_number, to_messages
-from tasks.dataset.rows.preference import MaybePreference, PairingOptions, Preference
+from tasks.dataset.rows.preference import MaybePreference, Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 
 
-def apply_scores(preference: Preference, row: RawRow, options: PairingOptions) -> MaybePreference:
+def apply_scores(preference: Preference, row: RawRow, layout: RowLayout) -> MaybePreference:
     """The preference with the margin of its two scores, where the row has both."""
     if row.get("score_chosen") is None or row.get("score_rejected") is None:
         return preference
     chosen, rejected = (require_number(row[column], column) for column in ("score_chosen", "score_rejected"))
-    return _with_margin(preference, chosen - rejected, options)
+    return _with_margin(preference, chosen - rejected, layout)
 
 
-def _with_margin(preference: Preference, margin: float, options: PairingOptions) -> MaybePreference:
+def _with_margin(preference: Preference, margin: float, layout: RowLayout) -> MaybePreference:
     if margin == 0.0:
-        return RejectedRow("tie") if options.ties == "drop" else replace(preference, label=0.5)
-    if abs(margin) < options.min_margin:
+        return RejectedRow("tie") if layout.ties == "drop" else replace(preference, label=0.5)
+    if abs(margin) < layout.min_margin:
         return RejectedRow("small_margin", f"{margin:g}")
     if margin < 0.0:
         return RejectedRow("bad_number", f"rejected scores {-margin:g} more than chosen")
     return replace(preference, margin=margin)
 
 
-def compare_two(row: RawRow, options: PairingOptions) -> tuple[RawRow, float]:
+def compare_two(row: RawRow, layout: RowLayout) -> tuple[RawRow, float]:
     """Two answers and what decides between them, two scores or votes, as (row with chosen and rejected, label)."""
     sides = row["completions"] if "response1" not in row else [row["response1"], row["response2"]]
     if not isinstance(sides, list) or len(sides) != 2:
@@ -39,8 +39,8 @@ def compare_two(row: RawRow, options: PairingOptions) -> tuple[RawRow, float]:
         order = (0, 1) if scores[0] >= scores[1] else (1, 0)
         named = {f"score_{side}": scores[at] for side, at in zip(("chosen", "rejected"), order, strict=True)}
         return {**row, **named, "chosen": sides[order[0]], "rejected": sides[order[1]]}, 1.0
-    first = _votes_for_first(row, options.votes)
-    if first == 0.5 and options.ties == "drop":
+    first = _votes_for_first(row, layout.votes)
+    if first == 0.5 and layout.ties == "drop":
         raise RejectedRow("tie")
     better, worse = sides if first >= 0.5 else sides[::-1]
     return {**row, "chosen": better, "rejected": worse}, max(first, 1.0 - first)
@@ -61,7 +61,7 @@ def vote_key(value: Any) -> str:
     return str(whole).strip().lower()
 
 
-def from_ranking(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+def from_ranking(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """Several answers to one prompt: best first, or in any order with scores."""
     answers = row["completions"]
     if not isinstance(answers, list) or len(answers) < 2:
@@ -75,35 +75,33 @@ def from_ranking(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
     texts = [to_messages(_answer_text(answer), "completions", "assistant") for answer in answers]
     prompt = prompt_messages(row, "instruction", "prompt")
     if scores is None:
-        order = list(range(len(texts)))
-        return [Preference(prompt, texts[a], texts[b]) for a, b in _expand(order, options.expand)]
+        pairs = _expand(range(len(texts)), layout.expand)
+        return [Preference(prompt, texts[better], texts[worse]) for better, worse in pairs]
     if not isinstance(scores, list) or len(scores) != len(texts):
         raise RejectedRow("bad_number", f"{len(texts)} completions and scores {scores}")
     numbers = [require_number(score, "scores") for score in scores]
-    order = sorted(range(len(texts)), key=lambda index: -numbers[index])
+    pairs = _expand(sorted(range(len(texts)), key=lambda index: -numbers[index]), layout.expand)
     return [
-        _with_margin(Preference(prompt, texts[a], texts[b]), numbers[a] - numbers[b], options)
-        for a, b in _expand(order, options.expand)
+        _with_margin(Preference(prompt, texts[better], texts[worse]), numbers[better] - numbers[worse], layout)
+        for better, worse in pairs
     ]
 
 
-def _expand(order: list[int], how: str) -> list[tuple[int, int]]:
+def _expand(order: Sequence[int], how: str) -> Iterable[tuple[int, int]]:
     """Pairs (better, worse) of answers that are sorted best first."""
     if how == "all":
-        return list(combinations(order, 2))
-    return list(pairwise(order)) if how == "adjacent" else [(order[0], other) for other in order[1:]]
+        return combinations(order, 2)
+    return pairwise(order) if how == "adjacent" else ((order[0], worse) for worse in order[1:])
 
 
 def _answer_text(answer: Any) -> Any:
     """An answer that is an object holds its text under one of these keys."""
     if not isinstance(answer, dict) or "role" in answer or "from" in answer:
         return answer
-    return next(
-        (answer[name] for name in ("response", "text", "content", "completion", "answer") if name in answer), None
-    )
+    names = ("response", "text", "content", "completion", "answer")
+    return next((answer[name] for name in names if name in answer), None)
 
 
 def _score_key(answer: dict[str, Any]) -> str | None:
-    return next(
-        (name for name in ("score", "overall_score", "rating", "reward", "pm_score", "rank") if name in answer), None
-    )
+    names = ("score", "overall_score", "rating", "reward", "pm_score", "rank")
+    return next((name for name in names if name in answer), None)

@@ -50,10 +50,9 @@ class RejectedRow(ValueError):
     """A row or pair that cannot be used: the name of the reason, and a detail."""
 
     def __init__(self, name: str, detail: str = "", content: Any = None) -> None:
-        assert name in REJECT_REASONS, name
-        super().__init__(f"{REJECT_REASONS[name]}{f' ({detail})' if detail else ''}")
+        super().__init__(name, detail, content)  # what a pickle, for another process, is made from
         self.name, self.detail = name, detail
         self.content = content  # of a line that could not be parsed into a row
 
-    def __reduce__(self) -> tuple[type["RejectedRow"], tuple[str, str, Any]]:
-        return RejectedRow, (self.name, self.detail, self.content)  # pickled between worker processes
+    def __str__(self) -> str:
+        return f"{REJECT_REASONS[self.name]}{f' ({self.detail})' if self.detail else ''}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tasks.dataset.rows import messages
-from tasks.dataset.rows.preference import MaybePreference, PairingOptions, Preference
+from tasks.dataset.rows.preference import MaybePreference, Preference, RowLayout
 from tasks.dataset.rows.rankings import apply_scores, compare_two, from_ranking, vote_key
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
 
@@ -58,13 +58,12 @@ def detect_shape(row: RawRow) -> str | None:
     return next((name for name, shape in SHAPES.items() if shape.matches(row)), None)
 
 
-def to_preferences(
-    row: RawRow, shape: str, columns: Mapping[str, str], options: PairingOptions
-) -> list[MaybePreference]:
+def to_preferences(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """The preferences of a row, or the reason why there are none. One pair of a row may be a tie and others not."""
+    row = rename_columns(row, layout.columns)
     try:
-        made = SHAPES[shape].read(row, options)
-        return [_add_fields(one, row, columns) if isinstance(one, Preference) else one for one in made]
+        pairs = SHAPES[layout.shape].read(row, layout)
+        return [_add_fields(pair, row, layout.columns) if isinstance(pair, Preference) else pair for pair in pairs]
     except RejectedRow as rejected:
         return [rejected]
     except KeyError as error:
@@ -96,23 +95,24 @@ def _parse_tools(value: Any) -> list[Any]:
     return tools
 
 
-def _openai(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+def _openai(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """OpenAI's preference files: input.messages, preferred_output, non_preferred_output."""
     request = row["input"]
     if not isinstance(request, dict) or "messages" not in request:
         raise RejectedRow("missing_field", "'input.messages'")
     tools = request.get("tools") or None
     sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
-    made = _two_sides(messages.to_messages(request["messages"], "input.messages", "user"), {**row, **sides}, options)
-    return [replace(one, tools=tools) if isinstance(one, Preference) else one for one in made]
+    prompt = messages.to_messages(request["messages"], "input.messages", "user")
+    pair = _two_sides(prompt, {**row, **sides}, layout)
+    return [replace(pair, tools=tools) if isinstance(pair, Preference) else pair]
 
 
-def _prompt_in(*columns: str) -> Callable[[RawRow, PairingOptions], list[MaybePreference]]:
+def _prompt_in(*columns: str) -> Callable[[RawRow, RowLayout], list[MaybePreference]]:
     """For rows with a prompt in one of these columns, and chosen and rejected: text or messages."""
-    return lambda row, options: _two_sides(messages.prompt_messages(row, *columns), row, options)
+    return lambda row, layout: [_two_sides(messages.prompt_messages(row, *columns), row, layout)]
 
 
-def _two_sides(prompt: list[messages.Message], row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+def _two_sides(prompt: list[messages.Message], row: RawRow, layout: RowLayout) -> MaybePreference:
     """The turns that chosen and rejected share belong to the prompt; the rest of each side is an answer.
 
     Without a prompt both sides are whole conversations.
@@ -130,29 +130,29 @@ def _two_sides(prompt: list[messages.Message], row: RawRow, options: PairingOpti
         raise RejectedRow("equal_answers")
     if not prompt:
         raise RejectedRow("no_shared_prompt")
-    return [apply_scores(Preference(prompt, chosen, rejected), row, options)]
+    return apply_scores(Preference(prompt, chosen, rejected), row, layout)
 
 
-def _from_votes(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+def _from_votes(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """Two answers with votes or scores. Without a prompt the two are whole conversations."""
-    row, label = compare_two(row, options)
+    row, label = compare_two(row, layout)
     row = messages.join_lists(row)
-    asked = row.keys() & {"instruction", "prompt"}
-    made = _two_sides(messages.prompt_messages(row, "instruction", "prompt") if asked else [], row, options)
-    return [replace(one, label=label) if label < 1.0 and isinstance(one, Preference) else one for one in made]
+    has_prompt = row.keys() & {"instruction", "prompt"}
+    pair = _two_sides(messages.prompt_messages(row, "instruction", "prompt") if has_prompt else [], row, layout)
+    return [replace(pair, label=label) if label < 1.0 and isinstance(pair, Preference) else pair]
 
 
-def _unpaired(row: RawRow, options: PairingOptions) -> list[MaybePreference]:
+def _unpaired(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """One answer with a label. A pair, where `prepare.format` asks for it, is a desirable and an undesirable answer."""
     if "completion" not in row and {"chosen", "rejected"} <= row.keys():
-        (pair,) = SHAPES[detect_shape(row) or "pairs"].read(row, options)
+        (pair,) = SHAPES[detect_shape(row) or "pairs"].read(row, layout)
         if not isinstance(pair, Preference):
             return [pair]
         return [replace(pair, rejected=pair.chosen, sign=1), replace(pair, chosen=pair.rejected, sign=-1)]
     prompt = messages.prompt_messages(row, "instruction", "prompt")
     answer = messages.answer_turns(row["completion"], prompt, "completion")
-    if (label := options.votes.get(vote_key(row["label"]))) is None:
-        raise RejectedRow("bad_number", f"the label {row['label']!r}; known: {', '.join(options.votes)}")
+    if (label := layout.votes.get(vote_key(row["label"]))) is None:
+        raise RejectedRow("bad_number", f"the label {row['label']!r}; known: {', '.join(layout.votes)}")
     return [Preference(prompt, answer, answer, sign=1 if label == "desirable" else -1)]
 
 
@@ -175,7 +175,7 @@ def _has_completions(row: RawRow) -> bool:
 
 class Shape(NamedTuple):
     matches: Callable[[RawRow], bool]
-    read: Callable[[RawRow, PairingOptions], list[MaybePreference]]
+    read: Callable[[RawRow, RowLayout], list[MaybePreference]]
 
 
 # The first shape that matches is used, so the most specific is first:
@@ -186,12 +186,12 @@ SHAPES: dict[str, Shape] = {
     "pairs": Shape(_has("prompt", "chosen", "rejected"), _prompt_in("prompt")),
     "messages": Shape(_has("messages", "chosen", "rejected"), _prompt_in("messages")),
     "instruction": Shape(_has("instruction", "chosen", "rejected"), _prompt_in("instruction", "prompt")),
-    "transcript": Shape(_has("chosen", "rejected"), lambda row, options: _two_sides([], row, options)),
+    "transcript": Shape(_has("chosen", "rejected"), lambda row, layout: [_two_sides([], row, layout)]),
     "scored": Shape(lambda row: _has_completions(row) and "scores" in row, from_ranking),
     "ranked": Shape(_has_completions, from_ranking),
     "alpaca": Shape(
         lambda row: "instruction" in row and isinstance(row.get("output"), list),
-        lambda row, options: from_ranking({**row, "completions": row["output"]}, options),
+        lambda row, layout: from_ranking({**row, "completions": row["output"]}, layout),
     ),
     "unpaired": Shape(
         lambda row: {"completion", "label"} <= row.keys() and bool(row.keys() & {"prompt", "instruction"}), _unpaired

@@ -28,14 +28,14 @@ def vote_columns(rows: Sequence[RawRow], example: RawRow) -> dict[str, str]:
     if answers is None:
         return {}
     match, second = answers
-    found = {"response1": match[0], "response2": second}
+    columns = {"response1": match[0], "response2": second}
     prompts = (name for start in (match[1], "") for name in (start + word for word in PROMPTS) if name in example)
     if prompt := next((name for name in prompts if isinstance(example[name], str | list)), None):
-        found["prompt"] = prompt
+        columns["prompt"] = prompt
     winner, scores = winner_column(rows, example), _score_columns(example, match[4])
     if scores and not (winner and evident_votes(count_values(rows, winner), match[0], second)):
-        return found | scores
-    return found | ({"winner": winner} if winner else {})
+        return columns | scores
+    return columns | ({"winner": winner} if winner else {})
 
 
 def winner_column(rows: Sequence[RawRow], example: RawRow) -> str | None:
@@ -47,16 +47,16 @@ def winner_column(rows: Sequence[RawRow], example: RawRow) -> str | None:
 def _score_columns(example: RawRow, end: str) -> dict[str, str]:
     """Two columns of numbers such as score_A and score_B, or winner_model_a and winner_model_b with 0 and 1."""
     first = [name for name in map(str, example) if re.search(rf"(score|rating|reward|winner)\w*_{end}$", name)]
-    both = ((name, name[:-1] + SECOND[end]) for name in first)
-    return next(({"score1": one, "score2": other} for one, other in both if other in example), {})
+    second = {name: name[:-1] + SECOND[end] for name in first}
+    return next(({"score1": name, "score2": second[name]} for name in first if second[name] in example), {})
 
 
 def count_values(rows: Sequence[RawRow], column: str) -> Counter:
     """How often each value occurs; nothing where the column holds long texts or lists."""
-    found = [value_of(row, column) for row in rows if has_column(row, column)]
-    if any(isinstance(value, list | dict) or len(str(value)) > 40 for value in found):
+    values = [value_of(row, column) for row in rows if has_column(row, column)]
+    if any(isinstance(value, list | dict) or len(str(value)) > 40 for value in values):
         return Counter()
-    return Counter(vote_key(value) for value in found if value is not None)
+    return Counter(vote_key(value) for value in values if value is not None)
 
 
 def evident_votes(values: Mapping[str, Any], first: str, second: str) -> dict[str, str]:
@@ -68,10 +68,11 @@ def evident_votes(values: Mapping[str, Any], first: str, second: str) -> dict[st
     ties = [value for value in values if value.startswith(TIES)]
     sides = [value for value in values if value not in ties]
     for ends in ((first[-1].lower(), second[-1].lower()), ("a", "b"), ("1", "2"), ("first", "second")):
-        sought = {end: re.compile(rf"(?:\w+[ _-])?{end}") for end in ends}
-        found = {side: next((end for end in ends if sought[end].fullmatch(side)), None) for side in sides}
-        if None not in found.values() and (set(found.values()) == set(ends) or not ends[0].isdigit()) and sides:
+        patterns = {end: re.compile(rf"(?:\w+[ _-])?{end}") for end in ends}
+        matches = {side: next((end for end in ends if patterns[end].fullmatch(side)), None) for side in sides}
+        if None not in matches.values() and (set(matches.values()) == set(ends) or not ends[0].isdigit()) and sides:
             meaning = dict(zip(ends, ("first", "second"), strict=True))
-            known = {side[: -len(end)] + other: meaning[other] for side, end in found.items() for other in ends if end}
+            stems = [side.removesuffix(end) for side, end in matches.items() if end]
+            known = {f"{stem}{end}": meaning[end] for stem in stems for end in ends}
             return known | dict.fromkeys((*TIES, "tie (bothbad)", *ties), "tie")
     return {}

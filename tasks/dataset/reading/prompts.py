@@ -1,0 +1,54 @@
+"""The different prompts of the training data, for the stage `sample`. A held-out prompt is never among them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tasks.config.params import RUN, Prepare
+from tasks.dataset.reading.raw_rows import layout_of, raw_sources, rows_of
+from tasks.dataset.rows.layouts import decode
+from tasks.dataset.rows.messages import Message
+from tasks.dataset.rows.preference import Preference, is_held_out, sample_rank
+from tasks.dataset.rows.reject_reasons import RawRow
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import TokenizedPair, tokenize
+
+
+@dataclass(frozen=True)
+class Prompt:
+    messages: list[Message]
+    text: str  # as judges read it
+    ids: list[int]
+    tools: list[Any] | None
+
+    def row(self) -> RawRow:
+        """Its columns in a row of pairs; one turn of a user is plain text."""
+        plain = len(self.messages) == 1 and self.messages[0]["role"] == "user"
+        return {"prompt": self.text if plain else self.messages, **({"tools": self.tools} if self.tools else {})}
+
+
+def read_prompts(template: ChatTemplate, params: Prepare, count: int | None, seed: int) -> list[Prompt]:
+    """The prompts of data/raw outside the held-out set; `count` of them are drawn by a hash of seed and prompt."""
+    held_out = {preference.hashed_prompt for preference in _read("source.eval", params)}
+    prompts: dict[int, Preference] = {}
+    for preference in _read("source.data", params):
+        prompts.setdefault(preference.hashed_prompt, preference)
+    fraction = params.eval_fraction or 0.0
+    hashes = [hashed for hashed in prompts if hashed not in held_out and not is_held_out(hashed, fraction)]
+    drawn = {*sorted(hashes, key=lambda hashed: sample_rank(str(hashed), seed))[:count]}
+    chosen = [prompts[hashed] for hashed in hashes if hashed in drawn]
+    return [
+        Prompt(preference.prompt, preference.prompt_text, tokens.prompt_ids, preference.tools)
+        for preference, tokens in zip(chosen, tokenize(template, chosen), strict=True)
+        if isinstance(tokens, TokenizedPair) and len(tokens.prompt_ids) < params.max_tokens
+    ]
+
+
+def _read(key: str, params: Prepare) -> Iterator[Preference]:
+    """The valid preferences of the sources of a key whose answers are the assistant's next turn."""
+    for source in raw_sources():
+        if source["key"] == key and not source["address"].startswith(RUN):
+            # A tie has a prompt, too, and so has a pair with a small margin.
+            layout = replace(layout_of(source, params), expand="best_rest", min_margin=0.0, ties="soft")
+            for _, _, row in rows_of(source):
+                yield from (pair for pair in decode([row], layout) if pair.chosen[0]["role"] == "assistant")
