@@ -25,7 +25,7 @@ THEME = {
     "#000005": "var(--ink)",
 }
 FIRST, SECOND, SOFT, LINE, INK = THEME
-SVG_STYLE = {
+SVG_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "dpo",  # the same ids in every report
     "font.sans-serif": ["DejaVu Sans"],
