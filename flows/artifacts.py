@@ -23,7 +23,7 @@ from tasks.reports import cost, run_report
 from tasks.reports.headline import decision_of, headlines, verdict
 from tasks.runs.records import RESULTS
 from tasks.runs.workspace import Workspace
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_lines, recall, write_json
 from tasks.system.markup import plain
 from tasks.tracking import journal, pipeline_run
 from tasks.tracking.journal import flatten_metrics
@@ -138,7 +138,7 @@ def _samples(root: Path) -> str:
     path = root / "data" / "metrics" / "samples.jsonl"
     if not path.exists():
         return ""
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    samples = read_json_lines(path)
     rows = [(sample["prompt"], sample["base"]["text"], sample["policy"]["text"]) for sample in samples]
     rows.sort(key=lambda row: row[1] == row[2])  # changed answers first
     return "## Samples\n\n" + table(("prompt", "before", "after"), rows[:SAMPLES]) if rows else ""

@@ -5,7 +5,6 @@ for both models cancel out. Results that were made with other settings or pairs 
 evaluated again.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from tasks.evaluation.judges import outcomes
 from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.evaluation.sharding import evaluator_pool
 from tasks.runs.open_run import open_run, weights_of
-from tasks.system.files import read_json
+from tasks.system.files import read_json, read_json_lines
 from tasks.tracking.model_names import registered_version
 from tasks.tracking.registry import Registry, Version
 
@@ -172,7 +171,7 @@ def find_model(name: str | None) -> Evaluated:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{path} does not exist. Run `dvc repro evaluate`, or `dvc checkout` in that workspace.")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_json_lines(path)
 
 
 def print_comparison(name: str, first: str | None = None) -> None:
