@@ -124,7 +124,8 @@ def calibration(values: Sequence[PairValues]) -> list[dict[str, float]]:
 
 def histogram(values: Sequence[PairValues], bins: int = 20) -> list[dict[str, float]]:
     """The number of pairs by margin. Each bin has the margin of its middle."""
-    counts, edges = numpy.histogram([value.margin for value in values], bins)
+    margins = numpy.round([value.margin for value in values], 6)  # numpy refuses a range of a few rounding errors
+    counts, edges = numpy.histogram(margins, bins)
     middles = (edges[:-1] + edges[1:]) / 2
     return [
         {"margin": round(margin, 4), "pairs": count}

@@ -118,6 +118,7 @@ def test_the_histogram_counts_every_pair_once():
     bars = histogram([value("a", 0.0), value("b", 1.0), value("c", 1.0)], bins=2)
     assert bars == [{"margin": 0.25, "pairs": 1}, {"margin": 0.75, "pairs": 2}]
     assert sum(bar["pairs"] for bar in histogram([value("a", 3.0)])) == 1
+    assert sum(bar["pairs"] for bar in histogram([value("a", 3.0), value("b", 3.0 + 1e-15)])) == 2
 
 
 @pytest.fixture(scope="module")
