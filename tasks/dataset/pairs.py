@@ -79,6 +79,7 @@ def check_inputs() -> None:
 
 def open_table(path: Path) -> pa.Table:
     """A file's columns. They are read from disk when they are used."""
+    path.stat()  # the error of a missing file names it, which pyarrow's does not
     return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
 
 

@@ -88,5 +88,5 @@ def test_the_saved_policy_is_an_ordinary_model(logs):
 
 def test_a_checkpoint_of_shared_layers_is_refused_by_a_training_with_whole_layers(logs):
     (refusal,) = [line["refused"] for line in logs["whole layers"][1] if "refused" in line]
-    assert "the parts of 2 workers under ZeRO-2 with tensor_parallel 2, and this training has 2 workers" in refusal
+    assert "2 workers under ZeRO-2 with tensor_parallel 2, and this training has 2 workers under ZeRO-2 with" in refusal
     assert "Set num_workers, zero_stage and tensor_parallel of actor_train" in refusal
