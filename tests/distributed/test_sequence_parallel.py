@@ -160,7 +160,7 @@ def compare(rank: int, size: int, root: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_that_share_a_row_compute_its_values_and_gradients_with_a_share_of_the_work(tmp_path, size):
     multiprocessing.start_processes(compare, (size, str(tmp_path)), nprocs=size, start_method="spawn")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]

@@ -125,13 +125,9 @@ def assert_same_course(log: list[dict], expected: list[dict]) -> None:
             assert line[metric] == pytest.approx(values[metric], rel=1e-4, abs=2e-5), (line["step"], metric)
 
 
+@pytest.mark.exhaustive  # the stage passes its settings on as it does all others
 @pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("sequence_parallel", "2 share each row"),
-        # The stage passes it on in the same way; its values: test_tensor_parallel_training.py.
-        pytest.param("tensor_parallel", "2 share each layer", marks=pytest.mark.exhaustive),
-    ],
+    ("option", "said"), [("sequence_parallel", "2 share each row"), ("tensor_parallel", "2 share each layer")]
 )
 def test_the_stage_with_two_workers_that_share_rows_or_layers_gives_the_result_of_one(
     tmp_path, referenced, option, said

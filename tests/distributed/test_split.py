@@ -113,6 +113,7 @@ def share_of_two(rank: int, root: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_tensor_parallel.py splits layers, too
 def test_two_ranks_that_share_a_model_give_the_results_of_the_whole_and_hold_at_most_60_percent(models: Path):
     (models / "out").mkdir()
     multiprocessing.start_processes(share_of_two, (str(models),), nprocs=2, start_method="spawn")

@@ -22,12 +22,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "moving": {"reference_update": {"every": 1, "alpha": 0.6}},
 }
 Plan = tuple[str, dict[str, Any]]
+Logs = dict[str, tuple[Path, list[dict]]]  # by label: the folder of a run and its log
 PLANS: dict[int, list[Plan]] = {
-    1: [(name, {"zero_stage": 2}) for name in RUNS],
-    2: [("full", {"zero_stage": 2, "offload": "optimizer"}), ("full", {"zero_stage": 3}), ("lora", {"zero_stage": 2})],
+    1: [("full", {"zero_stage": 2})],
+    2: [("full", {"zero_stage": 2, "offload": "optimizer"})],
+}
+MORE: dict[int, list[Plan]] = {  # of the exhaustive tests
+    1: [("lora", {"zero_stage": 2}), ("moving", {"zero_stage": 2})],
+    2: [("full", {"zero_stage": 3}), ("lora", {"zero_stage": 2})],
     4: [("full", {"zero_stage": 1}), ("moving", {"zero_stage": 3})],
 }
-AGAIN = ["2x full ZeRO-2 offload", "4x full ZeRO-1", "4x moving ZeRO-3"]
+AGAIN, MORE_AGAIN = ["2x full ZeRO-2 offload"], ["4x full ZeRO-1", "4x moving ZeRO-3"]
 
 
 def label(ranks: int, name: str, changes: dict[str, Any]) -> str:
@@ -35,30 +40,51 @@ def label(ranks: int, name: str, changes: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
-    """By label: the folder of a run and its log. One rank; two that share layers; and two groups of two."""
-    root = tmp_path_factory.mktemp("runs")
-    model = save(tmp_path_factory.mktemp("model"), Qwen3Config(**SHAPE, **HEADS, head_dim=8))
+def model(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), Qwen3Config(**SHAPE, **HEADS, head_dim=8))
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory, model) -> Logs:
+    """One rank, and two that share layers."""
+    return train_all(tmp_path_factory.mktemp("runs"), model, PLANS)
+
+
+@pytest.fixture(scope="module")
+def more_logs(tmp_path_factory, model, logs) -> Logs:
+    """More modes, and two groups of two ranks."""
+    return logs | train_all(tmp_path_factory.mktemp("more"), model, MORE)
+
+
+def train_all(root: Path, model: Path, plans: dict[int, list[Plan]]) -> Logs:
     pairs, runs = make_pairs(model), {}
-    for ranks, plan in PLANS.items():
+    for ranks, plan in plans.items():
         options = {**SHORT, "tensor_parallel": min(2, ranks)}
         made = [
             settings(root, model, label(ranks, name, changes), pairs, **options | RUNS[name] | changes)
             for name, changes in plan
         ]
-        runs[ranks] = [
-            *made,
-            *({**run, "name": f"{run['name']} again", "again_from": 2} for run in made if run["name"] in AGAIN),
-        ]
-    runs[2].append({**runs[2][0], "name": "whole layers", "tensor_parallel": 1})
+        again = [run for run in made if run["name"] in (*AGAIN, *MORE_AGAIN)]
+        runs[ranks] = [*made, *({**run, "name": f"{run['name']} again", "again_from": 2} for run in again)]
+    if plans is PLANS:
+        runs[2].append({**runs[2][0], "name": "whole layers", "tensor_parallel": 1})
     logs = run_groups(root, runs)
     return {
         str(run["name"]): (Path(str(run["folder"])), logs[str(run["name"])]) for made in runs.values() for run in made
     }
 
 
-@pytest.mark.parametrize("name", [label(ranks, *run) for ranks in (2, 4) for run in PLANS[ranks]])
-def test_a_training_with_shared_layers_follows_that_of_one_rank(logs, name):
+def test_a_training_with_shared_layers_follows_that_of_one_rank(logs):
+    assert_follows_one_rank(logs, "2x full ZeRO-2 offload")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [label(ranks, *run) for ranks in (2, 4) for run in MORE[ranks]])
+def test_every_mode_with_shared_layers_follows_that_of_one_rank(more_logs, name):
+    assert_follows_one_rank(more_logs, name)
+
+
+def assert_follows_one_rank(logs: Logs, name: str) -> None:
     (folder, log), (one_folder, expected) = logs[name], logs[f"1x {name.split()[1]} ZeRO-2"]
     counted = [line for line in expected if "step" in line]
     if "offload" in name:  # DeepSpeed keeps its gradients elsewhere
@@ -71,14 +97,23 @@ def test_a_training_with_shared_layers_follows_that_of_one_rank(logs, name):
         assert (found[key] - value).abs().max() < 1e-4, key
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_resumed_training_follows_the_undisturbed_one(logs, name):
+def test_a_resumed_training_follows_the_undisturbed_one(logs):
+    assert_again_follows(logs, "2x full ZeRO-2 offload")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MORE_AGAIN)
+def test_two_groups_that_resume_follow_the_undisturbed_ones(more_logs, name):
+    assert_again_follows(more_logs, name)
+
+
+def assert_again_follows(logs: Logs, name: str) -> None:
     log, expected = logs[f"{name} again"][1], logs[name][1]
     assert_same_course(log, [line for line in expected if line.get("step", 0) > 2])
 
 
 def test_the_saved_policy_is_an_ordinary_model(logs):
-    policies = [logs[name][0] / "policy" for name in ("1x full ZeRO-2", "4x full ZeRO-1")]
+    policies = [logs[name][0] / "policy" for name in ("1x full ZeRO-2", "2x full ZeRO-2 offload")]
     expected, found = (
         plain_logps(load_model(policy, "float32"), [1, 2, 3], [4, 5], torch.device("cpu")) for policy in policies
     )

@@ -13,7 +13,8 @@ from tasks.system.files import read_json
 from tests.dataset.test_unpaired import thumbs
 from tests.support.workspaces import make_workspace, run, write_data
 
-pytestmark = pytest.mark.slow
+# Its parts: tests/dataset/test_unpaired.py, tests/trainer/test_kto.py, tests/models/test_quantization.py.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 STAGES = ("source", "prepare", "reference", "train", "evaluate", "export", "promote")
 
 

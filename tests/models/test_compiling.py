@@ -43,7 +43,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     ("adapter", "checkpointing"),
     [
         pytest.param(None, False, id="full"),
-        pytest.param({**LORA, "dropout": 0.1}, True, id="dropout, recomputed"),
+        pytest.param({**LORA, "dropout": 0.1}, True, id="dropout, recomputed", marks=pytest.mark.exhaustive),
         pytest.param(LORA, True, id="lora, recomputed", marks=pytest.mark.exhaustive),
         pytest.param(None, True, id="full, recomputed", marks=pytest.mark.exhaustive),
         pytest.param(LORA, False, id="lora", marks=pytest.mark.exhaustive),

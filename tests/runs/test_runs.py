@@ -79,6 +79,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_temp
     return root, before, git(root, "status", "--porcelain")
 
 
+@pytest.mark.exhaustive  # test_sweep.py has runs side by side, too
 @pytest.mark.slow
 def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: tuple[Path, str, str]) -> None:
     root, before, after = three
@@ -161,6 +162,7 @@ def test_a_killed_run_leaves_nothing_behind_and_is_resumed_by_name_and_not_twice
     assert over.stderr.startswith("error: The run e is finished; there is nothing to resume.")
 
 
+@pytest.mark.exhaustive  # the test before resumes a run, too
 @pytest.mark.slow
 def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str, str], prefect_api: Env) -> None:
     """The dummy stage refuses a beta above 0.4; the worktree keeps it until `--set` changes it."""

@@ -35,8 +35,14 @@ import psutil
 
 # Not Ray, which reads its settings when it is imported.
 LIBRARIES = ["aiohttp", "datasets", "deepspeed", "google.protobuf", "grpc", "matplotlib.pyplot", "mlflow", "pandas"]
-LIBRARIES += ["peft", "psutil", "pyarrow.fs", "pyarrow.parquet", "pydantic.v1", "rich.live", "rich.progress"]
-LIBRARIES += ["safetensors.torch", "tensorboardX", "transformers", "transformers.models.llama.modeling_llama"]
+LIBRARIES += ["jsonschema", "peft", "psutil", "pyarrow.fs", "pyarrow.parquet", "pydantic.v1", "rich.live"]
+LIBRARIES += [
+    "rich.progress",
+    "safetensors.torch",
+    "tensorboardX",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+]
 LIBRARIES += ["deepspeed.runtime.zero.muon.muon_optimizer", "mlflow.store.tracking.sqlalchemy_store"]  # imported late
 DVC = [f"dvc.{name}" for name in ("_debug", "cachemgr", "cli.parser", "data_cloud", "lock", "rwlock", "scm")]
 DVC += [f"dvc.repo.{name}" for name in ("artifacts", "checkout", "datasets", "params", "plots", "reproduce", "status")]
@@ -44,7 +50,7 @@ DVC += ["configobj", "dulwich.ignore", "dulwich.index", "dulwich.repo", "dvc.dir
 DVC += ["dvc.utils.strictyaml", "dvc_data.hashfile.status", "dvc_data.index.checkout", "dvc_render.vega"]
 # Of a flow with dummy stages, also one that a worker starts.
 FLOW = [*DVC, "jinja2", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "pydantic.v1"]
-FLOW += ["rich.progress", "sqlalchemy.dialects.sqlite", "typer"]
+FLOW += ["matplotlib.backends.backend_svg", "rich.progress", "sqlalchemy.dialects.sqlite", "typer"]  # and its report
 FLOW += [
     "prefect",
     "prefect.artifacts",

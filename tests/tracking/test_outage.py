@@ -112,6 +112,7 @@ def test_unreachable_at_start_then_make_sync(workspace, proxy, mlflow_server, mo
     assert capsys.readouterr().out == "sent the metrics of 0 runs\n"
 
 
+@pytest.mark.exhaustive  # the test before is down until the end
 def test_dying_in_the_middle_and_back_before_the_end(workspace, proxy, mlflow_server, monkeypatch, capsys):
     proxy.dies_after = 12  # in the middle of the run's beginning, or of its figures
     folder = workspace / ".scratch/runs/dies"
@@ -141,6 +142,7 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
     whole(mlflow_server, "errs")
 
 
+@pytest.mark.exhaustive  # the tests around it meet servers that do not answer
 def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow_server, monkeypatch, capsys):
     monkeypatch.setattr(pipeline_run, "PATIENCE_SECONDS", 2.5)
     monkeypatch.setattr(pipeline_run, "LATER_SECONDS", 0.5)

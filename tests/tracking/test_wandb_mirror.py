@@ -81,6 +81,7 @@ def test_params_curves_and_final_values_arrive_once_over_several_processes(folde
     assert ids == {read_json(folder / "wandb.json")["id"]}
 
 
+@pytest.mark.exhaustive  # test_outage.py has the same of MLflow
 def test_a_server_that_is_down_keeps_the_lines_for_the_next_try(folder: Path):
     Run(folder, "train").metrics(1, {"loss": 0.7})
     code = "from tasks.tracking import wandb_mirror; wandb_mirror.LAST_SECONDS = 3.0; wandb_mirror.main()"
