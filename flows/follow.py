@@ -83,7 +83,8 @@ def follow(client: SyncPrefectClient, run: FlowRun) -> FlowRun:
             state = run.state.name or "" if run.state else ""
             if run.state and run.state.is_final():
                 until = until or time.monotonic() + LAST_LINES_SECONDS
-                if lines.ended or time.monotonic() > until:
+                never_started = run.start_time is None  # so nothing sends lines
+                if lines.ended or never_started or time.monotonic() > until:
                     return run
             elif state not in (last_state, *NORMAL_STATES):
                 terminal.show(

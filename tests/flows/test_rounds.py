@@ -1,4 +1,4 @@
-"""On-policy rounds: their parameters, a kill in the second round, and the end when a model is not promoted."""
+"""On-policy rounds: their parameters, the end when a model is not promoted, and a kill in the second round."""
 
 import os
 import re
@@ -64,18 +64,44 @@ def start_of(root: Path, run: str) -> str:
 
 
 @pytest.mark.slow
-def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_refusal_and_a_kill(
+def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_refusal(
     dummy_repo: Path, prefect_api: Env
 ) -> None:
-    ended = rounds(dummy_repo, prefect_api, 3, "--reference", "base")
+    refused(dummy_repo, prefect_api)
+    register(dummy_repo, 1)
+    again = rounds(dummy_repo, {**prefect_api, "DUMMY": "promote:win"}, 2, "--reference", "base", "--keep-going")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "r-1 finished before" in again.stdout
+    assert starts(dummy_repo) == {"1": "demo", "2": "registry:dpo-demo/1|demo"}
+    assert start_of(dummy_repo, "r-2") == "registry:dpo-demo/1|demo"
+    params = yaml.safe_load((dummy_repo / ".scratch/runs/r-2/results/params.yaml").read_text())
+    assert params["train"]["reference_model"] == "base"
+    assert ran(dummy_repo) == {"source": 2, "train": 2, "promote": 2}  # nothing of r-1 is repeated
+    assert re.search(r"1 +r-1 +demo +1\.000 +0\.980 +no", again.stdout), again.stdout
+    assert re.search(r"2 +r-2 +registry:dpo-demo/1\|demo +1\.000 +0\.980 +yes", again.stdout), again.stdout
+    assert "All 2 rounds are done." in again.stdout
+
+
+def refused(root: Path, env: Env) -> None:
+    """The first round of three, whose model is not promoted."""
+    ended = rounds(root, env, 3, "--reference", "base")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "Stopped after round 1 of 3: its model was not promoted" in ended.stdout
     assert "because rewards/accuracies is 0.5, below <0.9>" in ended.stdout
-    assert ran(dummy_repo)["promote"] == 1
-    assert start_of(dummy_repo, "r-1") == "demo"  # there is no champion yet
-    register(dummy_repo, 1)
+    assert ran(root)["promote"] == 1
+    assert start_of(root, "r-1") == "demo"  # there is no champion yet
 
-    wins, given = {**prefect_api, "DUMMY": "promote:win"}, ["--reference", "base", "--keep-going"]
+
+def starts(root: Path) -> dict[str, str]:
+    return dict(read_json(root / ".scratch/rounds/r/rounds.json")["starts"])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # test_runs.py kills runs, too
+def test_a_killed_round_continues_with_the_champion_that_it_began_with(dummy_repo: Path, prefect_api: Env) -> None:
+    refused(dummy_repo, prefect_api)
+    register(dummy_repo, 1)
+    given = ["--reference", "base", "--keep-going"]
     command = [*ROUNDS, "2", *OPTIONS, *given]
     env = {name: value for name, value in prefect_api.items() if name != "FORK_STAGES"}  # `dpo` itself is not forked
     process = subprocess.Popen(command, cwd=dummy_repo, env={**env, "DUMMY": "source:sleep"})
@@ -84,23 +110,15 @@ def test_rounds_start_from_the_champion_of_the_moment_and_continue_after_a_refus
     process.wait()
     pids = [int(pid) for pid in (dummy_repo / ".scratch" / "pids").read_text().split()]
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # the round ended with us
-    assert read_json(dummy_repo / ".scratch/rounds/r/rounds.json")["starts"] == {
-        "1": "demo",
-        "2": "registry:dpo-demo/1|demo",
-    }
+    assert starts(dummy_repo) == {"1": "demo", "2": "registry:dpo-demo/1|demo"}
     before = ran(dummy_repo)
     register(dummy_repo, 2)  # somebody promotes another model in the meantime
 
+    wins = {**prefect_api, "DUMMY": "promote:win"}
     again = rounds(dummy_repo, wins, 2, *given)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "r-1 finished before" in again.stdout
     assert start_of(dummy_repo, "r-2") == "registry:dpo-demo/1|demo"  # as when the round began
-    params = yaml.safe_load((dummy_repo / ".scratch/runs/r-2/results/params.yaml").read_text())
-    assert params["train"]["reference_model"] == "base"
     assert ran(dummy_repo) == {"source": before["source"] + 1, "train": 2, "promote": 2}  # nothing of r-1 is repeated
-    assert re.search(r"1 +r-1 +demo +1\.000 +0\.980 +no", again.stdout), again.stdout
-    assert re.search(r"2 +r-2 +registry:dpo-demo/1\|demo +1\.000 +0\.980 +yes", again.stdout), again.stdout
-    assert "All 2 rounds are done." in again.stdout
 
     other = rounds(dummy_repo, wins, 2, *given, "--set", "train.beta=0.3")
     assert other.returncode == 1

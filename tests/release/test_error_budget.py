@@ -115,6 +115,7 @@ def test_several_pairs_of_a_prompt_count_once():
     assert values.by_prompt().tolist() == [1.0, 0.0]
 
 
+@pytest.mark.exhaustive  # the tests below spend the budget in the registry, too
 def test_a_year_of_promotions_in_the_registry(make, capsys):
     """Version 1 is the anchor, 2 is equal and refused, 3 is better. Repeating a promotion spends nothing."""
     make()

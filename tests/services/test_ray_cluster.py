@@ -103,7 +103,9 @@ with ray_cluster.ray_cluster(configured.ray, 2):
 
 
 def embedded(folder: Path, packages: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{packages}"}
+    # With what is on the path: Ray's own processes are forked (tests/support/fork_server.py).
+    path = os.pathsep.join([str(PROJECT), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, "-c", EMBEDDED], cwd=folder, env=env, capture_output=True, text=True)
 
 

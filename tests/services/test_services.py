@@ -139,6 +139,8 @@ def up(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, prefect_s
         with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
             repo.first_output = repo.dpo("up")
             fork_server.warm(env[fork_server.ADDRESS])
+            repo.forks_runs.parent.mkdir(exist_ok=True)
+            repo.forks_runs.touch()
             yield repo
 
 
@@ -411,10 +413,12 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the last test ends a worker with its run, and `dpo up` starts what does not run
 def test_killed_services_are_restarted_a_switched_schedule_stays_and_no_run_outlives_its_worker(
     up: Up, bystander: psutil.Popen
 ) -> None:
     """The file of a killed service names an id that another process has now."""
+    up.forks_runs.unlink()
     _, family = hanging(up, "orphaned", "train:sleep", beta=0.8)
     before, page = up.pids(), up.record("mlflow")["address"]
     assert psutil.Process(before["mlflow"]).children()  # outlive it, and hold its port
