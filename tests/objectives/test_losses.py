@@ -8,7 +8,7 @@ import torch
 
 from training.objectives.losses import LOSSES, PairLogps, divergence_score, log1mexp, order_statistics
 from training.objectives.metrics import pair_logps
-from training.objectives.objective import Objective, start_value
+from training.objectives.objective import Objective, loss_at_reference
 from training.objectives.options import READS_LABEL, READS_MARGIN, REFERENCE_FREE, options_of
 from training.rows.packing import build_row
 from training.rows.pair import Pair
@@ -259,9 +259,9 @@ START = {  # beta 0.1: 1 / (4 * 0.1^2) = 25
 }
 
 
-def test_every_loss_with_a_reference_has_a_start_value():
+def test_every_loss_with_a_reference_has_a_loss_at_the_reference():
     assert START.keys() == LOSSES.keys() - REFERENCE_FREE | {"simpo"}
-    assert all(start_value(name, {"beta": 0.1}) is None for name in REFERENCE_FREE)
+    assert all(loss_at_reference(name, {"beta": 0.1}) is None for name in REFERENCE_FREE)
 
 
 @pytest.mark.parametrize("name", START)
@@ -275,18 +275,18 @@ def test_a_policy_that_is_the_reference_has_the_known_loss(name, label):
     divergence = options.get("f_divergence", "reverse_kl")
     same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64), f_divergence=divergence)
     assert value(name, same, **options_of(name, options)) == pytest.approx(expected)
-    assert start_value(name, options, label) == pytest.approx(expected)
+    assert loss_at_reference(name, options, label) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", sorted(READS_MARGIN - {"cpo"}))
-def test_a_margin_moves_the_start_value(name):
+def test_a_margin_moves_the_loss_at_the_reference(name):
     options = {"beta": 0.1, "reference": True, **({} if name == "robust" else {"gamma": 0.5})}
     options |= {"label_smoothing": 0.2} if name != "simpo" else {}
     z = -(options.get("gamma", 0.0) + 0.25)
     mixed = {"robust": -(0.8 * L(z) - 0.2 * L(-z)) / 0.6, "simpo": -L(z)}.get(name, -0.8 * L(z) - 0.2 * L(-z))
     same = pairs(c0=C, r0=R, margin=torch.tensor([0.25], dtype=torch.float64))
     assert value(name, same, **options_of(name, options)) == pytest.approx(mixed)
-    assert start_value(name, options, margin=0.25) == pytest.approx(mixed)
+    assert loss_at_reference(name, options, margin=0.25) == pytest.approx(mixed)
 
 
 def test_half_label_smoothing_does_not_see_a_swap():

@@ -10,7 +10,7 @@ from tests.objectives.test_losses import many, s
 from training.evaluation.pair_scores import compared_rewards
 from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
-from training.objectives.objective import Objective, start_value
+from training.objectives.objective import Objective, loss_at_reference
 from training.objectives.options import check
 from training.rows.packing import build_row
 from training.rows.pair import Pair
@@ -58,8 +58,8 @@ def test_kto_is_its_formula_and_the_kl_has_no_gradient(drift):
 
 
 def test_undesirable_rows_start_at_half_their_weight():
-    assert start_value("kto", KTO.options, sign=-1.0) == 0.25
-    assert KTO.start_values(rows(1, -1, -1, -1)) == {"kto": (0.75 + 3 * 0.25) / 4}
+    assert loss_at_reference("kto", KTO.options, sign=-1.0) == 0.25
+    assert KTO.losses_at_reference(rows(1, -1, -1, -1)) == {"kto": (0.75 + 3 * 0.25) / 4}
 
 
 def test_each_kind_of_row_has_its_mean_and_both_count_the_same():

@@ -79,7 +79,6 @@ def three(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_temp
     return root, before, git(root, "status", "--porcelain")
 
 
-@pytest.mark.exhaustive  # test_sweep.py has runs side by side, too
 @pytest.mark.slow
 def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: tuple[Path, str, str]) -> None:
     root, before, after = three

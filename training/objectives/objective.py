@@ -96,11 +96,13 @@ class Objective:
         """The reward that separates desirable from undesirable answers: beta times KTO's KL, or 0."""
         return self.beta * pairs.kl if self.reads_kl else torch.zeros_like(pairs.chosen_logps[0])
 
-    def start_values(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def losses_at_reference(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Mean of each loss while the policy equals its reference; without losses that have no such value."""
         scale, means = self.margin_scale or 0.0, {}
         for name in self.weights:
-            values = [start_value(name, self.options, pair.label, scale * pair.margin, pair.sign) for pair in pairs]
+            values = [
+                loss_at_reference(name, self.options, pair.label, scale * pair.margin, pair.sign) for pair in pairs
+            ]
             known = [value for value in values if value is not None]
             if known:
                 means[name] = sum(known) / len(known)
@@ -144,7 +146,7 @@ class Objective:
         )
 
 
-def start_value(
+def loss_at_reference(
     name: str, options: Mapping[str, Option], label: float = 1.0, margin: float = 0.0, sign: float = 1.0
 ) -> float | None:
     """A pair's loss while the policy equals its reference, derived by hand; None if the loss has no such value.

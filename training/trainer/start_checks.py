@@ -124,7 +124,7 @@ def _check_first_loss(
         replace(at_start, ref_chosen_logps=logps.chosen_logps + shift, ref_rejected_logps=logps.rejected_logps - shift)
         for shift in (rounding, -rounding)
     ]
-    for name, expected in objective.start_values(sample).items():
+    for name, expected in objective.losses_at_reference(sample).items():
         slack = max((objective.components(moved)[name] - start_losses[name]).abs().mean().item() for moved in shifted)
         first = losses[name].mean().item()
         allowed = max(tolerance, 0.0 if math.isnan(slack) else slack)
