@@ -17,7 +17,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export MLFLOW_ALLOW_MODEL_CODE_EXECUTION := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-INSTALL := python -m pip install --disable-pip-version-check --no-input --no-deps --no-compile
+INSTALL := python -m pip install --disable-pip-version-check --no-input --no-compile --no-deps --require-hashes
 # pip would compile module by module, which takes half of its time; this uses all cores. Files for other Pythons fail.
 COMPILE := python -m compileall -qq -j 0 .venv/lib > /dev/null 2>&1 || true
 
@@ -81,22 +81,22 @@ $(READY): requirements.lock infra/cuda.lock pyproject.toml
 	  exit 1; fi; \
 	echo "Creating the environment in .venv with $$("$$found" --version) (a few minutes, once)"; \
 	"$$found" -m venv .venv
-	@install="$(INSTALL) --require-hashes"; \
-	awk '/^torch==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock > .venv/torch.lock; \
-	$$install --quiet --no-index -r .venv/torch.lock 2>/dev/null || true; : prefer a CPU build from a local folder of wheels; \
-	{ $$install -r requirements.lock && \
-	  if python infra/needs_cuda.py; then $$install -r infra/cuda.lock; fi && python -m pip check; } 2>&1 | tee .venv/install.log | \
+	@awk '/^torch==/ { on = 1 } on { print } on && !/\\$$/ { exit }' requirements.lock > .venv/torch.lock; \
+	$(INSTALL) --quiet --no-index -r .venv/torch.lock 2>/dev/null || true; : prefer a CPU build from a local folder of wheels; \
+	{ $(INSTALL) -r requirements.lock && \
+	  if python infra/needs_cuda.py; then $(INSTALL) -r infra/cuda.lock; fi && python -m pip check; } 2>&1 | tee .venv/install.log | \
 	  awk -v total=$$(grep -c == requirements.lock) '/^(Collecting|Processing|Requirement already)/ { n++; \
 	  if (n % 20 == 0 && n < total) { printf "  %d of about %d packages\n", n, total; fflush() } } \
 	  /^Installing/ { print "  installing" ; fflush() } /^ERROR/ { print }' || { \
 	  echo "error: the packages could not be installed; see .venv/install.log"; exit 1; }
-	@$(INSTALL) --no-build-isolation --quiet --editable . || { echo "error: the command dpo could not be installed"; exit 1; }
+	@python -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation --quiet --editable . || { \
+	  echo "error: the command dpo could not be installed"; exit 1; }
 	@echo "  compiling"; $(COMPILE)
 	@touch $(READY)
 
 $(DEV): $(READY) requirements-dev.lock
 	@echo "Installing the packages that tests and linters need"
-	@$(INSTALL) --require-hashes -r requirements-dev.lock > .venv/install-dev.log 2>&1 && \
+	@$(INSTALL) -r requirements-dev.lock > .venv/install-dev.log 2>&1 && \
 	  python -m pip check >> .venv/install-dev.log 2>&1 || { \
 	  echo "error: the packages could not be installed; see .venv/install-dev.log"; exit 1; }
 	@$(COMPILE)
