@@ -17,7 +17,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export MLFLOW_ALLOW_MODEL_CODE_EXECUTION := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-INSTALL := python -m pip install --disable-pip-version-check --no-input --no-compile --no-deps --require-hashes
+INSTALL := PYTHONUNBUFFERED=1 python -m pip install --disable-pip-version-check --no-input --no-compile --no-deps --require-hashes
 # pip would compile module by module, which takes half of its time; this uses all cores. Files for other Pythons fail.
 COMPILE := python -m compileall -qq -j 0 .venv/lib > /dev/null 2>&1 || true
 
