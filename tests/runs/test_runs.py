@@ -80,6 +80,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_temp
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: tuple[Path, str, str]) -> None:
     root, before, after = three
     assert before == after
@@ -94,6 +95,7 @@ def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: 
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_equal_stages_of_two_runs_are_computed_once(three: tuple[Path, str, str]) -> None:
     ran = [
         state["stage"] for name in OPTIONS for state in read(three[0], name, "stages.json") if state["state"] == "ran"
@@ -102,6 +104,7 @@ def test_equal_stages_of_two_runs_are_computed_once(three: tuple[Path, str, str]
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(three: tuple[Path, str, str]) -> None:
     root = three[0]
     assert "# not committed" in git(root, "show", "runs/a:tasks/dummy.py")
@@ -111,6 +114,7 @@ def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(thre
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_finished_worktree_is_removed_and_dpo_open_restores_its_files(
     three: tuple[Path, str, str], prefect_api: Env, tmp_path: Path
 ) -> None:

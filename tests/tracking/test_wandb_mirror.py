@@ -53,6 +53,7 @@ def stored(folder: Path) -> tuple[list[dict[str, float]], dict[str, float], dict
     return points, final, config, ids
 
 
+@pytest.mark.slow
 def test_params_curves_and_final_values_arrive_once_over_several_processes(folder: Path):
     run = Run(folder, "train")
     run.metrics(1, {"loss": 0.7})
@@ -81,6 +82,7 @@ def test_params_curves_and_final_values_arrive_once_over_several_processes(folde
     assert ids == {read_json(folder / "wandb.json")["id"]}
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive  # test_outage.py has the same of MLflow
 def test_a_server_that_is_down_keeps_the_lines_for_the_next_try(folder: Path):
     Run(folder, "train").metrics(1, {"loss": 0.7})

@@ -68,6 +68,7 @@ def test_a_process_group_that_ray_ended_below_a_worker_is_no_error_of_the_user(
     assert not (folder / worker.FATAL).exists()
 
 
+@pytest.mark.slow
 def test_a_rank_loads_no_mlflow() -> None:
     """DeepSpeed's tuner would: a fifth of a worker's CPU time before its first step."""
     code = "from training.distributed.process_group import start_distributed; start_distributed(False); import sys; "
