@@ -239,9 +239,9 @@ def trained(once: Once, referenced: Path) -> Path:
     return once("trained", make)
 
 
-# The slow tests of these files run in every `make test`: the demo, the services, runs and their stages, kill and
-# resume, two ranks. CI and `make test-all` run those of all other files, too.
-CORE = ("test_end_to_end", "test_services", "test_flow", "test_runs", "test_stage", "test_resume", "test_engine")
+# The slow tests of these files run in every `make test`: the demo, the services, runs, kill and resume, two
+# ranks. CI and `make test-all` run those of all other files, too.
+CORE = ("test_end_to_end", "test_services", "test_flow", "test_runs", "test_resume", "test_engine")
 # Tests of these files need a Prefect server. One process runs them all, so that one server serves them.
 ON_PREFECT = (
     "test_flow",
