@@ -245,7 +245,6 @@ def check_mlflow(root: Path, name: str) -> None:
     assert not [path.name for path in runs.iterdir() if path.name.startswith("dvc-") or path.name == "by-hand.json"]
 
 
-@pytest.mark.exhaustive  # test_watch.py runs our stages by DVC alone, too
 @pytest.mark.slow
 def test_dvc_experiments_run_only_changed_stages(dummy_repo: Path) -> None:
     """`dvc exp run -S`: in the workspace, then in a folder of DVC's; each computes what its params change."""

@@ -1,8 +1,8 @@
 """The stack of infra/compose.yaml without containers: MLflow and Prefect on Postgres, DVC's remote and artifacts on S3.
 
 Servers are started with the commands and the environment that compose.yaml has, on loopback. The pipeline runs on them;
-a second clone, as another machine, pulls everything and repeats nothing. CI does so with stages that take no
-time, and the exhaustive tests with the real ones, which they also repeat.
+a second clone, as another machine, pulls everything and repeats nothing. `make test` does so with stages that take
+no time, and the exhaustive tests with the real ones, which they also repeat.
 """
 
 import base64

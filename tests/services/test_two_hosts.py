@@ -64,7 +64,6 @@ def logps(workspace: Path) -> dict[str, list[float]]:
     return {row["id"]: row["chosen_logps"] + row["rejected_logps"] for row in rows}
 
 
-@pytest.mark.exhaustive  # the training on two hosts starts workers in the same way
 def test_the_reference_group_on_two_hosts_computes_the_values_of_one(hosts, workspace, referenced):
     workspace = Path(shutil.copytree(workspace, workspace.parent / "reference"))
     shutil.rmtree(workspace / "data/reference")
