@@ -166,6 +166,7 @@ def test_a_killed_run_leaves_nothing_behind_and_is_resumed_by_name_and_not_twice
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_core
 def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str, str], prefect_api: Env) -> None:
     """The dummy stage refuses a beta above 0.4; the worktree keeps it until `--set` changes it."""
     root, _, _ = three
