@@ -11,6 +11,7 @@ from typing import Any
 from tasks import stage
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.access import check_push, configured
+from tasks.config.metrics import headlines
 from tasks.config.params import ErrorBudget, Params, Promote, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, PAIRS
 from tasks.errors import UserError
@@ -30,7 +31,7 @@ from tasks.release.champion import promotion_moves
 from tasks.release.gate import change, gate, regressions
 from tasks.release.push import push
 from tasks.release.verify import require_intact, require_intact_version
-from tasks.reports.headline import describe_decision, headlines
+from tasks.reports.headline import describe_decision
 from tasks.system.files import read_json, sha256, write_json
 from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics

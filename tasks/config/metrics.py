@@ -31,6 +31,17 @@ HEALTH = ("repetition", "repetition_rise", "empty", "unfinished", "length_ratio"
 VERDICTS = {"demo": ("kind", "correct"), "reward": ("reward",)}  # on single answers, by judge
 WINS = ("wins", "ties", "losses", "refused", "rate", "low", "high")
 WIN_RATES = (*WINS, *(f"length_controlled/{name}" for name in ("rate", "low", "high")))
+# (metric, label, whether it is a share) of the metrics that reports, Prefect, MLflow's registry and model cards show.
+HEADLINE_METRICS = (
+    ("win_rate/rate", "win rate vs. base model", True),
+    ("win_rate/length_controlled/rate", "win rate at equal length", True),
+    (ACCURACY, "prefers the chosen answer", True),
+    ("rewards/margins", "reward margin", False),
+    ("kl/answers", "KL to the base model, nats per answer", False),
+    ("calibration/expected_error", "calibration error", False),
+    ("health/repetition", "repetition", False),
+    ("health/length_ratio", "length vs. base model", False),
+)
 BY_DATA = ("tables/",)  # prefixes of names that depend on the data
 
 
@@ -103,6 +114,12 @@ def _why_not(params: "Params", name: str, measured: Collection[str]) -> str:
     near = difflib.get_close_matches(name, measured, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else "docs/evaluation.md lists the metrics"
     return f"which this configuration does not measure. {hint}"
+
+
+def headlines(metrics: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """The headline metrics among these flat names, each with its label and whether it is a share."""
+    labels = {ACCURACY: accuracy_label(metrics)}
+    return [(name, labels.get(name, label), share) for name, label, share in HEADLINE_METRICS if name in metrics]
 
 
 def interval(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ from tasks.models import HUB, hub_address, hub_snapshot
 from tasks.runs import dvc
 from tasks.system.ports import is_free, port_holder
 from tasks.tracking.journal import unsent
-from tasks.tracking.mlflow_client import absolute_uri
+from tasks.tracking.mlflow_client import absolute_uri, database
 
 SECONDS = 5.0
 SKEW = 60.0  # seconds; at fifteen minutes S3 refuses requests
@@ -42,8 +42,8 @@ def ports(report: Report) -> None:
 
 def tracking(report: Report, cluster: Cluster) -> None:
     uri = absolute_uri(cluster.tracking_uri)
-    if uri.startswith("sqlite:///"):
-        _writable(report, Path(uri.removeprefix("sqlite:///")))
+    if file := database(uri):
+        _writable(report, file)
     elif uri.startswith("http"):
         _server(report, uri)
     else:

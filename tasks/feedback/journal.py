@@ -31,53 +31,37 @@ class FeedbackJournal:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or feedback_folder()
-        self._writing, self._syncing = threading.Lock(), threading.Lock()
-        self._written = self._synced = 0
+        self._lock = threading.Lock()
         self._torn = False
         self._file: FileIO | None = None
 
     def append(self, event: Event) -> None:
-        """Write an event and sync it to disk; threads that wait share an fsync. ValueError for an invalid event."""
+        """Write an event and sync it to disk. ValueError for an invalid event."""
         check(event)
         content = to_json(_without_secrets(event))
         line = json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        with self._writing:
-            self._write(line)
-            self._written += 1
-            number = self._written
-        with self._syncing:
-            if self._synced < number:
-                written = self._written
-                os.fsync(self._opened())
-                self._synced = written
+        with self._lock:
+            if self._file is None or self._file.tell() >= LARGEST_FILE:
+                self._file = self._open()
+            line = b"\n" + line if self._torn else line
+            self._torn = True  # until the whole line is written: a full disk may take half of it
+            if (self._file.write(line) or 0) < len(line):
+                raise OSError(f"{self.folder} took only a part of an event: the disk is full")
+            self._torn = False
+            os.fsync(self._file)
 
-    def _write(self, line: bytes) -> None:
-        if self._file is None or self._file.tell() >= LARGEST_FILE:
-            self._open()
-        line = b"\n" + line if self._torn else line
-        self._torn = True  # until the whole line is written: a full disk may take half of it
-        if (self._opened().write(line) or 0) < len(line):
-            raise OSError(f"{self.folder} took only a part of an event: the disk is full")
-        self._torn = False
-
-    def _open(self) -> None:
+    def _open(self) -> FileIO:
         """A new file, locked until this object or its process is gone; the sender sees it only when it is locked."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self.folder / f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
         aside = path.with_suffix(".new")
-        with self._syncing:
-            new = FileIO(aside, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
-            fcntl.flock(new, fcntl.LOCK_EX)
-            aside.rename(path)
-            sync(self.folder)
-            if self._file is not None:
-                os.fsync(self._file)
-                self._file.close()
-            self._file = new
-
-    def _opened(self) -> FileIO:
-        assert self._file is not None
-        return self._file
+        file = FileIO(aside, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+        fcntl.flock(file, fcntl.LOCK_EX)
+        aside.rename(path)
+        sync(self.folder)
+        if self._file is not None:
+            self._file.close()
+        return file
 
 
 def _without_secrets(event: Event) -> Event:

@@ -24,7 +24,7 @@ from tasks.system import disk
 from tasks.system.files import recall, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import make_experiment
-from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in
+from tasks.tracking.mlflow_client import absolute_uri, database, limit_waiting, log_in
 
 PREFIX = "feedback-"  # of an experiment's name; the model's name follows
 TRACE, ASSESSMENT = "tr-", "a-"  # as MLflow's own ids begin
@@ -122,14 +122,14 @@ class _Store:
         from mlflow import MlflowClient
         from mlflow.tracing.client import TracingClient
 
-        self.local, self.database = uri.startswith("sqlite:///"), Path(uri.removeprefix("sqlite:///"))
-        with file_lock(self.database.parent / "store.lock") if self.local else nullcontext():  # made by one process
+        self.file = database(uri)
+        with file_lock(self.file.parent / "store.lock") if self.file else nullcontext():  # made by one process
             self.client, self.tracing = MlflowClient(uri, registry_uri=uri), TracingClient(uri)
 
     def experiment(self, model: str) -> str:
         name = experiment_name(model)
         if (known := self.client.get_experiment_by_name(name)) is None:
-            known = make_experiment(self.client, name, self.database.parent / "artifacts" if self.local else None)
+            known = make_experiment(self.client, name, self.file.parent / "artifacts" if self.file else None)
             self.client.set_experiment_tag(known.experiment_id, *KIND)
         return str(known.experiment_id)
 
@@ -146,7 +146,7 @@ class _Store:
                 return
 
     def each(self, function: Any, items: Iterable[Any]) -> None:
-        with ThreadPoolExecutor(1 if self.local else CONNECTIONS) as pool:
+        with ThreadPoolExecutor(1 if self.file else CONNECTIONS) as pool:
             list(pool.map(function, items))
 
 
@@ -280,8 +280,8 @@ def read(cluster: Cluster, experiment: str, missing_ok: bool = False) -> Iterato
 
 def _store_exists(cluster: Cluster) -> bool:
     """MLflow would create a missing SQLite file, and a reader must not create a store."""
-    path = absolute_uri(cluster.tracking_uri).partition("sqlite:///")[2]
-    return not path or Path(path).exists()
+    file = database(cluster.tracking_uri)
+    return file is None or file.exists()
 
 
 def has_answer(cluster: Cluster, answer: str) -> bool:

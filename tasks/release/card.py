@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tasks.config.metrics import ACCURACY, accuracy_label, interval
+from tasks.config.metrics import headlines, interval
 from tasks.config.params import Params
 from tasks.system.markup import templates
 from tasks.tracking.journal import flatten_metrics
@@ -13,16 +13,6 @@ from tasks.tracking.journal import flatten_metrics
 TEMPLATE = "model_card.md.jinja"
 NEEDS_YAML_QUOTES = re.compile(r"[^\w./@-]")  # the card's header is YAML
 LICENSE_ID = re.compile(r"[\w.+-]+")
-HEADLINES = {
-    ACCURACY: "prefers the chosen answer",
-    "rewards/margins": "reward margin",
-    "win_rate/rate": "win rate against the base model",
-    "win_rate/length_controlled/rate": "the same at equal length",
-    "calibration/expected_error": "calibration error",
-    "kl/answers": "KL to the base model, per answer",
-    "health/repetition": "repetition",
-    "health/length_ratio": "length of answers, against the base model's",
-}
 
 
 def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any]) -> str:
@@ -43,9 +33,7 @@ def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any])
 def _headlines(values: dict[str, float]) -> list[tuple[str, str]]:
     """Each headline metric with its value, and its 95% interval where it has one."""
     rows = []
-    for name, text in HEADLINES.items():
-        if name in values:
-            label = accuracy_label(values) if name == ACCURACY else text
-            bounds = interval(values, name)
-            rows.append((label, f"{values[name]:.4g}" + (f" ({bounds[0]:.4g} to {bounds[1]:.4g})" if bounds else "")))
+    for name, label, _ in headlines(values):
+        bounds = interval(values, name)
+        rows.append((label, f"{values[name]:.4g}" + (f" ({bounds[0]:.4g} to {bounds[1]:.4g})" if bounds else "")))
     return rows

@@ -1,4 +1,4 @@
-"""A run in one sentence, and its headline metrics, from data/metrics."""
+"""A run in one sentence, from data/metrics."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,24 +8,6 @@ from tasks.config.metrics import ACCURACY, accuracy_label, interval
 from tasks.config.paths import METRICS, MODEL
 from tasks.system.files import recall, sha256
 from tasks.tracking.journal import flatten_metrics
-
-# (metric, label, whether it is a share) of the metrics that the report, Prefect and MLflow's registry show first.
-HEADLINE_METRICS = (
-    ("win_rate/rate", "win rate vs. base model", True),
-    ("win_rate/length_controlled/rate", "win rate at equal length", True),
-    (ACCURACY, "prefers the chosen answer", True),
-    ("rewards/margins", "reward margin", False),
-    ("kl/answers", "KL to the base model, nats per answer", False),
-    ("calibration/expected_error", "calibration error", False),
-    ("health/repetition", "repetition", False),
-    ("health/length_ratio", "length vs. base model", False),
-)
-
-
-def headlines(metrics: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The headline metrics among these flat names, each with its label and whether it is a share."""
-    labels = {ACCURACY: accuracy_label(metrics)}
-    return [(name, labels.get(name, label), share) for name, label, share in HEADLINE_METRICS if name in metrics]
 
 
 def decision_of(root: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tasks.config.paths import home
 
 CONFIGURATION, ERROR = "configuration.yaml", "forward.error"  # files in a run's folder
+SQLITE = "sqlite:///"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 # A store that is down costs seconds per call; MLflow's own defaults are minutes.
 LIMITS = {
@@ -32,10 +33,15 @@ def limit_waiting(**more: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def database(uri: str) -> Path | None:
+    """The SQLite file of a store without a server. Its path is relative to the main checkout, not to a worktree."""
+    path = uri.removeprefix(SQLITE)
+    return None if path == uri else home() / path
+
+
 def absolute_uri(uri: str) -> str:
-    """SQLite's path is relative to the main checkout, whichever worktree a run is in."""
-    scheme, _, path = uri.partition("sqlite:///")
-    return uri if scheme or path.startswith("/") else f"sqlite:///{home() / path}"
+    file = database(uri)
+    return f"{SQLITE}{file}" if file else uri
 
 
 def log_in(uri: str, user: str) -> None:

@@ -6,7 +6,6 @@ point), and a final value that MLflow already has is not logged again.
 """
 
 import json
-import math
 import re
 import sys
 import uuid
@@ -20,11 +19,9 @@ from tasks.system.files import fingerprint, read_json, recall, write_json, write
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import experiment_id
 from tasks.tracking.journal import FLOW, flatten, last_steps, read_lines
-from tasks.tracking.mlflow_client import CONFIGURATION, without_retries
+from tasks.tracking.mlflow_client import CONFIGURATION, database, without_retries
 
 Line = dict[str, Any]
-LONGEST_PARAM = 500
-MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
 DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows all that are stored
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 MARK = "mlflow.journal"  # tag that identifies a run; MLflow does not show tags with this prefix
@@ -32,15 +29,15 @@ REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"} 
 
 
 def open_store(folder: Path) -> Any:
-    """A client of the run's tracking store, which has the run. One process alone creates a new SQLite file."""
+    """A client of the run's tracking store, which has the run."""
     from mlflow import MlflowClient
 
     settings = read_json(folder / "settings.json")
-    path = settings["tracking_uri"].removeprefix("sqlite:///")
-    local = path != settings["tracking_uri"]
-    with file_lock(Path(path).parent / "store.lock" if local else folder / "store.lock"):
-        client = MlflowClient(settings["tracking_uri"], registry_uri=settings["tracking_uri"])
-        _create_parent(client, folder, settings, Path(path).parent / "artifacts" if local else None)
+    uri = settings["tracking_uri"]
+    file = database(uri)
+    with file_lock((file.parent if file else folder) / "store.lock"):  # one process alone creates a SQLite file
+        client = MlflowClient(uri, registry_uri=uri)
+        _create_parent(client, folder, settings, file.parent / "artifacts" if file else None)
     return client
 
 
@@ -100,26 +97,20 @@ def _apply(client: Any, folder: Path, stage: str, line: Line) -> None:
             if Path(line["path"]).exists():
                 client.log_artifact(runs[0], line["path"])
         case "end":
-            _end(client, runs, stage, line)
-
-
-def _end(client: Any, runs: list[str], stage: str, line: Line) -> None:
-    if stage != FLOW:
-        done = line["status"] == "FINISHED"
-        client.set_tag(runs[-1], f"stage.{stage}", "ran" if done else line["status"].lower())
-    for run_id in runs:
-        client.set_terminated(run_id, line["status"], end_time=line["time"])  # when it ended, not when we send it
+            status = line["status"]
+            if stage != FLOW:
+                client.set_tag(parent, f"stage.{stage}", "ran" if status == "FINISHED" else status.lower())
+            for run_id in runs:
+                client.set_terminated(run_id, status, end_time=line["time"])  # when it ended, not when we send it
 
 
 def _log_params(client: Any, run_id: str, values: dict[str, Any]) -> None:
     from mlflow.entities import Param
 
     texts = {name_of(name): redact(str(value)) for name, value in values.items()}
-    short = {n: t if len(t) <= LONGEST_PARAM else t[:LONGEST_PARAM] + " ...(cut)" for n, t in texts.items()}
     known = client.get_run(run_id).data.params  # a repeated stage may not change a logged param
-    new = [Param(name, text) for name, text in short.items() if name not in known]
-    for start in range(0, len(new), MOST_PARAMS):
-        client.log_batch(run_id, params=new[start : start + MOST_PARAMS])
+    new = [Param(name, text) for name, text in texts.items() if name not in known]  # MLflow cuts long ones
+    client.log_batch(run_id, params=new)
 
 
 def _log_metrics(client: Any, run_id: str, lines: Sequence[Line]) -> None:
@@ -130,25 +121,20 @@ def _log_metrics(client: Any, run_id: str, lines: Sequence[Line]) -> None:
         for line in lines
         for name, value in line["values"].items()
     ]
-    for start in range(0, len(points), MOST_METRICS):
-        _tolerant(client.log_batch, run_id, points[start : start + MOST_METRICS])
+    _tolerant(client.log_batch, run_id, points)
 
 
 def _log_final(client: Any, run_id: str, line: Line) -> None:
     """Metrics of a run as a whole: one point each."""
     known = client.get_run(run_id).data.metrics
     new = {name: value for name, value in line["values"].items() if known.get(name_of(name)) != value}
-    if new:
-        _log_metrics(client, run_id, [{**line, "values": new, "step": line.get("at", 0)}])
+    _log_metrics(client, run_id, [{**line, "values": new, "step": line.get("at", 0)}])
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:
     """Counts stay exact."""
-    plain = {name: float(value) for name, value in values.items()}
-    return {
-        name: value if not math.isfinite(value) or value.is_integer() else float(f"{value:.{DIGITS}g}")
-        for name, value in plain.items()
-    }
+    numbers = {name: float(value) for name, value in values.items()}
+    return {name: n if n.is_integer() else float(f"{n:.{DIGITS}g}") for name, n in numbers.items()}
 
 
 def _set_tags(client: Any, run_id: str, values: dict[str, Any]) -> None:

@@ -171,16 +171,20 @@ def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
 def wait_until_sent(run: Run, uploader: "subprocess.Popen[bytes]") -> None:
     """Wait as long as a server that answers needs; the next stage or run sends the rest."""
     folder, deadline = run.folder, _deadline(run.folder)
-    while sent(folder, run.stage) < run.journal.stat().st_size:
+    problem = reason = ""
+    while not problem and sent(folder, run.stage) < run.journal.stat().st_size:
         has_ended = uploader.poll() is not None and not is_sending(folder)  # a full disk, a kill
         if has_ended or (folder / ERROR).exists():
-            _warn(f"MLflow could not be reached; the metrics of {run.stage} are kept in {folder}", _reason(folder))
-            return
-        if time.monotonic() > deadline:
+            problem = f"MLflow could not be reached; the metrics of {run.stage} are kept in {folder}"
+            reason = f" Reason: {_reason(folder)}"
+        elif time.monotonic() > deadline:
             (folder / SLOW).touch()
-            _warn(f"MLflow is slow; the metrics of {run.stage} are still being sent, and kept in {folder}")
-            return
-        time.sleep(0.1)
+            problem = f"MLflow is slow; the metrics of {run.stage} are still being sent, and kept in {folder}"
+        else:
+            time.sleep(0.1)
+    if problem:
+        warning = f"warning: {problem}. The next run or `dpo sync` sends the rest.{reason}"
+        print(redact(warning), file=sys.stderr, flush=True)
 
 
 def _deadline(folder: Path) -> float:
@@ -190,13 +194,8 @@ def _deadline(folder: Path) -> float:
 def _reason(folder: Path) -> str:
     """The error that the uploader recorded, or the most likely one."""
     with suppress(FileNotFoundError):
-        return f" Reason: {(folder / ERROR).read_text().strip()}"
-    return f" Reason: {disk.explain_full() if disk.is_full() else f'The uploader ended; see {folder / LOG}.'}"
-
-
-def _warn(problem: str, reason: str = "") -> None:
-    warning = f"warning: {problem}. The next run or `dpo sync` sends the rest.{reason}"
-    print(redact(warning), file=sys.stderr, flush=True)
+        return (folder / ERROR).read_text().strip()
+    return disk.explain_full() if disk.is_full() else f"The uploader ended; see {folder / LOG}."
 
 
 def wait_for_run(folder: Path) -> None:

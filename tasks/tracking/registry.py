@@ -25,7 +25,7 @@ from tasks.system.files import read_json, write_text
 from tasks.system.lock import file_lock
 from tasks.tracking import artifact_store
 from tasks.tracking.lease import Lease, hold_lease
-from tasks.tracking.mlflow_client import absolute_uri, limit_waiting, log_in, without_retries
+from tasks.tracking.mlflow_client import absolute_uri, database, limit_waiting, log_in, without_retries
 
 LARGEST_UPLOAD = 2**30  # bytes; weights above it stay in DVC's cache
 WEIGHTS = (".safetensors", ".gguf")
@@ -362,8 +362,7 @@ def open_client(cluster: Cluster, run: Path | None = None) -> Any:
     log_in(uri, "writer")
     if run:  # one process alone creates a new store, and the uploader may be about to
         return open_store(run)
-    file = uri.removeprefix("sqlite:///")
-    if file != uri and not Path(file).exists():
+    if (file := database(uri)) and not file.exists():
         raise NotRegistered(f"There is no registry yet ({file}). Run the pipeline first.")
     return MlflowClient(uri, registry_uri=uri)
 

@@ -44,34 +44,29 @@ def follow(folder: Path) -> bool:
 
 
 def _follow(folder: Path) -> bool:
-    """While a stage runs, retry a failing store at growing intervals."""
-    stages, quiet_since, pause = UnfinishedStages(folder), time.monotonic(), FIRST_PAUSE
-    while time.monotonic() - quiet_since < IDLE_SECONDS:
+    """While a stage runs, retry a failing store at growing intervals; after the last stage has ended, once."""
+    stages, pause = UnfinishedStages(folder), FIRST_PAUSE
+    active = retry_at = time.monotonic()
+    while time.monotonic() < active + IDLE_SECONDS:
         working = stages.any_running()
-        try:
-            new = send_new(folder)
-        except Exception as error:
-            _note(folder, error)
-            if not working:
-                return False
-            _pause(stages, pause)
-            pause, quiet_since = min(2 * pause, LONGEST_PAUSE), time.monotonic()
-            continue
-        pause = FIRST_PAUSE
-        (folder / ERROR).unlink(missing_ok=True)
-        if any(line["kind"] == "close" for line in new):
-            return True
-        if new or working:
-            quiet_since = time.monotonic()
+        if working:
+            active = time.monotonic()
+        if not working or time.monotonic() >= retry_at:
+            try:
+                new = send_new(folder)
+            except Exception as error:
+                _note(folder, error)
+                if not working:
+                    return False
+                retry_at, pause = time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE)
+            else:
+                pause = FIRST_PAUSE
+                (folder / ERROR).unlink(missing_ok=True)
+                if any(line["kind"] == "close" for line in new):
+                    return True
+                active = time.monotonic() if new else active
         time.sleep(0.3)
     return True
-
-
-def _pause(stages: "UnfinishedStages", seconds: float) -> None:
-    """Sleep, at most until the last stage has ended: one more try follows, and `dpo sync` need not wait for us."""
-    deadline = time.monotonic() + seconds
-    while stages.any_running() and time.monotonic() < deadline:
-        time.sleep(0.3)
 
 
 def _note(folder: Path, error: Exception) -> None:
@@ -158,12 +153,8 @@ def send_all(runs: Path, skip: Path | None = None, patience: float = 15.0) -> tu
 
 def _has_no_end(folder: Path) -> bool:
     """Whether a stage is running, or was killed with its uploader (by a full disk, say)."""
-    return any(_last_kind(path) not in ("end", "close") for path in folder.glob("*.jsonl"))
-
-
-def _last_kind(journal: Path) -> str:
-    lines, _ = read_lines(journal, max(0, journal.stat().st_size - TAIL))
-    return str(lines[-1].get("kind")) if lines else ""
+    ends = [read_lines(path, max(0, path.stat().st_size - TAIL))[0][-1:] for path in folder.glob("*.jsonl")]
+    return not all(end and end[0]["kind"] in ("end", "close") for end in ends)
 
 
 def sync() -> bool:

@@ -67,57 +67,45 @@ def _project(folder: Path) -> str | None:
     return recall(folder / "settings.json").get("wandb_project")
 
 
-class Mirror:
-    """One process's connection to W&B, opened for the first new line."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run: Any = None
-
-    def send_new(self) -> None:
-        for journal in sorted(self.folder.glob("*.jsonl")):
-            self._send(journal)
-
-    def close(self) -> None:
-        if self.run:
-            self.run.finish()
-
-    def _send(self, journal: Path) -> None:
-        state = {"id": uuid.uuid4().hex[:12], "sent": {}, **recall(self.folder / STATE)}
+def _send_new(folder: Path, run: Any) -> Any:
+    """Send the new lines of all journals; returns the connection to W&B, which the first new line opens."""
+    state = {"id": uuid.uuid4().hex[:12], "sent": {}, **recall(folder / STATE)}
+    for journal in sorted(folder.glob("*.jsonl")):
         lines, offset = read_lines(journal, state["sent"].get(journal.stem, 0))
-        if not lines:
-            return
-        self.run = self.run or self._open(state["id"])
-        for line in lines:
-            self._apply(line)
-        state["sent"][journal.stem] = offset
-        write_json(self.folder / STATE, state)
+        if lines:
+            run = run or _open(folder, state["id"])
+            for line in lines:
+                _apply(run, line)
+            state["sent"][journal.stem] = offset
+            write_json(folder / STATE, state)
+    return run
 
-    def _open(self, run_id: str) -> Any:
-        import wandb
 
-        run = wandb.init(
-            project=_project(self.folder),
-            id=run_id,
-            name=self.folder.name,
-            resume="allow",
-            dir=self.folder,
-            config=flatten(read_json(self.folder / "params.json")),
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
-        )
-        run.define_metric("*", step_metric=STEP)
-        return run
+def _open(folder: Path, run_id: str) -> Any:
+    import wandb
 
-    def _apply(self, line: Mapping[str, Any]) -> None:
-        match line["kind"]:
-            case "metrics":
-                self.run.log({**line["values"], STEP: line["step"]})
-            case "summary":
-                self.run.summary.update(line["values"])
-            case "tags":
-                self.run.config.update(
-                    {f"tags.{name}": value for name, value in line["values"].items()}, allow_val_change=True
-                )
+    run = wandb.init(
+        project=_project(folder),
+        id=run_id,
+        name=folder.name,
+        resume="allow",
+        dir=folder,
+        config=flatten(read_json(folder / "params.json")),
+        settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+    )
+    run.define_metric("*", step_metric=STEP)
+    return run
+
+
+def _apply(run: Any, line: Mapping[str, Any]) -> None:
+    match line["kind"]:
+        case "metrics":
+            run.log({**line["values"], STEP: line["step"]})
+        case "summary":
+            run.summary.update(line["values"])
+        case "tags":
+            tags = {f"tags.{name}": value for name, value in line["values"].items()}
+            run.config.update(tags, allow_val_change=True)
 
 
 def main() -> None:
@@ -135,11 +123,12 @@ def main() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     with file_lock(folder / "wandb.lock"):
-        mirror, last = Mirror(folder), False
+        run, last = None, False
         while not last:
             last = over.wait(INTERVAL_SECONDS)
-            mirror.send_new()
-        mirror.close()
+            run = _send_new(folder, run)
+        if run:
+            run.finish()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import yaml
 
 from cli.main import app
 from flows import artifacts
+from tasks.config.metrics import HEADLINE_METRICS
 from tasks.config.paths import ROOT
 from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
-from tasks.reports.headline import HEADLINE_METRICS
 from tasks.runs import run_config
 from tasks.system.lock import workspace_lock
 from tasks.tracking.journal import flatten_metrics
