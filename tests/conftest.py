@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -26,8 +27,20 @@ def approve(version, by, reason):
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 
 
+MEMORY = Path("/dev/shm")
+
+
 def pytest_configure() -> None:
     fork_server.serve()
+    if _has_memory():  # the stores of MLflow, DVC and Prefect wait 10 ms of a disk for each of thousands of commits
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def _has_memory() -> bool:
+    """Whether the files of a whole run fit into memory, and programs may run there."""
+    if not MEMORY.is_dir() or os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+        return False
+    return min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > 8 * 2**30
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -84,7 +84,7 @@ def _claim(client: Any, name: str) -> Lease | None:
             time.sleep(POLL)
             if time.monotonic() - mine.written > BEAT:
                 is_valid = mine.renew(number)
-        if is_valid and mine.renew(number):
+        if is_valid:
             return mine
     except BaseException:
         mine.release()
