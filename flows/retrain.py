@@ -21,7 +21,7 @@ from tasks.errors import UserError
 from tasks.runs import dvc_lock, records, run_config
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace
-from tasks.system.files import fingerprint, hash_files, read_json, recall, sha256, write_json
+from tasks.system.files import fingerprint, read_json, recall, write_json
 from tasks.tracking.journal import flatten
 from tasks.watch import content_ids_or_fail
 
@@ -159,13 +159,7 @@ def code_hashes(root: Path) -> dict[str, str]:
     outputs = {path for stage in stages.values() for path in dvc_lock.out_paths(stage)}
     deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outputs - {str(WATCH)})
     commands = {name: stage["cmd"] for name, stage in stages.items()}
-    return {**{dep: _hash(root / dep) for dep in deps}, "dvc.yaml": fingerprint(commands)}
-
-
-def _hash(path: Path) -> str:
-    if not path.exists():
-        return "not there"
-    return fingerprint(hash_files(path)) if path.is_dir() else sha256(path)
+    return {**{dep: dvc_lock.dvc_hash(root / dep) or "not there" for dep in deps}, "dvc.yaml": fingerprint(commands)}
 
 
 def new_baseline(last: Content, params: Content) -> str | None:

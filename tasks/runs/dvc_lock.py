@@ -73,7 +73,7 @@ class StageInputs:
                 reasons.append(f"param {name} {before} -> {after}")
         for path in sorted({*self.deps, *earlier.deps}):
             if self.deps.get(path) != earlier.deps.get(path):
-                kind = "code" if path.endswith(".py") else "data"
+                kind = "data" if path.startswith("data/") else "code"
                 reasons.append(SOURCE_CHANGED if path == str(WATCH) else f"{kind} changed: {path}")
         return reasons
 
@@ -90,8 +90,10 @@ def is_off(stage: str, params: Mapping[str, Any]) -> bool:
 
 
 def stage_code(stage: str, prefix: str) -> dict[str, str]:
-    """sha256 of the code files of a stage, as dvc.yaml lists them, whose path begins with `prefix`."""
-    return {name: sha256(ROOT / name) for name in stages(ROOT)[stage]["deps"] if name.startswith(prefix)}
+    """sha256 of the code files of a stage, as dvc.yaml lists them or their folders, whose path begins with `prefix`."""
+    listed = [ROOT / name for name in stages(ROOT)[stage]["deps"] if name.startswith(prefix)]
+    files = sorted(file for path in listed for file in (_code_files(path) if path.is_dir() else [path]))
+    return {file.relative_to(ROOT).as_posix(): sha256(file) for file in files}
 
 
 def out_paths(stage: Entry) -> list[str]:
@@ -108,7 +110,7 @@ def current_inputs(
     `upstream` has the hashes of the outs of earlier stages, which need not be in the workspace.
     """
     values = {key: _at(params, key) for key in stage.get("params", [])}
-    deps = {path: upstream[path] if path in upstream else _md5(root / path) for path in stage.get("deps", [])}
+    deps = {path: upstream[path] if path in upstream else dvc_hash(root / path) for path in stage.get("deps", [])}
     return StageInputs(stage["cmd"], _flat(values), deps)
 
 
@@ -218,5 +220,22 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _md5(path: Path) -> str | None:
-    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() if path.is_file() else None
+def dvc_hash(path: Path) -> str | None:
+    """The hash that DVC gives a file, or a folder of code; None if there is none."""
+    if path.is_file():
+        return _hex(path.read_bytes())
+    if not path.is_dir():
+        return None
+    files = [
+        {"md5": _hex(file.read_bytes()), "relpath": file.relative_to(path).as_posix()} for file in _code_files(path)
+    ]
+    return _hex(json.dumps(files).encode()) + ".dir"
+
+
+def _code_files(folder: Path) -> list[Path]:
+    """The files of a folder without what Python compiled, as .dvcignore leaves it out."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _hex(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -38,7 +38,7 @@ from training.distributed.tensor_parallel import (
 from training.models import adapters
 from training.rows.packing import build_row
 from training.scoring.logps import Scorer
-from training.scoring.split_model import check_split, make_probe, probe_logps
+from training.trainer.split_model import check_split, make_probe, probe_logps
 
 CPU = torch.device("cpu")
 CONFIGS = {

@@ -29,14 +29,14 @@ def env() -> Env:
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, env: Env) -> Path:
-    """With code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
+    """With a file and a folder of code among train's dependencies, and a run of 20 minutes and 3.5 GiB on record."""
     root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("plan") / "repo", symlinks=True))
     shutil.copy(PROJECT / "infra" / "cluster.yaml", root / "infra")  # every value is the default
     (root / "pairs.jsonl").write_text("{}\n")
     changes = {"source.data": "pairs.jsonl", **NO_JUDGE}
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(demo_params(), dotted(changes))))
     content = yaml.safe_load((root / "dvc.yaml").read_text())
-    content["stages"]["train"]["deps"].append("tasks/dummy.py")
+    content["stages"]["train"]["deps"] += ["tasks/dummy.py", "training/rows"]
     (root / "dvc.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     done = subprocess.run([sys.executable, "-m", "dvc", "repro"], cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ from training.rows.pair import Pair
 from training.scoring import attention, head
 from training.scoring.logps import LOGP_TOLERANCE
 from training.scoring.parity import scoring
-from training.scoring.recompute import recompute_layers
+from training.trainer.recompute import recompute_layers
 from training.trainer.start_checks import check_start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

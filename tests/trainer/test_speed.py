@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from tests.support.scoring import make_scorer
+from training import speed
 from training.models.adapters import add_adapter
 from training.rows.packing import build_row
 from training.rows.pair import Pair
 from training.rows.step_loader import StepBatch
 from training.scoring.logps import row_logps
-from training.trainer import speed
-from training.trainer.speed import Speed, model_flops
+from training.speed import Speed, model_flops
 
 CPU = torch.device("cpu")
 

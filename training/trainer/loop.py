@@ -23,6 +23,7 @@ from training.models.dtypes import gpu_has_bfloat16
 from training.rows import batches
 from training.rows.pair import Pair
 from training.rows.step_loader import StepBatch, StepLoader
+from training.speed import Speed
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
 from training.trainer.guards import PreemptionSignal
@@ -30,7 +31,6 @@ from training.trainer.moving_reference import FILE as REFERENCE_FILE
 from training.trainer.moving_reference import MovingReference
 from training.trainer.policy import save_policy, start_policy
 from training.trainer.settings import Preempted, Settings
-from training.trainer.speed import Speed
 from training.trainer.start_checks import check_start
 from training.trainer.train_step import TrainState, train_step
 

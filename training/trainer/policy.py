@@ -23,11 +23,11 @@ from training.rows.pair import Pair
 from training.scoring.attention import LONG_ATTENTION
 from training.scoring.logps import Scorer
 from training.scoring.parity import select_scoring_path, share_tokens
-from training.scoring.recompute import recompute_layers, tile_mlps
 from training.scoring.sharded_model import gather_convolutions, sharded_loading
-from training.scoring.split_model import check_split, load_split, make_probe
 from training.trainer import engine
+from training.trainer.recompute import recompute_layers, tile_mlps
 from training.trainer.settings import Settings
+from training.trainer.split_model import check_split, load_split, make_probe
 from training.trainer.start_checks import check_determinism
 
 USE_ZERO_2 = "set actor_train.zero_stage to 2 in infra/cluster.yaml"

@@ -19,7 +19,7 @@ from transformers import (
 
 from training.models import adapters
 from training.scoring.attention import LONG_ATTENTION
-from training.scoring.recompute import recompute_layers, tile_mlps
+from training.trainer.recompute import recompute_layers, tile_mlps
 
 SHAPE = {
     "vocab_size": 60,
