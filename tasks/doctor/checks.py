@@ -6,7 +6,6 @@
 import os
 import re
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,14 +26,15 @@ GIB = 2**30
 def run_checks(recipe: str | None, fix: bool = False) -> int:
     """Print every result; returns the exit code."""
     report = Report(fix)
-    tools(report)
+    git = shutil.which("git")
+    report.check(git is not None, f"git: {git}", "git is not on the PATH. Install it.")
     packages(report, ROOT / "requirements.lock")
     machine(report)
     capacity.shared_memory(report)
     stale_locks.locks(report, home())
-    network_checks.ports(report)
     try:
-        params, cluster = configured(recipe)
+        params = Params.model_validate(read_params(recipe))
+        cluster = load_cluster(Path(), read_recipe(recipe, "cluster") if recipe else {})
         report.ok("params.yaml and infra/cluster.yaml are valid" + (f" with recipe {recipe}" if recipe else ""))
         network_checks.tracking(report, cluster)
         network_checks.hub(report, params)
@@ -46,19 +46,6 @@ def run_checks(recipe: str | None, fix: bool = False) -> int:
             report.wrong(sentence)
     print("ready" if not report.problems else f"problems: {report.problems}")
     return 1 if report.problems else 0
-
-
-def configured(recipe: str | None) -> tuple[Params, Cluster]:
-    from_recipe = read_recipe(recipe, "cluster") if recipe else {}
-    return Params.model_validate(read_params(recipe)), load_cluster(Path(), from_recipe)
-
-
-def tools(report: Report) -> None:
-    python = f"Python {'.'.join(map(str, sys.version_info[:3]))} (3.11 or newer is needed)"
-    report.check(sys.version_info >= (3, 11), python, python)
-    for name in ("git", "dvc"):
-        path = shutil.which(name)
-        report.check(path is not None, f"{name}: {path}", f"{name} is not on the PATH. Install it.")
 
 
 def packages(report: Report, lock: Path) -> None:

@@ -1,11 +1,11 @@
-"""What a run connects to: its own ports, the tracking server, the Hugging Face Hub, DVC's remotes, and their clocks."""
+"""What a run connects to: the tracking server, the Hugging Face Hub and DVC's remotes."""
 
 import email.utils
 import os
 import socket
 import time
-import urllib.error
 import urllib.request
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
@@ -15,29 +15,12 @@ from tasks.config.paths import home
 from tasks.doctor.report import Report, within
 from tasks.models import HUB, hub_address, hub_snapshot
 from tasks.runs import dvc
-from tasks.system.ports import is_free, port_holder
 from tasks.tracking.journal import unsent
 from tasks.tracking.mlflow_client import absolute_uri, database
 
 SECONDS = 5.0
 SKEW = 60.0  # seconds; at fifteen minutes S3 refuses requests
-PAGES = (
-    ("MLflow's pages", "PORT", 5000, "dpo up --mlflow-port "),
-    ("Prefect's server", "PREFECT_PORT", 4200, "dpo up --prefect-port "),
-)
 WELL_KNOWN = {"http": 80, "https": 443, "ssh": 22, "postgresql": 5432, "mysql": 3306}
-
-
-def ports(report: Report) -> None:
-    for name, variable, default, option in PAGES:
-        port = int(os.environ.get(variable) or default)
-        holder = "" if is_free("127.0.0.1", port) else port_holder(port)
-        if not holder:
-            report.ok(f"port {port} is free for {name}")
-        elif any(server in holder for server in ("mlflow", "prefect", "uvicorn")):
-            report.ok(f"port {port}: {name} seems to be running ({holder})")
-        else:
-            report.note(f"port {port} of {name} is in use by {holder}: use `{option}{port + 1}`")
 
 
 def tracking(report: Report, cluster: Cluster) -> None:
@@ -78,42 +61,27 @@ def _server(report: Report, uri: str) -> None:
 
 def hub(report: Report, params: Params) -> None:
     """Models and data sets on the Hub: cached, or available."""
-    for key, address, kind in _hub_addresses(params):
-        name, revision = hub_address(address.partition("?")[0])
-        if kind == "models" and _cached(name, revision):
-            report.ok(f"{key}: {name} is in the local Hub cache")
-        else:
-            _check_hub(report, key, kind, name)
-
-
-def _hub_addresses(params: Params) -> list[tuple[str, str, str]]:
     source = params.source
-    addresses = [("source.data", address, "datasets") for address in source.addresses()]
-    addresses += [("source.eval", source.eval or "", "datasets"), ("source.model", source.model, "models")]
-    return [entry for entry in addresses if entry[1].startswith(HUB)]
+    data = [("source.data", address, "dataset") for address in source.addresses()]
+    for key, address, kind in (*data, ("source.eval", source.eval, "dataset"), ("source.model", source.model, "model")):
+        if address and address.startswith(HUB):
+            _check_hub(report, key, kind, *hub_address(address.partition("?")[0]))
 
 
-def _cached(name: str, revision: str | None) -> bool:
-    try:
-        return hub_snapshot(name, revision, local_files_only=True).exists()
-    except Exception:
-        return False
+def _check_hub(report: Report, key: str, kind: str, name: str, revision: str | None) -> None:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError  # of a gated repository, too
 
-
-def _check_hub(report: Report, key: str, kind: str, name: str) -> None:
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
+    if kind == "model":
+        with suppress(Exception):
+            hub_snapshot(name, revision, local_files_only=True)
+            report.ok(f"{key}: {name} is in the local Hub cache")
+            return
+    answer = within(2 * SECONDS, lambda: HfApi().auth_check(name, repo_type=kind))
+    if isinstance(answer, RepositoryNotFoundError):
         report.wrong(
-            f"{key}: {name} is not in the local Hub cache, and HF_HUB_OFFLINE is set. Unset it, or use a local folder."
-        )
-        return
-    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
-    answer = within(2 * SECONDS, lambda: _get(f"{constants.ENDPOINT}/api/{kind}/{name}", headers))
-    if isinstance(answer, urllib.error.HTTPError) and answer.code in (401, 403, 404):
-        report.wrong(
-            f"{key}: the Hub denies access to {name} ({answer.code}). Check the name. For a gated repository, accept "
-            "the terms on its page and set HF_TOKEN."
+            f"{key}: the Hub denies access to {name}. Check the name. For a gated repository, accept the terms on its "
+            "page and set HF_TOKEN."
         )
     elif isinstance(answer, Exception):
         report.wrong(
@@ -122,7 +90,6 @@ def _check_hub(report: Report, key: str, kind: str, name: str) -> None:
         )
     else:
         report.ok(f"{key}: the Hub has {name}")
-        _clock(report, constants.ENDPOINT, answer[1])
 
 
 def remotes(report: Report, root: Path) -> None:
@@ -165,8 +132,8 @@ def _clock(report: Report, server: str, date: str | None) -> None:
         )
 
 
-def _get(url: str, headers: dict[str, str] | None = None) -> tuple[str, str | None]:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=SECONDS) as answer:
+def _get(url: str) -> tuple[str, str | None]:
+    with urllib.request.urlopen(url, timeout=SECONDS) as answer:
         return answer.read(1000).decode(errors="replace"), answer.headers.get("Date")
 
 

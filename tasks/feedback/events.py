@@ -12,7 +12,7 @@ PREFERENCES = ("first", "second", "tie", "both_bad", "withdrawn")  # a rater's l
 VALUES = {"thumb": ("up", "down"), "edit": (), "preference": PREFERENCES}
 LONGEST_PROMPT = 1_000_000  # characters
 NO_NULL = r"^[^\x00]*$"  # Postgres stores no null character
-CONFIG = ConfigDict(strict=True, allow_inf_nan=False, revalidate_instances="always")
+CONFIG = ConfigDict(strict=True, allow_inf_nan=False, revalidate_instances="always", defer_build=True)
 
 
 def _check_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:

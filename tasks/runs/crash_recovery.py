@@ -17,12 +17,12 @@ GIT_LOCK_AGE = 5.0  # seconds after which a git lock that no process holds count
 
 def dvc_problems(workspace: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """What a killed DVC left in a workspace, each with the function that repairs it."""
-    rwlock, (_, gone) = dvc_lock.rwlock(workspace), dvc_lock.rwlock_holders(workspace)
+    rwlock, (running, gone) = dvc_lock.rwlock(workspace), dvc_lock.rwlock_holders(workspace)
     if 0 in gone:
         yield f"{rwlock} is damaged, and DVC refuses every command because of it", rwlock.unlink
-    elif gone:
+    elif gone and not running:  # otherwise DVC removes the entries of the others itself
         pids = ", ".join(map(str, sorted(gone)))
-        yield f"{rwlock} names processes that are gone ({pids})", partial(dvc_lock.clear_rwlock, workspace)
+        yield f"{rwlock} names processes that are gone ({pids})", rwlock.unlink
     if dvc_lock.is_lock_damaged(workspace):
         problem = f"{workspace / 'dvc.lock'} is damaged (DVC was killed while it wrote the file)"
         yield problem, partial(dvc_lock.set_lock_aside, workspace)

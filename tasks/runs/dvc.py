@@ -52,7 +52,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**QUIET, **os.environ, "PATH": path, **changes}
 
 
-def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None, timeout: float | None = None) -> str:
+def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> str:
     """Run DVC in a workspace and return its output."""
     process = subprocess.run(
         command(*arguments),
@@ -61,7 +61,6 @@ def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None, time
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=timeout,
     )
     if process.returncode != 0:
         message = "; ".join(ERROR.findall(process.stderr)) or process.stderr.strip()
@@ -70,10 +69,10 @@ def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None, time
 
 
 def remotes(root: Path) -> dict[str, dict[str, str]]:
-    """The options of each remote that has a URL; empty where DVC does not answer in time."""
+    """The options of each remote that has a URL; empty outside of a DVC repository."""
     try:
-        output = call(root, "config", "--list", timeout=30)
-    except (subprocess.TimeoutExpired, UserError):
+        output = call(root, "config", "--list")
+    except UserError:
         return {}
     by_name: dict[str, dict[str, str]] = {}
     for name, option, value in re.findall(r"(?m)^remote\.(.+?)\.([^.=]+)=(.*)$", output):

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from tasks.config.paths import ROOT, WATCH
 from tasks.config.strict import parse_yaml
 from tasks.system.files import fingerprint, sha256, write_text
+from tasks.system.processes import is_running
 from tasks.tracking.journal import flatten
 
 Entry = dict[str, Any]  # a stage's part of dvc.lock
@@ -188,28 +189,13 @@ def rwlock_holders(workspace: Path) -> tuple[set[int], set[int]]:
     return pids - gone, gone
 
 
-def clear_rwlock(workspace: Path) -> None:
-    """Remove the entries of dead processes."""
-    path, (_, gone) = rwlock(workspace), rwlock_holders(workspace)
-
-    def running(holders: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [holder for holder in holders if int(holder["pid"]) not in gone]
-
-    content = json.loads(path.read_text())
-    write = {name: holder for name, holder in content.get("write", {}).items() if running([holder])}
-    read = {name: running(holders) for name, holders in content.get("read", {}).items()}
-    write_text(path, json.dumps({"write": write, "read": {name: holders for name, holders in read.items() if holders}}))
-
-
 def _is_older(pid: int, written: float) -> bool:
     """Whether the process with this id already ran when the lock was written."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_TOLERANCE
+        return is_running(process) and process.create_time() <= written + CLOCK_TOLERANCE
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:
-        return True
 
 
 def _at(content: Any, key: str) -> Any:
