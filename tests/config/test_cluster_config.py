@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from tasks.config.cluster import OVERRIDES, RECIPE, Cluster, ReferenceGroup, changed_values, load_cluster
-from tasks.config.params import Params
+from tasks.config.params import Params, read_recipe
 from tasks.config.strict import Layer, changed
-from tasks.doctor.checks import configured
 from tasks.errors import UserError
 from tasks.runs import run_config
 from tests.support.workspaces import PROJECT, make_workspace
@@ -147,12 +146,12 @@ def test_mistakes_in_the_site_overlay_name_it(root, monkeypatch):
         load_cluster()
 
 
-def test_doctor_and_plan_see_the_site_below_the_recipe(root, monkeypatch):
+def test_a_recipe_stands_above_the_site_and_a_run_does_not_copy_it(root, monkeypatch):
     recipe = "qwen2.5-7b-lora-zero3"  # 8 training workers
     set_site(root, monkeypatch)
-    found = configured(recipe)[1]
+    found = load_cluster(Path(), read_recipe(recipe, "cluster"))
     assert (found.actor_train.num_workers, found.tracking_uri) == (8, "http://mlflow:5000")
-    assert configured(None)[1].actor_train.num_workers == 3
+    assert load_cluster().actor_train.num_workers == 3
     assert run_config.changed_files(None, None) == {}  # the site alone needs no worktree
     overlay = run_config.changed_files(recipe, None)[str(RECIPE)]
     assert "tracking_uri" not in overlay  # what the site knows is not written into a run's commit

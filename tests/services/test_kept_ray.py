@@ -13,6 +13,7 @@ import pytest
 from tasks.cluster import embedded_ray, kept_ray
 from tasks.config.cluster import load_cluster
 from tasks.system import processes
+from tasks.system.environment import QUIET
 from tasks.system.files import recall, write_json
 from tests.support.workspaces import wait_for
 
@@ -85,7 +86,7 @@ def test_a_stage_connects_only_to_a_living_cluster_that_suits(tmp_path, monkeypa
 def environment(**more: str) -> dict[str, str]:
     # With what is on the path: Ray's own processes are forked (tests/support/fork_server.py).
     path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, **more}
+    return {**os.environ, **QUIET, "PYTHONPATH": path, **more}  # QUIET, which another test's stage may have changed
 
 
 @contextmanager
