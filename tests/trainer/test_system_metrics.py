@@ -1,6 +1,7 @@
 """CPU, memory and GPUs of training nodes: read on the node, logged by the driver at the step that was reached."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -21,9 +22,13 @@ def test_a_node_leaves_its_figures_and_the_driver_reads_each_once(tmp_path: Path
         '{"system/node1/cpu_utilization_percentage": 1.0}\n'
     )  # an earlier attempt's
     readings = system_metrics.Reader(tmp_path)
-    threading.Thread(target=system_metrics.sample, args=(tmp_path, 0, 0.01), daemon=True).start()
+    sampling = threading.Thread(target=system_metrics.sample, args=(tmp_path, 0, 0.01), daemon=True)
+    sampling.start()
     found: dict[str, float] = {}
     wait_for(lambda: found.update(readings.read_new()) or found, 60)
+    shutil.rmtree(tmp_path)  # which ends the thread: it would fork a hundred times a second beside all other tests
+    sampling.join(60)
+    assert not sampling.is_alive()
     assert {CPU, MEMORY} <= set(found)
     assert all(name.startswith("system/node0/") and 0 <= value <= 100 for name, value in found.items())
 
