@@ -86,7 +86,19 @@ def dummy_repo(tmp_path: Path, dummy_template: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prefect_store(once: Once) -> Path:
+def prefect_forks() -> dict[str, str]:
+    """Variables of commands that are forked from a process with Prefect imported; `fork_server.fresh` prevents it."""
+    import services
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+    return {
+        fork_server.ADDRESS: fork_server.start(fork_server.FLOW, {**services.SETTINGS, **clean}),
+        "FORK_STAGES": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def prefect_store(once: Once, request: pytest.FixtureRequest) -> Path:
     """A PREFECT_HOME to copy, with the database of a server that has run nothing: creating one takes 14 seconds."""
     from flows import embedded_server
     from tasks.system import processes
@@ -94,7 +106,8 @@ def prefect_store(once: Once) -> Path:
 
     def make(folder: Path) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-        env = {**clean, **embedded_server.SERVER, "PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
+        forks = request.getfixturevalue("prefect_forks")
+        env = {**clean, **forks, **embedded_server.SERVER, "PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
         env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
         command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := free_port())]
         with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
@@ -104,12 +117,10 @@ def prefect_store(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -> Iterator[dict[str, str]]:
-    """A real Prefect server on a free loopback port, as the environment that leads to it.
-
-    Commands in that environment are forked from a process that has imported Prefect; `fork_server.fresh` prevents it.
-    """
-    import services
+def prefect_api(
+    tmp_path_factory: pytest.TempPathFactory, prefect_store: Path, prefect_forks: dict[str, str]
+) -> Iterator[dict[str, str]]:
+    """A real Prefect server on a free loopback port, as the environment that leads to it."""
     from flows.embedded_server import wait_until_healthy
     from tasks.system import processes
     from tasks.system.ports import free_port
@@ -117,7 +128,8 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -
     home = Path(shutil.copytree(prefect_store, tmp_path_factory.mktemp("prefect") / "home"))
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    env = {**clean, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+    env = {**clean, **prefect_forks, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
+    env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
     command = [
         sys.executable,
@@ -132,9 +144,7 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -
     ]
     with (home / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
         wait_until_healthy(process, api, home / "server.log")
-        env["PREFECT_API_URL"] = api
-        forks = fork_server.start(fork_server.FLOW, {**services.SETTINGS, **env})
-        yield {**env, fork_server.ADDRESS: forks, "FORK_STAGES": "1"}
+        yield {**env, "PREFECT_API_URL": api}
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ class Lease:
         self.client, self.name = client, name
         self.key, self.process = f"{PREFIX}{uuid.uuid4().hex}", this_process()
         self.number, self.beat, self.written = 0, 0, 0.0
+        self.tags: dict[str, str] = {}  # of the model, read when the lock was free
 
     def check(self) -> None:
         """Call before each write: UserError if others may consider this holder dead."""
@@ -54,6 +55,10 @@ class Lease:
         self.number, self.beat = number, self.beat + 1
         self.client.set_registered_model_tag(self.name, self.key, f"{number} {self.beat} {self.process}")
         return self.beat == 1 or time.monotonic() - before < LEASE
+
+    def claims(self) -> dict[str, Claim]:
+        self.tags = dict(self.client.get_registered_model(self.name).tags)
+        return {key: _parse(value) for key, value in self.tags.items() if key.startswith(PREFIX)}
 
     def release(self) -> None:
         with suppress(Exception):  # no answer: the next claimant notices that this process has ended
@@ -75,9 +80,9 @@ def _claim(client: Any, name: str) -> Lease | None:
     mine, seen = Lease(client, name), dict[str, tuple[str, float]]()
     try:
         mine.renew(0)
-        number = 1 + max((claim.number for claim in _claims(client, name).values()), default=0)
+        number = 1 + max((claim.number for claim in mine.claims().values()), default=0)
         is_valid = mine.renew(number)
-        while is_valid and (before := _before(mine, _claims(client, name))):
+        while is_valid and (before := _before(mine, mine.claims())):
             for key, claim in before.items():
                 if _is_dead(key, claim, seen):
                     client.delete_registered_model_tag(name, key)
@@ -97,11 +102,6 @@ def _before(mine: Lease, claims: dict[str, Claim]) -> dict[str, Claim]:
     """The claims that go first. A claimant that still chooses (0) may choose a number below ours."""
     ours = (mine.number, mine.key)
     return {key: claim for key, claim in claims.items() if key != mine.key and (claim.number, key) < ours}
-
-
-def _claims(client: Any, name: str) -> dict[str, Claim]:
-    tags = client.get_registered_model(name).tags
-    return {key: _parse(value) for key, value in tags.items() if key.startswith(PREFIX)}
 
 
 def _parse(text: str) -> Claim:

@@ -81,8 +81,9 @@ class Registry:
     client: Any
     name: str
 
-    def exists(self) -> bool:
-        return bool(self.client.search_registered_models(filter_string=f"name = '{self.name}'"))
+    def find(self) -> Any | None:
+        """MLflow's registered model."""
+        return next(iter(self.client.search_registered_models(filter_string=f"name = '{self.name}'")), None)
 
     def others(self) -> str:
         """A sentence that names the other registered models and how to name one of their versions."""
@@ -241,7 +242,7 @@ class Registry:
     def exclusively(self) -> Iterator[Lease]:
         """Hold the model's lock: no other process, on any machine, moves aliases or adds versions meanwhile."""
         with hold_lease(self.client, self.name) as lease:
-            if content := self.notes().get(MOVING):
+            if content := lease.tags.get(MOVING):
                 self._apply(Moves(**json.loads(content)), lease)
                 print(f"registry: finished a move of {self.name}'s aliases that was interrupted", flush=True)
             yield lease
@@ -249,12 +250,6 @@ class Registry:
     def move(self, moves: Moves, lease: Lease) -> None:
         self.note(MOVING, json.dumps(vars(moves)), lease)
         self._apply(moves, lease)
-
-    def settle(self) -> None:
-        """Complete a move of aliases that a crash interrupted."""
-        if MOVING in self.notes():
-            with self.exclusively():
-                pass
 
     def _apply(self, moves: Moves, lease: Lease) -> None:
         current = self.aliases()
@@ -279,12 +274,14 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
 
     try:
         model_registry = Registry(open_client(cluster, run), name)
-        if not model_registry.exists():
+        if not (model := model_registry.find()):
             if run is None:
                 advice = model_registry.others() or "Run the pipeline first."
                 raise NotRegistered(f"The registry has no model {name}. {advice}")
             model_registry.client.create_registered_model(name, description=ABOUT)
-        model_registry.settle()
+        elif MOVING in model.tags:  # a crash interrupted a move of aliases: complete it
+            with model_registry.exclusively():
+                pass
         yield model_registry
     except (MlflowException, OSError) as error:
         if sentence := disk.explain(error):
@@ -298,7 +295,7 @@ def registry(cluster: Cluster, name: str, run: Path | None = None) -> Iterator[R
 def is_registered(cluster: Cluster, name: str) -> bool:
     """Whether the registry has a model of that name; False where there is no registry yet."""
     with suppress(UserError):
-        return Registry(open_client(cluster), name).exists()
+        return Registry(open_client(cluster), name).find() is not None
     return False
 
 

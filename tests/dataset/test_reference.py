@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.parquet as parquet
 import pytest
 import torch
@@ -89,16 +90,19 @@ def test_a_killed_stage_continues_as_a_group_that_loses_a_worker_and_gives_the_v
     write_cluster(other, {**group, "reference.shard_pairs": 2})
     driver = start_shared(other, "reference")
     wait_for(lambda: len(shards(other)) > 5 or driver.poll() is not None, 300, pause=0.01)
+    scorers = shared_workers(driver, "ReferenceScorer")
     driver.kill()
     assert driver.wait() == -signal.SIGKILL
-    wait_for(lambda: not shared_workers("ReferenceScorer"), 60)  # they have finished their writes
+    _, alive = psutil.wait_procs(scorers, timeout=240)  # they finish their writes
+    assert scorers
+    assert not alive
     before = shards(other)
     assert not (other / "data/reference").exists()
 
     write_cluster(other, {**group, "reference.shard_pairs": 5, "reference.zero_stage": 3})
     driver = start_shared(other, "reference")
     wait_for(lambda: len(shards(other)) > len(before) or driver.poll() is not None, 300, pause=0.01)
-    shared_workers("ReferenceScorer")[0].kill()
+    shared_workers(driver, "ReferenceScorer")[0].kill()
     output, _ = driver.communicate(timeout=900)
     assert driver.returncode == 0, output
     cached = sum(parquet.read_metadata(path).num_rows for path in before)

@@ -59,7 +59,7 @@ def at_work(driver: subprocess.Popen[str]) -> psutil.Process:
     """A worker that is running a task."""
     while True:
         assert driver.poll() is None, driver.communicate()[0]
-        if found := shared_workers("Evaluator.s"):  # sample or score
+        if found := shared_workers(driver, "Evaluator.s"):  # sample or score
             return found[0]
         time.sleep(0.02)
 

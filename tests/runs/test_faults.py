@@ -16,7 +16,7 @@ from tests.support.workspaces import make_workspace, refusal, run, write_cluster
 
 pytestmark = pytest.mark.slow
 # So many operations of each command, the first of each kind and file, evenly spread; a fault for each in turn.
-SAMPLE = {"source": 1, "promote": 1, "rollback": 1}
+SAMPLE = {"source": 1, "rollback": 1}
 MORE = {"source": 6, "prepare": 3, "promote": 3, "rollback": 2, "rollback, MLflow's server": 2}
 SAMPLES = [*SAMPLE.items(), *(pytest.param(*sample, marks=pytest.mark.exhaustive) for sample in MORE.items())]
 

@@ -50,6 +50,7 @@ DVC += ["configobj", "dulwich.ignore", "dulwich.index", "dulwich.repo", "dvc.dir
 DVC += ["dvc.utils.strictyaml", "dvc_data.hashfile.status", "dvc_data.index.checkout", "dvc_render.vega"]
 # Of a flow with dummy stages, also one that a worker starts.
 FLOW = [*DVC, "jinja2", "mlflow", "mlflow.store.tracking.sqlalchemy_store", "numpy", "pyarrow", "pydantic.v1"]
+FLOW += ["prefect.cli.server", "prefect.server.api.server", "uvicorn.logging"]  # of the server
 FLOW += ["matplotlib.backends.backend_svg", "rich.progress", "sqlalchemy.dialects.sqlite", "typer"]  # and its report
 FLOW += [
     "prefect",
@@ -62,6 +63,7 @@ FLOW += [
     "prefect.task_engine",
     "prefect.utilities.visualization",
 ]
+OF_PREFECT = ("cli", "prefect", "services", "uvicorn")  # commands
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
 ADDRESS, OF_STAGES = "FORK_SERVER", "FORK_SERVER_OF_STAGES"
 REFUSED = "refused"  # a file beside the socket
@@ -240,7 +242,7 @@ def become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     # Tests in the background have Ctrl-C switched off, and the fork server with them.
     signal.signal(signal.SIGINT, signal.default_int_handler if request["ctrl_c"] else signal.SIG_IGN)
-    if "".join(request["command"][1:2]).partition(".")[0] in ("cli", "prefect"):  # others would log as it says
+    if "".join(request["command"][1:2]).partition(".")[0] in OF_PREFECT:  # others would log as it says
         _set_prefect(request["environ"])
     os.environ.clear()
     os.environ.update(request["environ"])

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -19,7 +21,8 @@ import yaml
 from tasks.cluster import kept_ray
 from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
-from tasks.system.files import recall
+from tasks.system.lock import file_lock
+from tests.support import fork_server
 from tests.support.fork_server import family
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -110,25 +113,41 @@ def run(workspace: Path, *stages: str) -> str:
 
 
 def start_shared(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str]:
-    """A stage on this test process's Ray cluster, which lives on if a test kills the stage or its `shared_workers`."""
+    """A stage on the tests' Ray cluster, which lives on if a test kills the stage or its `shared_workers`."""
     return start(workspace, stage, **variables, **shared_ray())
 
 
 def shared_ray() -> dict[str, str]:
-    """The environment variable that leads a stage to this test process's Ray cluster."""
+    """The environment variable that leads a stage to the tests' Ray cluster."""
     return kept_ray.variables(_ray())
 
 
-def shared_workers(title: str) -> list[psutil.Process]:
-    """The worker processes of that cluster with this title."""
-    holder = recall(_ray() / kept_ray.HOLDER)
-    return [process for process in family(holder["pid"]) if title in _title(process)]
+def shared_workers(driver: subprocess.Popen[str], title: str) -> list[psutil.Process]:
+    """The worker processes of that cluster with this title that work for this stage."""
+    logs = _ray() / "ray" / "session_latest" / "logs"  # which has a file for each driver and worker
+    pids = {process.pid for process in family(driver.pid)}
+    jobs = {job for job, pid in _in_names(logs, r"python-core-driver-(\w{8})f+_(\d+)\.log") if pid in pids}
+    at_work = {pid for job, pid in _in_names(logs, r"worker-\w+-(\w{8})-(\d+)\.out") if job in jobs}
+    return [process for process in psutil.process_iter() if process.pid in at_work and title in _title(process)]
+
+
+def _in_names(logs: Path, pattern: str) -> list[tuple[str, int]]:
+    """The jobs and process ids in names of files."""
+    return [(match[1], int(match[2])) for path in logs.glob("*") if (match := re.fullmatch(pattern, path.name))]
 
 
 @cache
 def _ray() -> Path:
-    """One embedded cluster for all stages that nobody disturbs: starting one takes seven seconds of a core."""
-    return _until_exit.enter_context(kept_ray.keep(PROJECT, environment()))
+    """One embedded cluster for the stages that nobody disturbs, of all test processes: an idle one takes a twentieth of
+    a core. The process that needs it first holds it; those of pytest-xdist live until all tests are over."""
+    together = os.environ.get(fork_server.ADDRESS)
+    session = Path(together).parent if together else Path(_until_exit.enter_context(TemporaryDirectory()))
+    with file_lock(session / "ray.lock"):
+        if not (named := session / "ray").exists():
+            (session / "cluster" / "infra").mkdir(parents=True)
+            write_cluster(session / "cluster", {"actor_train.num_workers": 12})
+            named.write_text(str(_until_exit.enter_context(kept_ray.keep(session / "cluster", environment()))))
+    return Path(named.read_text())
 
 
 def workers(driver: subprocess.Popen[str], count: int = 2, title: str = "RayTrainWorker") -> list[psutil.Process]:

@@ -88,8 +88,8 @@ def test_a_training_with_every_interruption_ends_with_the_weights_of_an_undistur
 
 
 def started_workers(driver: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Both workers of a training on the shared cluster, where nobody else trains."""
-    while len(found := shared_workers("RayTrainWorker")) < 2:
+    """Both workers of a training on the shared cluster."""
+    while len(found := shared_workers(driver, "RayTrainWorker")) < 2:
         assert driver.poll() is None, driver.communicate()[0]
         time.sleep(0.2)
     return found

@@ -25,7 +25,7 @@ FORKED = re.compile(
 )
 STAGE = re.compile(
     r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
-    r"|services\.provision|services\.serving\.sender|transformers\.cli\.transformers)$"
+    r"|services\.prefect_sqlite|services\.provision|services\.serving\.sender|transformers\.cli\.transformers)$"
 )
 RUN = re.compile(r"^(prefect\.(runner\._workspace_supervisor|engine)|tasks\.watch)$")
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
@@ -91,7 +91,7 @@ def _is_inherited(number: int, server: socket.socket) -> bool:
 
 
 if (address := os.environ.get(ADDRESS)) and (arguments := command()):
-    if arguments[1:2] not in (["cli"], ["dvc"]):
+    if arguments[1:2] not in (["cli"], ["dvc"], ["uvicorn"]):
         address = os.environ.get(OF_STAGES, address)
     with socket.socket(socket.AF_UNIX) as server:
         if server.connect_ex(address) == 0:  # otherwise the tests that started it are over
