@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 READY := .venv/.ready
 DEV := .venv/.dev
-PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE # each process would compile our modules again, and pytest rewrite all asserts
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PREFECT_HOME := $(CURDIR)/.prefect
@@ -32,11 +32,8 @@ demo: $(READY) ## train a tiny model on a preference with the whole stack (3 min
 flywheel: $(READY) ## let programmed users vote, and train on their votes for three nights (10 minutes)
 	@dpo flywheel
 
-test: $(DEV) ## run the tests in two processes, as CI does (23 minutes on two idle cores)
+test: $(DEV) ## run the tests as CI does (12 minutes on two idle cores)
 	@$(PYTEST)
-
-test-core: $(DEV) ## run the fast tests and the core of the slow ones (12 minutes)
-	@$(PYTEST) -m "not stack and not exhaustive and not beyond_core"
 
 test-all: $(DEV) ## the same as `test` with the exhaustive tests, before a release
 	@$(PYTEST) -m "not stack"
@@ -105,4 +102,4 @@ $(DEV): $(READY) requirements-dev.lock
 	@$(COMPILE)
 	@touch $(DEV)
 
-.PHONY: help setup demo test test-core test-all test-fast test-stack test-faults gpu-check lint bench backup restore lock sbom
+.PHONY: help setup demo test test-all test-fast test-stack test-faults gpu-check lint bench backup restore lock sbom

@@ -262,8 +262,6 @@ def trained(once: Once, referenced: Path) -> Path:
     return once("trained", make)
 
 
-# Of the slow tests, `make test-core` runs those of these files: the demo, services, runs, kill and resume, two ranks.
-CORE = ("test_end_to_end", "test_services", "test_flow", "test_runs", "test_resume", "test_engine")
 # Tests of these files need a Prefect server. One process runs them all, so that one server serves them.
 ON_PREFECT = (
     "test_flow",
@@ -298,10 +296,6 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first; of the slow ones the longest files first, so that two processes end together."""
-    for item in items:
-        if item.get_closest_marker("slow") and item.path.stem not in CORE:
-            item.add_marker("beyond_core")
-
     other = {item.path.stem for item in items if "prefect_api" in getattr(item, "fixturenames", ())} - {*ON_PREFECT}
     assert not other, f"ON_PREFECT does not name {', '.join(other)}, which would start another Prefect server"
 

@@ -167,7 +167,6 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
     done_once: Path, prefect_api: Env, tmp_path: Path
 ) -> None:

@@ -80,7 +80,6 @@ def three(tmp_path_factory: pytest.TempPathFactory, prefect_api: Env, dummy_temp
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: tuple[Path, str, str]) -> None:
     root, before, after = three
     assert before == after
@@ -95,7 +94,6 @@ def test_three_runs_at_once_are_correct_and_leave_the_checkout_unchanged(three: 
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_equal_stages_of_two_runs_are_computed_once(three: tuple[Path, str, str]) -> None:
     ran = [
         state["stage"] for name in OPTIONS for state in read(three[0], name, "stages.json") if state["state"] == "ran"
@@ -104,7 +102,6 @@ def test_equal_stages_of_two_runs_are_computed_once(three: tuple[Path, str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(three: tuple[Path, str, str]) -> None:
     root = three[0]
     assert "# not committed" in git(root, "show", "runs/a:tasks/dummy.py")
@@ -114,7 +111,6 @@ def test_a_worktree_has_uncommitted_changes_and_new_code_but_no_other_files(thre
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_a_finished_worktree_is_removed_and_dpo_open_restores_its_files(
     three: tuple[Path, str, str], prefect_api: Env, tmp_path: Path
 ) -> None:
@@ -166,7 +162,6 @@ def test_a_killed_run_leaves_nothing_behind_and_is_resumed_by_name_and_not_twice
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str, str], prefect_api: Env) -> None:
     """The dummy stage refuses a beta above 0.4; the worktree keeps it until `--set` changes it."""
     root, _, _ = three

@@ -413,7 +413,6 @@ def test_a_second_up_changes_nothing(up: Up) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.beyond_core
 def test_killed_services_are_restarted_a_switched_schedule_stays_and_no_run_outlives_its_worker(
     up: Up, bystander: psutil.Popen
 ) -> None:

@@ -21,6 +21,7 @@ import yaml
 from tasks.cluster import kept_ray
 from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
 from tasks.dataset import demo
+from tasks.system.environment import QUIET
 from tasks.system.lock import file_lock
 from tests.support import fork_server
 from tests.support.fork_server import family
@@ -94,6 +95,7 @@ def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str
 
 def environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("DPO_")}
+    env |= QUIET  # which a library may have changed in this process: stages share a cluster only if they agree
     return {**env, "PYTHONPATH": os.pathsep.join([str(PROJECT), *filter(None, [env.get("PYTHONPATH")])])}
 
 
