@@ -28,7 +28,7 @@ from tasks.dataset import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
 from tests.release.test_promote import export
-from tests.support import postgres
+from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
 from tests.support.workspaces import PROJECT, SMALL, make_workspace, wait_for, write_cluster, write_data
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.containers import Stack, docker, log, missing_requirement, wait
+from tests.support.infrastructure.containers import Stack, docker, log, missing_requirement, wait
 from tests.support.workspaces import PROJECT
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tasks.dataset.pairs import read_rows
-from tests.support.two_hosts import ADDRESSES, CABLE, HEAD, ONLY_B, Hosts, skip_reason, two_hosts
+from tests.support.infrastructure.two_hosts import ADDRESSES, CABLE, HEAD, ONLY_B, Hosts, skip_reason, two_hosts
 from tests.support.workspaces import wait_for, write_cluster
 
 SKIP_REASON = skip_reason()
