@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tasks.config.params import Params
 
 ACCURACY = "rewards/accuracies"
-PAIRS = (
+ALWAYS = (  # measured in training and evaluation, whatever the loss
     *("loss", "rewards/chosen", "rewards/rejected", ACCURACY, "rewards/margins", "logps/chosen", "logps/rejected"),
     *("sft_loss", "entropy"),
 )
@@ -52,7 +52,7 @@ def of_training(params: "Params") -> list[str]:
     if not UNPAIRED.isdisjoint(params.train.loss):
         reference += [f"{ACCURACY}/chosen", f"{ACCURACY}/rejected"]
         reference += ["kl/mismatched"] if "kto" in params.train.loss else []
-    return [*PAIRS, *parts, *reference, *(["beta"] if params.train.beta_alpha else [])]
+    return [*ALWAYS, *parts, *reference, *(["beta"] if params.train.beta_alpha else [])]
 
 
 def of_evaluation(params: "Params") -> list[str]:

@@ -1,13 +1,16 @@
 """Row shapes: an example of each, and the reasons why a row is rejected."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from tasks.config.names import COLUMNS
+from tasks.config.paths import ROOT
 from tasks.dataset.rows.messages import check_turns
 from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.rows.row_shapes import detect_shape, rename_columns, to_preferences
+from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, rename_columns, to_preferences
 
 PAIR = {"prompt": "Q?", "chosen": "good", "rejected": "bad"}
 FIRST, BEST, MIDDLE, WORST = "Q?", "best", "middle", "worst"
@@ -33,34 +36,47 @@ def reject_reason(row, columns=None) -> str:
     return rejected.name
 
 
-@pytest.mark.parametrize(
-    ("shape", "row"),
-    [
-        ("pairs", PAIR),
-        ("pairs", {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}),
-        ("pairs", {"system": "", "question": "Q?", "chosen": "good", "rejected": "bad"}),
-        ("pairs", {"system": None, "input": "Q?", "chosen": "good", "rejected": "bad"}),
-        ("pairs", {"prompt": "Q?", "chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
-        ("instruction", {"instruction": "Q?", "input": "", "output": "x", "chosen": "good", "rejected": "bad"}),
-        ("transcript", {"chosen": "\n\nHuman: Q?\n\nAssistant: good", "rejected": "\n\nHuman: Q?\n\nAssistant: bad"}),
-        ("transcript", {"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
-        (
-            "messages",
-            {
-                "conversations": [{"from": "human", "value": "Q?"}],
-                "chosen": {"from": "gpt", "value": "good"},
-                "rejected": {"from": "gpt", "value": "bad"},
-            },
-        ),
-        ("messages", {"messages": PROMPT, "chosen": GOOD, "rejected": BAD}),
-        ("openai", {"input": {"messages": PROMPT}, "preferred_output": GOOD, "non_preferred_output": BAD}),
-        ("ranked", {"prompt": "Q?", "completions": ["good", "bad"]}),
-        ("alpaca", {"instruction": "Q?", "input": None, "output": ["good", "bad"]}),
-    ],
-)
+EXAMPLES = [
+    ("pairs", PAIR),
+    ("pairs", {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD}),
+    ("pairs", {"system": "", "question": "Q?", "chosen": "good", "rejected": "bad"}),
+    ("pairs", {"system": None, "input": "Q?", "chosen": "good", "rejected": "bad"}),
+    ("pairs", {"prompt": "Q?", "chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
+    ("instruction", {"instruction": "Q?", "input": "", "output": "x", "chosen": "good", "rejected": "bad"}),
+    ("transcript", {"chosen": "\n\nHuman: Q?\n\nAssistant: good", "rejected": "\n\nHuman: Q?\n\nAssistant: bad"}),
+    ("transcript", {"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}),
+    (
+        "messages",
+        {
+            "conversations": [{"from": "human", "value": "Q?"}],
+            "chosen": {"from": "gpt", "value": "good"},
+            "rejected": {"from": "gpt", "value": "bad"},
+        },
+    ),
+    ("messages", {"messages": PROMPT, "chosen": GOOD, "rejected": BAD}),
+    ("openai", {"input": {"messages": PROMPT}, "preferred_output": GOOD, "non_preferred_output": BAD}),
+    ("ranked", {"prompt": "Q?", "completions": ["good", "bad"]}),
+    ("scored", {"prompt": "Q?", "completions": ["bad", "good"], "scores": [1, 2]}),
+    ("alpaca", {"instruction": "Q?", "input": None, "output": ["good", "bad"]}),
+]
+
+
+@pytest.mark.parametrize(("shape", "row"), EXAMPLES)
 def test_every_shape_gives_the_same_preference(shape, row):
     assert detect_shape(rename_columns(row, {})) == shape
-    assert read(row) == [Preference(PROMPT, GOOD, BAD)]
+    (pair,) = read(row)
+    assert replace(pair, margin=0.0) == Preference(PROMPT, GOOD, BAD)
+    if "scores" not in row:
+        (scored,) = read({**row, "score_chosen": 5, "score_rejected": 1})
+        assert scored.margin == (0.0 if shape in ("ranked", "alpaca") else 4.0)
+
+
+def test_every_shape_has_an_example_a_line_of_the_documentation_and_columns_that_can_be_named():
+    assert {shape for shape, _ in EXAMPLES} == SHAPES.keys() - {"votes", "unpaired"}  # which have tests of their own
+    page = (ROOT / "docs" / "data.md").read_text()
+    assert [shape for shape in SHAPES if f"| `{shape}` |" not in page] == []
+    columns = {column for shape, row in EXAMPLES if shape != "openai" for column in rename_columns(row, {})}
+    assert columns <= {*COLUMNS}
 
 
 def test_the_input_of_an_instruction_is_part_of_the_prompt():

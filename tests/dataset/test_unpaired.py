@@ -17,6 +17,7 @@ from tasks.errors import UserError
 from tasks.prepare import prepare
 from tasks.source import source
 from tests.dataset.test_prepare import change, go, quarantined, report, rows, workspace  # noqa: F401
+from tests.dataset.test_row_shapes import EXAMPLES
 from tests.support.workspaces import write_data
 
 KTO = {"train__loss": {"kto": 1.0}}
@@ -63,8 +64,8 @@ def test_messages_other_columns_and_other_labels():
         layout(given, columns=columns, values={"winner": {"good": "first"}})
 
 
-def test_pairs_become_two_rows_where_the_format_asks_for_it():
-    given = [{"prompt": "Q?", "chosen": "good", "rejected": "bad"}]
+@pytest.mark.parametrize("given", [[row] for shape, row in EXAMPLES])
+def test_pairs_become_two_rows_where_the_format_asks_for_it(given):
     made = decode(given, layout(given, format="unpaired"))
     assert [(one.chosen[0]["content"], one.sign) for one in made] == [("good", 1), ("bad", -1)]
 

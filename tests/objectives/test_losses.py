@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tasks.config.paths import ROOT
 from training.objectives.losses import LOSSES, PairLogps, divergence_score, log1mexp, order_statistics
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective, loss_at_reference
-from training.objectives.options import READS_LABEL, READS_MARGIN, REFERENCE_FREE, options_of
+from training.objectives.options import READS_DIVERGENCE, READS_LABEL, READS_MARGIN, REFERENCE_FREE, options_of
 from training.rows.packing import build_row
 from training.rows.pair import Pair
 
@@ -80,8 +81,25 @@ def test_each_loss_is_its_formula(name):
     assert value(name, **options) == pytest.approx(expected)
 
 
-def test_every_loss_is_expected():
+def test_every_loss_is_expected_and_documented():
     assert EXPECTED.keys() == LOSSES.keys()
+    page = (ROOT / "docs" / "losses.md").read_text()
+    assert [name for name in LOSSES if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("field", "content", "readers"),
+    [
+        ("label", torch.tensor([0.7]), READS_LABEL),
+        ("margin", torch.tensor([0.5]), READS_MARGIN),
+        ("f_divergence", "js", READS_DIVERGENCE),
+    ],
+)
+def test_options_names_the_losses_that_read_a_field_of_the_pairs(name, field, content, readers):
+    _, options = EXPECTED[name]
+    reads = value(name, pairs(**{field: content}), **options) != value(name, **options)
+    assert reads == (name in readers)
 
 
 def test_label_smoothing_mixes_in_the_swapped_label():
@@ -139,7 +157,7 @@ def test_a_soft_label_takes_the_place_of_certainty():
     assert smoothed == pytest.approx(-0.66 * L(0.3) - 0.34 * L(-0.3))
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"])
+@pytest.mark.parametrize("name", sorted(READS_LABEL))
 def test_a_tie_does_not_see_a_swap_of_the_preference(name):
     tie = torch.tensor([0.5], dtype=torch.float64)
     straight = value(name, pairs(nw=4.0, nl=4.0, label=tie), beta=0.1)

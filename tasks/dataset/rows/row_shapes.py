@@ -144,16 +144,20 @@ def _from_votes(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
 
 def _unpaired(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """One answer with a label. A pair, where `prepare.format` asks for it, is a desirable and an undesirable answer."""
-    if "completion" not in row and {"chosen", "rejected"} <= row.keys():
-        (pair,) = SHAPES[detect_shape(row) or "pairs"].read(row, layout)
-        if not isinstance(pair, Preference):
-            return [pair]
-        return [replace(pair, rejected=pair.chosen, sign=1), replace(pair, chosen=pair.rejected, sign=-1)]
+    shape = detect_shape(row)
+    if shape not in (None, "unpaired", "votes"):
+        return [answer for pair in SHAPES[shape].read(row, layout) for answer in _both_answers(pair)]
     prompt = messages.prompt_messages(row, "instruction", "prompt")
     answer = messages.answer_turns(row["completion"], prompt, "completion")
     if (label := layout.votes.get(vote_key(row["label"]))) is None:
         raise RejectedRow("bad_number", f"the label {row['label']!r}; known: {', '.join(layout.votes)}")
     return [Preference(prompt, answer, answer, sign=1 if label == "desirable" else -1)]
+
+
+def _both_answers(pair: MaybePreference) -> list[MaybePreference]:
+    if not isinstance(pair, Preference):
+        return [pair]
+    return [replace(pair, rejected=pair.chosen, sign=1), replace(pair, chosen=pair.rejected, sign=-1)]
 
 
 def _has_votes(row: RawRow) -> bool:
