@@ -1,6 +1,6 @@
 """Tracking never hurts training: a real MLflow server behind a proxy that is gone, dies, is slow, fails, loses answers.
 
-A stage that only writes figures stands for training here (trainer/test_resume.py has a real one). Whatever the server
+A stage that only writes figures stands for training here (runs/test_resume.py has a real one). Whatever the server
 did, the stage ends in bounded time, and afterwards MLflow has one parent, one child and each step once.
 """
 
