@@ -295,7 +295,7 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first; of the slow ones the longest files first, so that two processes end together."""
+    """Fast tests first; of the slow ones the longest files first, so that the processes end together."""
     other = {item.path.stem for item in items if "prefect_api" in getattr(item, "fixturenames", ())} - {*ON_PREFECT}
     assert not other, f"ON_PREFECT does not name {', '.join(other)}, which would start another Prefect server"
 

@@ -140,6 +140,37 @@ def test_a_pair_file_as_unpaired_rows_and_the_refusals(workspace):  # noqa: F811
         go(source, prepare)
 
 
+def test_ranked_answers_as_unpaired_rows(workspace):  # noqa: F811
+    answers = [f"It is {word}." for word in ("plain and good", "half right", "wrong")]
+    write_data(Path("pairs.jsonl"), [{"prompt": row["prompt"], "completions": answers} for row in rows(20)])
+    change(**KTO, prepare__format="unpaired", prepare__expand="best_rest")
+    go(source, prepare)
+    assert sum(report()["pairs"].values()) == 3 * 20
+    change(prepare__expand="all")
+    with pytest.raises(UserError, match=r"Reasons: contradiction: .* \(40\)"):  # the middle answer
+        go(prepare)
+
+
+def test_votes_are_no_unpaired_rows(workspace):  # noqa: F811
+    votes = [
+        {"prompt": row["prompt"], "response1": row["chosen"], "response2": row["rejected"], "winner": "model_a"}
+        for row in rows(20)
+    ]
+    write_data(Path("pairs.jsonl"), votes)
+    change(**KTO, prepare__format="unpaired")
+    with pytest.raises(UserError, match=r"a field is missing \('completion'\)"):
+        go(source, prepare)
+
+
+def test_a_row_with_a_label_is_read_by_it_whatever_else_it_has():
+    row = {"prompt": "Q?", "completion": "A", "label": True, "chosen": "good", "rejected": "bad"}
+    given = [row, {**row, "label": False}]
+    assert [(one.chosen[0]["content"], one.sign) for one in decode(given, layout(given, format="unpaired"))] == [
+        ("A", 1),
+        ("A", -1),
+    ]
+
+
 def test_csv_labels(tmp_path):
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:

@@ -147,7 +147,7 @@ def _ray() -> Path:
     with file_lock(session / "ray.lock"):
         if not (named := session / "ray").exists():
             (session / "cluster" / "infra").mkdir(parents=True)
-            write_cluster(session / "cluster", {"actor_train.num_workers": 12})
+            write_cluster(session / "cluster", {"actor_train.num_workers": 12})  # enough for all processes at once
             named.write_text(str(_until_exit.enter_context(kept_ray.keep(session / "cluster", environment()))))
     return Path(named.read_text())
 

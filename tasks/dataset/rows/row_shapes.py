@@ -145,7 +145,7 @@ def _from_votes(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
 def _unpaired(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """One answer with a label. A pair, where `prepare.format` asks for it, is a desirable and an undesirable answer."""
     shape = detect_shape(row)
-    if shape not in (None, "unpaired", "votes"):
+    if "completion" not in row and shape not in (None, "unpaired", "votes"):
         return [answer for pair in SHAPES[shape].read(row, layout) for answer in _both_answers(pair)]
     prompt = messages.prompt_messages(row, "instruction", "prompt")
     answer = messages.answer_turns(row["completion"], prompt, "completion")
