@@ -88,13 +88,7 @@ def dummy_repo(tmp_path: Path, dummy_template: Path) -> Path:
 @pytest.fixture(scope="session")
 def prefect_forks() -> dict[str, str]:
     """Variables of commands that are forked from a process with Prefect imported; `fork_server.fresh` prevents it."""
-    import services
-
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    return {
-        fork_server.ADDRESS: fork_server.start(fork_server.FLOW, {**services.SETTINGS, **clean}),
-        "FORK_STAGES": "1",
-    }
+    return {fork_server.ADDRESS: os.environ[fork_server.OF_FLOWS], "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -105,9 +99,14 @@ def prefect_store(once: Once, request: pytest.FixtureRequest) -> Path:
     from tasks.system.ports import free_port
 
     def make(folder: Path) -> None:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
         forks = request.getfixturevalue("prefect_forks")
-        env = {**clean, **forks, **embedded_server.SERVER, "PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
+        env = {
+            **fork_server.clean_environment(),
+            **forks,
+            **embedded_server.SERVER,
+            "PREFECT_HOME": str(folder / "home"),
+            "DO_NOT_TRACK": "1",
+        }
         env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
         command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := free_port())]
         with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
@@ -127,8 +126,7 @@ def prefect_api(
 
     home = Path(shutil.copytree(prefect_store, tmp_path_factory.mktemp("prefect") / "home"))
     api = f"http://127.0.0.1:{(port := free_port())}/api"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    env = {**clean, **prefect_forks, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
+    env = {**fork_server.clean_environment(), **prefect_forks, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
     env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
     command = [
@@ -148,11 +146,12 @@ def prefect_api(
 
 
 @pytest.fixture(scope="session")
-def by_hand(tmp_path_factory: pytest.TempPathFactory, prefect_store: Path) -> dict[str, str]:
+def by_hand(
+    tmp_path_factory: pytest.TempPathFactory, prefect_store: Path, prefect_forks: dict[str, str]
+) -> dict[str, str]:
     """An environment without a Prefect server: a run brings its own."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
     home = shutil.copytree(prefect_store, tmp_path_factory.mktemp("by_hand") / "home")
-    return {**clean, "PREFECT_HOME": str(home), "FORK_STAGES": "1"}
+    return {**fork_server.clean_environment(), **prefect_forks, "PREFECT_HOME": str(home)}
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from tasks.runs import commits, dvc_lock
 from tasks.system import files
 from tasks.system.processes import is_alive, this_process
 from tests.runs.test_runs import command
+from tests.support.fork_server import clean_environment
 from tests.support.workspaces import PROJECT, wait_for
 
 pytestmark = pytest.mark.slow
@@ -43,8 +44,7 @@ else:
 
 
 def environment() -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "DPO_"))}
-    return {**clean, "FORK_STAGES": "1"}
+    return {**clean_environment(), "FORK_STAGES": "1"}
 
 
 def run(repo: Path, name: str, how: str = "finishes") -> None:

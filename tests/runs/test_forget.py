@@ -1,7 +1,6 @@
 """`dpo forget`: a person's rows leave runs, cache and registry, and the champion keeps serving."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import yaml
 from tasks.dataset import demo
 from tasks.system.files import hash_files, read_json
 from tests.runs.test_runs import command
+from tests.support.fork_server import clean_environment
 from tests.support.workspaces import run, write_data
 
 pytestmark = pytest.mark.slow
@@ -90,9 +90,10 @@ def repo(dummy_repo: Path) -> Path:
     return root
 
 
-def test_the_persons_runs_and_versions_go_once_another_model_is_champion(repo: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    env["FORK_STAGES"] = "1"
+def test_the_persons_runs_and_versions_go_once_another_model_is_champion(
+    repo: Path, prefect_forks: dict[str, str]
+) -> None:
+    env = {**clean_environment(), **prefect_forks}
 
     def make(name: str, rows: list[dict[str, str]], *previous: str) -> None:
         write_data(repo / "pairs.jsonl", rows)

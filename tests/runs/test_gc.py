@@ -1,7 +1,6 @@
 """`dpo gc` on a repository with real runs, a real registry and a DVC cache: kept runs still open."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs.test_runs import command, stored
+from tests.support.fork_server import clean_environment
 
 pytestmark = pytest.mark.slow
 Env = dict[str, str]
@@ -65,9 +65,8 @@ for name in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def env() -> Env:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-    return {**clean, "FORK_STAGES": "1"}
+def env(prefect_forks: Env) -> Env:
+    return {**clean_environment(), **prefect_forks}
 
 
 @pytest.fixture(scope="module")

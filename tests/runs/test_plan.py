@@ -15,16 +15,16 @@ from tasks.config.params import dotted, overlay
 from tasks.runs.dvc_lock import StageInputs
 from tests.flows.test_flow import STAGES
 from tests.runs.test_runs import command
+from tests.support.fork_server import clean_environment
 from tests.support.workspaces import NO_JUDGE, PROJECT, demo_params
 
 Env = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def env() -> Env:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
+def env(prefect_forks: Env) -> Env:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**clean, "DPO_HOME": ".", "PATH": path, "FORK_STAGES": "1"}
+    return {**clean_environment(), **prefect_forks, "DPO_HOME": ".", "PATH": path}
 
 
 @pytest.fixture(scope="module")

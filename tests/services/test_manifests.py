@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,13 @@ MANIFESTS = [
     if path.name not in NOT_KUBERNETES
     for document in yaml.safe_load_all(path.read_text())
 ]
-OVERLAYS = {name: kustomize.build(INFRA / name) for name in ("k8s", "k8s-cpu", "k8s-gpu")}
+OVERLAYS = ("k8s", "k8s-cpu", "k8s-gpu")
 BIN = Path(sys.executable).parent
+
+
+@cache
+def build(overlay: str) -> list[kustomize.Document]:
+    return kustomize.build(INFRA / overlay)
 
 
 def named(manifest: tuple[str, dict[str, Any]]) -> str:
@@ -63,9 +69,9 @@ def test_a_manifest_follows_its_schema(manifest):
     check(manifest[1])
 
 
-@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_builds_and_every_reference_exists(overlay):
-    built = OVERLAYS[overlay]
+    built = build(overlay)
     for document in built:
         check(document)
     names = {(document["kind"], document["metadata"]["name"]) for document in built} | {("Secret", "dpo")}
@@ -87,9 +93,9 @@ def test_an_overlay_builds_and_every_reference_exists(overlay):
             assert value["key"] in secrets
 
 
-@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_worker_of_a_group_fits_into_the_pods_of_its_overlay(overlay):
-    built = {(document["kind"], document["metadata"]["name"]): document for document in OVERLAYS[overlay]}
+    built = {(document["kind"], document["metadata"]["name"]): document for document in build(overlay)}
     place = load_cluster(ROOT, yaml.safe_load(built["ConfigMap", "dpo"]["data"]["cluster.yaml"]))
     ray = built["RayCluster", "dpo"]["spec"]["workerGroupSpecs"]
     for name in ("reference", "actor_train", "evaluate"):
@@ -169,7 +175,7 @@ def test_kustomization_names_every_file_and_every_reference_exists():
 
 def pods() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every pod of our manifests and their overlays."""
-    built = [(f"{name}:{one['kind']}", one) for name in ("k8s-cpu", "k8s-gpu") for one in OVERLAYS[name]]
+    built = [(f"{name}:{one['kind']}", one) for name in ("k8s-cpu", "k8s-gpu") for one in build(name)]
     for file, document in [*MANIFESTS, *built]:
         if document["apiVersion"].startswith("ray.io/"):
             yield from ((f"{file}-{number}", pod["spec"]) for number, pod in enumerate(kuberay.pods(document)))

@@ -28,6 +28,7 @@ from tasks.dataset import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
 from tests.release.test_promote import export
+from tests.support import fork_server
 from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
 from tests.support.workspaces import PROJECT, SMALL, make_workspace, wait_for, write_cluster, write_data
@@ -189,7 +190,8 @@ def dvc(root: Path, env: Env, *arguments: str) -> str:
 
 def command(root: Path, env: Env, module: str, *arguments: str) -> str:
     path = os.pathsep.join([str(root), *filter(None, [env.get("PYTHONPATH")])])
-    ours = {**env, "PYTHONPATH": path, "DPO_CLUSTER": str(site(root)), "FORK_STAGES": "1"}
+    ours = {**fork_server.with_torch(env), "PYTHONPATH": path, "DPO_CLUSTER": str(site(root)), "FORK_STAGES": "1"}
+    ours[fork_server.ADDRESS] = os.environ[fork_server.OF_FLOWS]
     words = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(words, cwd=root, env=ours, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

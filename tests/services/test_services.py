@@ -34,7 +34,6 @@ import yaml
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-import services
 from flows.parameters import known_and_typed
 from services import stack
 from tasks.system.processes import this_process
@@ -125,16 +124,14 @@ def bystander() -> Iterator[psutil.Popen]:
 def up(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, prefect_store: Path) -> Iterator[Up]:
     notifications: list[str] = []
     with webhook(notifications) as url, occupied(4200), occupied(5000):
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
-        env = {name: value for name, value in clean.items() if name not in ("BIND", "PORT")}
+        env = {k: v for k, v in fork_server.clean_environment().items() if k not in ("BIND", "PORT")}
         env |= {"DPO_WEBHOOK_URL": url, "DPO_SILENCE_SECONDS": str(SILENCE), "DPO_TIMEZONE": "Asia/Tokyo"}
         root = Path(shutil.copytree(dummy_template, tmp_path_factory.mktemp("services") / "repo", symlinks=True))
         shutil.copytree(prefect_store, root / ".prefect")
         repo = Up(root, env, notifications)
         # Reads from a pipe that only we hold open: `down` follows when we are gone, however that came.
         guard = ["/bin/sh", "-c", 'cat >/dev/null; exec "$0" -m cli down', sys.executable]
-        settings = {**services.SETTINGS, "PREFECT_HOME": str(root / ".prefect")}
-        env[fork_server.ADDRESS] = fork_server.start(fork_server.FLOW, {**clean, **settings})
+        env[fork_server.ADDRESS] = os.environ[fork_server.OF_FLOWS]
         env["FORK_RUNS"] = str(repo.forks_runs)
         with subprocess.Popen(guard, cwd=root, env=env, stdin=subprocess.PIPE, start_new_session=True):
             repo.first_output = repo.dpo("up")

@@ -65,22 +65,30 @@ FLOW += [
 ]
 OF_PREFECT = ("cli", "prefect", "services", "uvicorn")  # commands
 SITE, PROJECT = Path(__file__).parent / "site", Path(__file__).parents[2]
-ADDRESS, OF_STAGES = "FORK_SERVER", "FORK_SERVER_OF_STAGES"
+ADDRESS, OF_FLOWS, OF_STAGES = "FORK_SERVER", "FORK_SERVER_OF_FLOWS", "FORK_SERVER_OF_STAGES"
 REFUSED = "refused"  # a file beside the socket
 FREE = 500  # numbers of files from here on are free
 NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
 
 
 def serve() -> None:
-    """Start the fork server of this test session, which imports nothing before the first command."""
+    """Start the fork servers of this test session, which import nothing before the first command."""
+    from services import SETTINGS
     from tasks.system.environment import QUIET
 
-    # A server of the process that started this one is ours, too. CUDA, which an import may start, survives no fork.
-    if ADDRESS in os.environ or QUIET["DS_ACCELERATOR"] != "cpu":
+    if OF_FLOWS in os.environ:  # those of the process that started this one
+        return
+    os.environ[OF_FLOWS] = start(FLOW, {**SETTINGS, **clean_environment()})
+    if QUIET["DS_ACCELERATOR"] != "cpu":  # CUDA, which an import may start, survives no fork
         return
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     address = start([*LIBRARIES, *DVC], {**QUIET, "OMP_NUM_THREADS": "1", **os.environ})
     os.environ.update({ADDRESS: address, "PYTHONPATH": path})
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours without the variables of Prefect and of a run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DPO_"))}
 
 
 def start(libraries: list[str], env: dict[str, str]) -> str:

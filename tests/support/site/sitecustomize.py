@@ -18,7 +18,7 @@ OF_STAGES = "FORK_SERVER_OF_STAGES"  # another one, for all but `dpo` and DVC: a
 STAGES = "FORK_STAGES"  # set: also `dpo`, the stages, scripts and servers; not where a test kills them
 RUNS = "FORK_RUNS"  # a file: while it is there, also the runs of a Prefect worker; not where a test kills the worker
 FORKED = re.compile(
-    r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor)\.py$"
+    r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor|agent|agent/main)\.py$"
     r"|^deepspeed\.checkpoint\.ds_to_universal$"
     r"|^dvc$|^tasks\.tracking\.uploader$|^tests\.support\.|^from multiprocessing\.spawn "
     r"|^import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"  # the processes of pytest-xdist
