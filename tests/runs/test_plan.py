@@ -22,9 +22,9 @@ Env = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def env(prefect_forks: Env) -> Env:
+def env() -> Env:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**clean_environment(), **prefect_forks, "DPO_HOME": ".", "PATH": path}
+    return {**clean_environment(), "DPO_HOME": ".", "PATH": path, "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="module")

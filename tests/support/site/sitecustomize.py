@@ -20,7 +20,7 @@ RUNS = "FORK_RUNS"  # a file: while it is there, also the runs of a Prefect work
 FORKED = re.compile(
     r"/ray/.*/((default|setup)_worker|dashboard|monitor|log_monitor|agent|agent/main)\.py$"
     r"|^deepspeed\.checkpoint\.ds_to_universal$"
-    r"|^dvc$|^tasks\.tracking\.uploader$|^tests\.support\.|^from multiprocessing\.spawn "
+    r"|^dvc$|^tasks\.(tracking\.uploader|cluster\.kept_ray)$|^tests\.support\.|^from multiprocessing\.spawn "
     r"|^import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"  # the processes of pytest-xdist
 )
 STAGE = re.compile(
