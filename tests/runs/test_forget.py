@@ -90,10 +90,8 @@ def repo(dummy_repo: Path) -> Path:
     return root
 
 
-def test_the_persons_runs_and_versions_go_once_another_model_is_champion(
-    repo: Path, prefect_forks: dict[str, str]
-) -> None:
-    env = {**clean_environment(), **prefect_forks}
+def test_the_persons_runs_and_versions_go_once_another_model_is_champion(repo: Path) -> None:
+    env = {**clean_environment(), "FORK_STAGES": "1"}
 
     def make(name: str, rows: list[dict[str, str]], *previous: str) -> None:
         write_data(repo / "pairs.jsonl", rows)

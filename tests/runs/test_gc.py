@@ -65,8 +65,8 @@ for name in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def env(prefect_forks: Env) -> Env:
-    return {**clean_environment(), **prefect_forks}
+def env() -> Env:
+    return {**clean_environment(), "FORK_STAGES": "1"}
 
 
 @pytest.fixture(scope="module")
