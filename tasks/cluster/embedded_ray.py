@@ -45,7 +45,7 @@ def set_environment(environment: Mapping[str, str], token: str | None = None) ->
     """Of this process, which a cluster's processes inherit: that is cheaper than a runtime environment of Ray's."""
     os.environ.update(environment, PYTHONPATH=python_path(), RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")
     os.environ.update(RAY_prestart_worker_first_driver="0")  # Ray Train's actors cannot use such workers
-    # No driver shows its workers' logs; Ray's monitor would look for new ones ten times a second, 2% of a core.
+    # No driver shows its workers' logs; Ray's monitor would look for new ones ten times a second: 1 to 3% of a core.
     os.environ.update(RAY_LOG_MONITOR_MANY_FILES_THRESHOLD="0", LOG_NAME_UPDATE_INTERVAL_S="86400")
     # A token for this cluster alone: Ray writes none into the home folder, and reaches no other cluster.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or secrets.token_hex(32))
