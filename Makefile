@@ -32,7 +32,7 @@ demo: $(READY) ## train a tiny model on a preference with the whole stack (3 min
 flywheel: $(READY) ## let programmed users vote, and train on their votes for three nights (10 minutes)
 	@dpo flywheel
 
-test: $(DEV) ## run the tests as CI does (10 to 20 minutes on two idle cores)
+test: $(DEV) ## run the tests as CI does (up to 20 minutes on two idle cores)
 	@$(PYTEST)
 
 test-all: $(DEV) ## the same as `test` with the exhaustive tests, before a release

@@ -92,21 +92,15 @@ def prefect_forks() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def prefect_store(once: Once, request: pytest.FixtureRequest) -> Path:
+def prefect_store(once: Once, prefect_forks: dict[str, str]) -> Path:
     """A PREFECT_HOME to copy, with the database of a server that has run nothing: creating one takes 14 seconds."""
     from flows import embedded_server
     from tasks.system import processes
     from tasks.system.ports import free_port
 
     def make(folder: Path) -> None:
-        forks = request.getfixturevalue("prefect_forks")
-        env = {
-            **fork_server.clean_environment(),
-            **forks,
-            **embedded_server.SERVER,
-            "PREFECT_HOME": str(folder / "home"),
-            "DO_NOT_TRACK": "1",
-        }
+        env = {**fork_server.clean_environment(), **prefect_forks, **embedded_server.SERVER}
+        env |= {"PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
         env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
         command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := free_port())]
         with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
