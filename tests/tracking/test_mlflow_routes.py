@@ -19,6 +19,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tasks.tracking.mlflow_routes import SERVED, WITHOUT_LOGIN, may
+from tests.support.fork_server import ADDRESS, fresh
 from tests.support.mlflow_logins import PASSWORDS, mlflow_with_logins
 from tests.support.workspaces import PROJECT
 
@@ -90,7 +91,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path, mlflow_store: Path) -> Iterator[str]:
     """With a home of its own, where the assistant would keep its configuration."""
     (home / "user").mkdir()
-    with mlflow_with_logins(home, mlflow_store, HOME=str(home / "user"), FORK_STAGES="") as address:
+    with mlflow_with_logins(home, mlflow_store, HOME=str(home / "user"), **{ADDRESS: ""}) as address:
         yield address
 
 
@@ -104,7 +105,7 @@ def shape(method: str, path: str) -> Shape:
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> set[Shape]:
     """What MLflow's app with logins mounts as it comes, without our gate."""
     folder = tmp_path_factory.mktemp("mounted")
-    env = {**os.environ, "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow.db", "FORK_STAGES": ""}
+    env = fresh({**os.environ, "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder}/mlflow.db"})
     command = [sys.executable, "-c", ENUMERATE, str(folder), json.dumps(PASSWORDS)]
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, check=True, timeout=300)
     found = {shape(*route) for route in json.loads(done.stdout.splitlines()[-1])}
