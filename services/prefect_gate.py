@@ -11,6 +11,7 @@ the files of the pages, which ask for it in the browser. Prefect's sockets ask f
 import base64
 import hmac
 import os
+import re
 import sys
 
 from fastapi import FastAPI
@@ -18,7 +19,7 @@ from fastapi.routing import iter_route_contexts
 from prefect.settings import PREFECT_SERVER_API_AUTH_STRING
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
-from starlette.routing import Mount
+from starlette.routing import Mount, compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK_NAMES = "127.0.0.1,localhost,[::1]"
@@ -28,7 +29,7 @@ OPEN = {"/api/health", "/api/ready", "/ui-settings"}  # the last says that a log
 class Gate:
     def __init__(self, app: FastAPI, login: str) -> None:
         self.app, self.login = app, f"Basic {base64.b64encode(login.encode()).decode()}".encode()
-        self.mounts, self.routes = _mounted(app)
+        self.behind_login = _routes(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self.is_open(scope["method"], scope["path"]) or self.has_login(scope):
@@ -39,20 +40,19 @@ class Gate:
     def is_open(self, method: str, path: str) -> bool:
         if method == "OPTIONS":  # a browser asks, without a login, whether a page may send a request
             return True
-        is_page = path not in self.routes and not path.startswith(self.mounts)
-        return method in ("GET", "HEAD") and (path in OPEN or is_page)
+        is_file = not any(pattern.match(path) for pattern in self.behind_login)
+        return method in ("GET", "HEAD") and (path in OPEN or is_file)
 
     def has_login(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(sent) == 1 and hmac.compare_digest(sent[0], self.login)
 
 
-def _mounted(app: FastAPI) -> tuple[tuple[str, ...], set[str]]:
-    """The beginnings of the paths of what is mounted beside the pages, and the routes that are no files of theirs."""
-    apps = {mount.path: mount.app for mount in app.routes if isinstance(mount, Mount)}
-    pages = apps.pop("")
-    routes = {context.path for one in (app, pages) for context in iter_route_contexts(one.routes) if context.methods}
-    return tuple(f"{path}/" for path in apps), {path for path in routes if path}
+def _routes(app: FastAPI) -> list[re.Pattern[str]]:
+    """All paths but those of the pages' files: the API, and what FastAPI or a new version of Prefect adds beside it."""
+    (pages,) = (mount.app for mount in app.routes if isinstance(mount, Mount) and not mount.path)
+    found = [context for one in (app, pages) for context in iter_route_contexts(one.routes) if context.path]
+    return [compile_path(one.path if one.methods else f"{one.path}/{{below:path}}")[0] for one in found]
 
 
 def guarded(app: FastAPI) -> ASGIApp:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from werkzeug.datastructures import Authorization
 from werkzeug.exceptions import HTTPException
 
-from tasks.tracking.mlflow_routes import SERVED, WITHOUT_LOGIN, Route, may
+from tasks.tracking.mlflow_routes import EMPTY, SERVED, WITHOUT_LOGIN, Route, may
 
 LOGIN = {"WWW-Authenticate": 'Basic realm="mlflow"'}  # a browser asks for it
 
@@ -30,26 +30,25 @@ class Gate:
         self.rules = flask.url_map.bind("localhost")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and (refusal := await self.refusal(scope)) is None):
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await refusal(scope, receive, send)
-        else:
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
+            return
+        own = await self.answer(scope) if scope["type"] == "http" else None
+        await (own or self.app)(scope, receive, send)
 
-    async def refusal(self, scope: Scope) -> ASGIApp | None:
-        """The answer to a request that may not pass."""
+    async def answer(self, scope: Scope) -> ASGIApp | None:
+        """The gate's own answer to a request; None lets it pass."""
         if (route := self.route(scope["method"], scope["path"])) in WITHOUT_LOGIN:
             return None
         logins = [value for name, value in scope["headers"] if name == b"authorization"]
         user = await run_in_threadpool(self.user, logins[0].decode("latin-1")) if len(logins) == 1 else None
         if user is None:
             return _refuse(401, "UNAUTHENTICATED", "A login is required.", LOGIN)
+        if route in EMPTY:
+            return JSONResponse(EMPTY[route])
         if route is None or not may(user, route):
-            where = f"{scope['method']} {scope['path']}"
-            return _refuse(
-                403, "PERMISSION_DENIED", f"The login {user} may not {where} (tasks/tracking/mlflow_routes.py)."
-            )
+            what = f"The login {user} may not {scope['method']} {scope['path']} (tasks/tracking/mlflow_routes.py)."
+            return _refuse(403, "PERMISSION_DENIED", what)
         return None
 
     def route(self, method: str, path: str) -> Route | None:

@@ -85,6 +85,9 @@ POST   2.0/mlflow/webhooks/<webhook_id>/test
 
 Route = tuple[str, str]  # method and path
 
+# The list of runs asks for the models of a gateway, and would show an error on every visit.
+EMPTY = {("GET", "/ajax-api/2.0/mlflow/gateway-proxy"): {"endpoints": list[str]()}}
+
 
 def routes(*tables: str) -> frozenset[Route]:
     found = set()

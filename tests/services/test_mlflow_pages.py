@@ -154,6 +154,7 @@ def test_one_click_in_the_list_of_runs_overlays_their_curves(runs, page, mlflow_
     page.until(f"{first}?.querySelectorAll('.scatterlayer .trace .js-line').length >= 4", True)  # both losses of both
     page.until(f"{first}?.querySelector('.xtitle')?.textContent", "Step")
     page.picture(tmp_path / "overlay.png")
+    assert "PERMISSION_DENIED" not in page.text()
 
 
 def test_a_run_link_opens_the_pages_of_model_training(runs, page, mlflow_server):
@@ -176,7 +177,7 @@ def test_the_pages_of_a_model_show_its_versions(runs, page, mlflow_server, monke
     page.open(f"{mlflow_server}/#/models/otter")
     page.shows("A model of ours", "Version 1", "champion")
     page.open(f"{mlflow_server}/#/models/otter/versions/1")
-    page.shows("Source Run", TRAINED)
+    assert "PERMISSION_DENIED" not in page.shows("Source Run", TRAINED)
 
 
 def test_the_page_of_traces_shows_an_answer_and_its_feedback(page, mlflow_server, tmp_path):
@@ -185,4 +186,4 @@ def test_the_page_of_traces_shows_an_answer_and_its_feedback(page, mlflow_server
     assert traces.send(journal.folder, load_cluster().model_copy(update={"tracking_uri": mlflow_server})) == 2
     place = MlflowClient(mlflow_server).get_experiment_by_name(traces.experiment_name("otter")).experiment_id
     page.open(f"{mlflow_server}/#/experiments/{place}/traces?startTimeLabel=ALL", width=2400)
-    page.shows("Wie heißt Du?", "Ich heiße Bot.", "thumb")
+    assert "PERMISSION_DENIED" not in page.shows("Wie heißt Du?", "Ich heiße Bot.", "thumb")

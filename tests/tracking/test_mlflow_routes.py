@@ -18,7 +18,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from tasks.tracking.mlflow_routes import SERVED, WITHOUT_LOGIN, may
+from tasks.tracking.mlflow_routes import EMPTY, SERVED, WITHOUT_LOGIN, may
 from tests.support.fork_server import ADDRESS, fresh
 from tests.support.mlflow_logins import PASSWORDS, mlflow_with_logins
 from tests.support.workspaces import PROJECT
@@ -44,7 +44,7 @@ UNUSED = [
 # ... and single routes beside those that we do.
 SINGLE = """
 GET /graphql
-GET,POST /ajax-api/2.0/mlflow/gateway-proxy
+POST /ajax-api/2.0/mlflow/gateway-proxy
 POST /ajax-api/2.0/mlflow/runs/create-promptlab-run
 POST /ajax-api/2.0/mlflow/upload-artifact
 POST /ajax-api/3.0/mlflow/issues/invoke
@@ -194,7 +194,7 @@ def names_of(route: Shape) -> list[Any]:
 
 def test_each_mounted_route_is_listed_or_known_and_nothing_else_is_listed(mounted: set[Shape]) -> None:
     """After an upgrade: list a new route if a login needs it, else name it here. It is refused in both cases."""
-    listed = {shape(*route) for route in SERVED}
+    listed = {shape(*route) for route in SERVED.union(EMPTY)}
     known = {route: names for route in mounted if (names := names_of(route))}
     assert listed - mounted == set()
     assert mounted - listed - known.keys() == set()
@@ -209,6 +209,7 @@ def test_a_login_reaches_the_routes_that_are_listed_for_it_and_no_other(
     """`guest` has no valid password."""
     known = user if user in PASSWORDS else None
     allowed = {shape(*route) for route in SERVED if known and may(known, route)}
+    allowed |= {*EMPTY} if known else set()
     free = {shape(*route) for route in WITHOUT_LOGIN}
     wrong = []
     for method, path in sorted(mounted):
@@ -273,6 +274,11 @@ def test_a_login_is_read_once(server: str) -> None:
     assert (
         ask(server, None, "GET", "/gateway/mlflow/v1/models", **{"X-MLflow-Authorization": f"Basic {admin}"})[0] == 401
     )
+
+
+def test_the_gate_itself_says_that_there_is_no_gateway(server: str) -> None:
+    path = "/ajax-api/2.0/mlflow/gateway-proxy?gateway_path=api/2.0/endpoints/"
+    assert ask(server, "reader", "GET", path) == (200, '{"endpoints":[]}')
 
 
 def test_no_socket_opens(server: str) -> None:
