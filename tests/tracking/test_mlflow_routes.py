@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from flask import Flask
+from starlette.middleware.wsgi import WSGIMiddleware
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from tasks.tracking.mlflow_gate import Gate
 from tasks.tracking.mlflow_routes import EMPTY, SERVED, WITHOUT_LOGIN, may
 from tests.support.fork_server import ADDRESS, fresh
 from tests.support.mlflow_logins import PASSWORDS, mlflow_with_logins
 from tests.support.workspaces import PROJECT
 
-pytestmark = pytest.mark.slow
 ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
 REFUSAL = "mlflow_routes.py"
 Shape = tuple[str, str]  # method and path, with * for a placeholder and ** for one that takes a path
@@ -166,6 +170,7 @@ def model_that_calls_a_shell(command: str) -> Iterator[str]:
         made.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", PASSWORDS)
 def test_no_login_gets_a_shell_through_the_assistant(user: str, server: str, tmp_path: Path) -> None:
     mark = tmp_path / "owned"
@@ -192,6 +197,7 @@ def names_of(route: Shape) -> list[Any]:
     return families + [(method, each) for each in paths if (method, each) in single()]
 
 
+@pytest.mark.slow
 def test_each_mounted_route_is_listed_or_known_and_nothing_else_is_listed(mounted: set[Shape]) -> None:
     """After an upgrade: list a new route if a login needs it, else name it here. It is refused in both cases."""
     listed = {shape(*route) for route in SERVED.union(EMPTY)}
@@ -202,6 +208,7 @@ def test_each_mounted_route_is_listed_or_known_and_nothing_else_is_listed(mounte
     assert {*UNUSED, *single()} - {name for names in known.values() for name in names} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", [None, "guest", *PASSWORDS])
 def test_a_login_reaches_the_routes_that_are_listed_for_it_and_no_other(
     user: str | None, server: str, mounted: set[Shape]
@@ -248,6 +255,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), TARGETS)
 def test_no_other_spelling_of_a_path_or_method_passes(method: str, path: str, server: str, home: Path) -> None:
     body = {"providers": {"ollama": {"model": "m", "selected": True}}} if method == "PUT" else None
@@ -263,6 +271,7 @@ def test_no_other_spelling_of_a_path_or_method_passes(method: str, path: str, se
     assert not list((home / "user").rglob("config.json"))
 
 
+@pytest.mark.slow
 def test_a_login_is_read_once(server: str) -> None:
     """From one header, of the scheme Basic."""
     path = "/api/2.0/mlflow/users/list"
@@ -276,12 +285,36 @@ def test_a_login_is_read_once(server: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_gate_itself_says_that_there_is_no_gateway(server: str) -> None:
     path = "/ajax-api/2.0/mlflow/gateway-proxy?gateway_path=api/2.0/endpoints/"
     assert ask(server, "reader", "GET", path) == (200, '{"endpoints":[]}')
 
 
+@pytest.mark.slow
 def test_no_socket_opens(server: str) -> None:
     admin = base64.b64encode(f"admin:{PASSWORDS['admin']}".encode()).decode()
     with pytest.raises(InvalidStatus, match="403"):
         connect(server.replace("http", "ws"), additional_headers={"Authorization": f"Basic {admin}"})
+
+
+def test_what_an_upgrade_adds_is_refused_also_where_it_hides_a_listed_route() -> None:
+    """Applications like MLflow's: FastAPI's routes come first, Flask has the rest. The login is the admin's."""
+    flask, app = Flask("flask"), FastAPI()
+    for rule in ("/api/2.0/mlflow/users/list", "/api/2.0/mlflow/runs/get", "/api/2.0/mlflow/new"):
+        flask.add_url_rule(rule, rule, lambda: "served by Flask")
+    app.get("/api/2.0/mlflow/users/{name}")(lambda name: "served by FastAPI")
+    app.mount("/", WSGIMiddleware(flask))
+
+    class OfAdmin(Gate):
+        def user(self, authorization: str) -> str | None:
+            return "admin"
+
+    with TestClient(OfAdmin(app, flask), headers={"Authorization": "Basic x"}) as client:
+        found = {rule: client.get(f"/api/2.0/mlflow/{rule}").status_code for rule in ("users/list", "runs/get", "new")}
+    assert found == {"users/list": 403, "runs/get": 200, "new": 403}
+
+
+def test_a_user_whom_the_admin_added_may_read() -> None:
+    assert may("ida", ("GET", "/api/2.0/mlflow/runs/get"))
+    assert not may("ida", ("POST", "/api/2.0/mlflow/runs/create"))
