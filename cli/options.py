@@ -16,8 +16,6 @@ Set = Annotated[
         "--set", "-s", metavar="KEY=VALUE", help="Override a value of params.yaml: train.beta=0.2. Repeatable."
     ),
 ]
-
-
 Name = Annotated[
     str | None,
     typer.Option(

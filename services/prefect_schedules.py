@@ -18,7 +18,7 @@ Store = Callable[..., Awaitable[Any]]
 def _checking(store: Store) -> Store:
     @wraps(store)
     async def checked(**given: Any) -> Any:
-        for schedule in given.get("schedules") or [given["schedule"]]:
+        for schedule in given["schedules"] if "schedules" in given else [given["schedule"]]:
             if schedule.parameters:
                 deployment = await deployments.read_deployment(given["session"], given["deployment_id"])
                 _check(deployment, schedule.parameters)

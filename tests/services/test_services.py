@@ -330,6 +330,10 @@ def test_no_schedule_holds_invalid_parameters(parameters: dict[str, Any], up: Up
     assert up.api(deployment)["schedules"] == [before]
     (made,) = up.api(f"{deployment}/schedules", [{**invalid, "parameters": {"recipe": "demo"}}])
     up.api(f"{deployment}/schedules/{made['id']}", method="DELETE")
+    grid = f"deployments/{up.api('deployments/name/sweep/grid')['id']}"
+    up.api(grid, {"schedules": [{**invalid, "parameters": {"seed": 1}}]}, method="PATCH")
+    up.api(grid, {"schedules": []}, method="PATCH")
+    assert up.api(grid)["schedules"] == []
 
 
 @pytest.fixture(scope="module")
