@@ -1,7 +1,7 @@
 """What a run may be called: its name becomes a folder, a worktree and the branch runs/<name>.
 
-The pattern holds for the forms of Prefect's pages (JavaScript), for Prefect's server and for us (Python). It excludes what
-git refuses in a branch's name with these characters: two dots in a row, and a dot or `.lock` at the end.
+The pattern holds for the forms of Prefect's pages (JavaScript), for Prefect's server and for us (Python). It excludes
+what git refuses in a branch's name with these characters: two dots in a row, and a dot or `.lock` at the end.
 """
 
 import re
