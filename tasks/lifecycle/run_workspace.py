@@ -18,6 +18,7 @@ from tasks.errors import UserError
 from tasks.lifecycle import reuse
 from tasks.runs import commits, crash_recovery, records, run_config
 from tasks.runs.commits import git
+from tasks.runs.names import check_name
 from tasks.runs.records import RunRecord
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace, check_out_results, remove_worktree, worktrees_lock
@@ -31,7 +32,7 @@ def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) 
         existing = records.read_record(name)
         if existing and flow_run in existing.flow_runs:
             return existing
-        _check_name(name)
+        _check_free(check_name(name))
         if not worktree:
             return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
         record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
@@ -55,10 +56,7 @@ def _write_files(root: Path, files: ConfigFiles) -> None:
         write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def _check_name(name: str) -> None:
-    invalid = run(["git", "check-ref-format", "--branch", f"runs/{name}"], capture_output=True).returncode
-    if invalid or "/" in name or name.startswith((".", "-")):
-        raise UserError(f"A run cannot be named '{name}'. Use letters, digits, dots and dashes.")
+def _check_free(name: str) -> None:
     if (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or commits.find_commit(name):
         record = records.read_record(name)
         resume = f"continue it with `dpo resume {name}`, " if record and record.state != records.FINISHED else ""

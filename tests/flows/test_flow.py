@@ -175,6 +175,9 @@ def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
     name = run["name"]
     pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
     with browser(tmp_path / "profile") as page:
+        page.open(pages)
+        page.until("document.readyState", "complete")
+        page.evaluate(f"localStorage.setItem('prefect-password', btoa('{prefect_api['PREFECT_API_AUTH_STRING']}'))")
         page.open(f"{pages}/runs/flow-run/{run['id']}")
         page.shows(name, "Completed", "train", "promote", "Artifacts")
         page.picture(tmp_path / "run.png")
