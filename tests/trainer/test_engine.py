@@ -135,10 +135,12 @@ def plain_run(
     policy.train()
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     ratio = (adapter or {}).get("lora_plus_ratio", 1.0)
-    fast = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
-    slow = [parameter for parameter in trainable if not any(parameter is other for other in fast)]
-    groups = [{"params": slow, "ratio": 1.0}, {"params": fast, "ratio": ratio}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.01)
+    groups = [
+        {"params": [p], "ratio": ratio if "lora_B" in name else 1.0, "weight_decay": 0.01 * (p.dim() > 1)}
+        for name, p in policy.named_parameters()
+        if p.requires_grad
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
     steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
     rates = rates or [batches.learning_rate(step, steps, RATE, 0.1, "cosine") for step in range(steps)]
     running = torch.zeros(2, dtype=torch.float64)
