@@ -84,7 +84,10 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
         group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
         weights /= group.num_workers if group.zero_stage == 3 else 1
         sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, plus activations,"
-        advice = f"set the dtype of reference, train and evaluate to bfloat16, or {name}.zero_stage in infra/cluster.yaml to 3 with several workers"
+        advice = (
+            f"set the dtype of reference, train and evaluate to bfloat16, or {name}.zero_stage in infra/cluster.yaml "
+            "to 3 with several workers"
+        )
         _check_memory(report, cluster, name, sentence, weights, advice)
 
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import (
@@ -16,7 +16,8 @@ from peft import (
     get_peft_model_state_dict,
     inject_adapter_in_model,
 )
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.save_and_load import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ def add_adapter(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft accepts a float
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=unfit_layers(model) or None if targets == "all-linear" else None,
         use_rslora=use_rslora,
         use_dora=use_dora,
         lora_dropout=dropout,
@@ -72,6 +74,30 @@ def add_adapter(
     return adapted
 
 
+def unfit_layers(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that an adapter does not fit around, which `all-linear` leaves out.
+
+    A subclass with a forward of its own may return no tensor (Llama-4's router); kernels of Mamba layers read the
+    weights of their output layer, so that peft refuses it.
+    """
+    empty, config = empty_model(model.config), LoraConfig()
+    layers = [(name.rpartition(".")[2], layer) for name, layer in empty.named_modules() if isinstance(layer, nn.Linear)]
+    return sorted({name for name, layer in layers if _returns_no_tensor(layer) or _refuses(config, model, name)})
+
+
+def _returns_no_tensor(layer: nn.Linear) -> bool:
+    own = type(layer).forward is not nn.Linear.forward
+    return own and not isinstance(layer(torch.empty(1, layer.in_features, device="meta")), Tensor)
+
+
+def _refuses(config: LoraConfig, model: PreTrainedModel, name: str) -> bool:
+    try:
+        _check_lora_target_modules_mamba(config, model, name)
+    except ValueError:
+        return True
+    return False
+
+
 def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
     """ValueError for a name that peft would pass over in silence."""
     modules = [name for name, _ in model.named_modules()]
@@ -79,7 +105,7 @@ def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
         if not any(f".{name}".endswith(f".{wanted}") for name in modules):
             last_parts = {name.rpartition(".")[2] for name in modules}
             known = ", ".join(sorted(part for part in last_parts if part and not part.isdigit()))
-            raise ValueError(f"adapter.modules_to_save: the model has no module {wanted}; it has {known}")
+            raise ValueError(f"train.adapter.modules_to_save: the model has no module {wanted}; it has {known}")
 
 
 @torch.no_grad()
@@ -115,6 +141,24 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters of a model with an adapter."""
     parts = ("lora_", "modules_to_save.")
     return {name: parameter for name, parameter in model.named_parameters() if any(part in name for part in parts)}
+
+
+class AdaptedWeight(NamedTuple):
+    name: str  # in the model without the adapter
+    rank: int
+    experts: int  # that a single tensor holds; 0 for a linear layer
+    size: int
+
+
+def adapted_weights(model: nn.Module) -> Iterator[AdaptedWeight]:
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            owner, rank = path.removeprefix("base_model.model.").replace(".base_layer", ""), layer.r["default"]
+            if isinstance(layer, ParamWrapper):  # of a layer with several tensors, one around another
+                size = layer.get_param().numel()
+                yield AdaptedWeight(f"{owner}.{layer.parameter_name}", rank, layer.num_experts, size)
+            else:
+                yield AdaptedWeight(f"{owner}.weight", rank, 0, layer.get_base_layer().weight.numel())
 
 
 def scale_adapter(model: nn.Module, factor: float) -> None:

@@ -80,9 +80,8 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)  # of workers that died while they wrote it
     engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
     if rank == 0:
-        sizes: dict[str, Any] = {"world": world, "zero": engine.zero_optimization_stage(), "tensor": engine.mp_world_size}
-        sizes["decay"] = DECAY
-        (temporary / "state.json").write_text(json.dumps({"step": new.step, **sizes, **state}))
+        sizes = {"world": world, "zero": engine.zero_optimization_stage(), "tensor": engine.mp_world_size}
+        (temporary / "state.json").write_text(json.dumps({"step": new.step, **sizes, "decay": DECAY, **state}))
     paths, copied = [Path(path) for path in files], writer.copy(files)
     if copied is None:
         _write(files)
