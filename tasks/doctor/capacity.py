@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.doctor.report import Report
@@ -59,7 +60,9 @@ def fit(report: Report, params: Params, cluster: Cluster) -> None:
     from training.trainer.memory import model_sizes
 
     adapter = params.train.adapter.model_dump() if params.train.adapter else None
-    disk(report, params, cluster, model_sizes(folder, adapter, params.train.quantization))
+    with adapters.errors_of("train"):
+        sizes = model_sizes(folder, adapter, params.train.quantization)
+    disk(report, params, cluster, sizes)
     _memory(report, params, cluster, folder)
 
 
