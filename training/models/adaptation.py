@@ -46,9 +46,9 @@ class Adaptation:
 
 
 def _in_words(count: int) -> str:
-    return (
-        f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.3g} million" if count >= 1e6 else f"{count:,}"
-    )
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} billion"
+    return f"{count / 1e6:.3g} million" if count >= 1e6 else f"{count:,}"
 
 
 def examine(model: PreTrainedModel, adapter: Mapping[str, Any]) -> Adaptation:
