@@ -20,6 +20,7 @@ from tasks.init.times import run_seconds, short_trial
 from tasks.trainer.estimates import adapter as adapter_of
 from tasks.trainer.estimates import worker_memory
 from tests.benchmarks.workload import qwen_config
+from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data
 from training.models.tokenizer import load_tokenizer
 from training.trainer.memory import Sizes, model_sizes
@@ -94,21 +95,8 @@ def test_what_the_adapter_trains_is_said_or_refused(recipes: Path, tiny_base: Pa
     )
     lora = {**load_params().train.adapter.model_dump(), "rank": 16}
     assert int(printed[1].replace(",", "")) == model_sizes(tiny_base, lora).trainable
-    experts, config = (
-        recipes / "experts",
-        Qwen3MoeConfig(
-            vocab_size=520,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-        ),
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(experts)
+    experts, shape = recipes / "experts", {**ALL["Qwen3Moe"], "vocab_size": 520}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(experts)
     load_tokenizer(tiny_base).save_pretrained(experts)
     for key, value in {"dropout": 0.1, "use_dora": True, "init": "pissa"}.items():
         with pytest.raises(UserError, match=rf"params.yaml: train\.adapter\.{key}: .* does not work on the experts"):

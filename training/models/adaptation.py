@@ -97,7 +97,8 @@ def _check_whole_tensors(name: str, adapter: Mapping[str, Any], weights: list[Ad
 def _describe(model: PreTrainedModel, adapted: nn.Module) -> Adaptation:
     names = dict(model.named_parameters())
     weights = list(adapted_weights(adapted))
-    ranks, experts = {weight.name: weight.rank for weight in weights}, {}
+    ranks = {weight.name: weight.rank for weight in weights}
+    experts: dict[str, int] = {}
     for weight in weights:
         if weight.experts > 1:
             owner = weight.name.rpartition(".")[0]

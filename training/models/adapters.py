@@ -164,7 +164,8 @@ class AdaptedWeight(NamedTuple):
 
 
 def adapted_weights(model: nn.Module) -> Iterator[AdaptedWeight]:
-    for path, layer in model.named_modules():
+    layers: Iterator[tuple[str, Any]] = model.named_modules()
+    for path, layer in layers:
         if isinstance(layer, LoraLayer):
             owner, rank = path.removeprefix("base_model.model.").replace(".base_layer", ""), layer.r["default"]
             if isinstance(layer, ParamWrapper):  # of a layer with several tensors, one around another

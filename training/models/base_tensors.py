@@ -59,11 +59,13 @@ def replaced(base: Path, trained: Path | Mapping[str, Tensor]) -> Iterator[tuple
         files: dict[Path, Any] = {}
 
         def read(name: str, where: Mapping[str, Any]) -> Tensor:
-            if isinstance(where[name], Tensor):
-                return where[name]
-            if where[name] not in files:
-                files[where[name]] = stack.enter_context(safe_open(where[name], "pt"))
-            return files[where[name]].get_tensor(name)
+            place = where[name]
+            if isinstance(place, Tensor):
+                return place
+            if place not in files:
+                files[place] = stack.enter_context(safe_open(place, "pt"))
+            tensor: Tensor = files[place].get_tensor(name)
+            return tensor
 
         for name, parameter in base_names.items():
             if name in sources:

@@ -92,12 +92,14 @@ def _make_muon(
         scale = MUON_RMS * math.sqrt(max(shape) / max(1.0, shape[0] / shape[1])) if is_muon else 1.0
         scale *= lora_plus_ratio if "lora_B" in name else 1.0
         by_kind.setdefault((is_muon, decays(name, parameter), scale), []).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": parameters, "use_muon": muon, LR_SCALE: scale, DECAYS: decay, "lr": learning_rate}
-        | {"weight_decay": weight_decay * decay}
-        | ({} if muon else {"betas": (0.9, 0.999), "eps": 1e-8})
         for (muon, decay, scale), parameters in by_kind.items()
     ]
+    for group in groups:
+        group["weight_decay"] = weight_decay * group[DECAYS]
+        if not group["use_muon"]:
+            group |= {"betas": (0.9, 0.999), "eps": 1e-8}
     return MuonWithAuxAdam(groups)
 
 
