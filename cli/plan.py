@@ -48,6 +48,9 @@ def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
             gpu_seconds += (measured.seconds or 0) * cost.gpus(cluster, stage.stage)
         rows += [(stage.stage, stage.state, time, memory, reason), *(("", "", "", "", reason) for reason in more)]
     print(records.text_table(rows, ("stage", "", "time", "memory", "why")))
+    trains = any(stage.stage == "train" and stage.state in (RUNS, MAY_RUN) for stage in plans)
+    if trains and (adapter := estimates.adapter(params, ROOT)):
+        print(f"\n{adapter}")
     price = f"; {cost.in_words(cluster, gpu_seconds / 3600)}" if gpu_seconds else ""
     print("\n" + _total(seconds, price))
 

@@ -29,7 +29,7 @@ def source_folder(address: str) -> Path:
             "that takes a model also takes that of a registered one: MODEL/base."
         )
     manifest = read_json(BASE / "manifest.json")
-    return _checked(_source_path(address, manifest), manifest)
+    return _checked(source_path(address, manifest), manifest)
 
 
 def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
@@ -50,7 +50,7 @@ def reference_folder(address: str) -> Path:
     manifest = recall(OTHER_REFERENCE / "manifest.json")
     if not manifest:
         return base_folder(address)
-    return _checked(_source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
+    return _checked(source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
 
 
 def reference_hash() -> str:
@@ -108,7 +108,7 @@ def registered_name(address: str) -> tuple[str, str | None]:
     return name, first or None
 
 
-def _source_path(address: str, manifest: dict[str, Any], written: Path = BASE) -> Path:
+def source_path(address: str, manifest: dict[str, Any], written: Path = BASE) -> Path:
     """The folder of a model: `written` for files that the stage `source` wrote, else where they were."""
     address = manifest["model"] if address.startswith(REGISTRY) else address  # the version, or what stands in for it
     if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tasks import stage
+from tasks import adapters, stage
 from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
@@ -25,6 +25,7 @@ from tasks.models import (
     local_path,
     model_hashes,
     registered_name,
+    source_path,
 )
 from tasks.release.start_model import start_version
 from tasks.system.files import fingerprint, hash_files, publish, write_json
@@ -38,12 +39,15 @@ BASE_STEPS = 125  # of the demo's supervised base model
 
 
 def source(run: Run) -> None:
-    params, template = load_params().source, load_params().prepare.template
+    whole = load_params()
+    params, template = whole.source, whole.prepare.template
     check_addresses(params, template)
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
         model = fetch_model(params, base, template)
-        if load_params().train.reference_model == "base" and model["model"].startswith(REGISTRY):
+        if params.model != "demo":  # whose layers take every adapter
+            adapters.check(source_path(params.model, model, base), whole)
+        if whole.train.reference_model == "base" and model["model"].startswith(REGISTRY):
             _fetch_reference(params, base, template)
     print(f"source: {data['rows']} rows from {data['source']}, model {model['model']} ({model['sha256'][:12]})")
     run.dataset("raw", digest=data["sha256"], source=data["source"])

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from tasks import adapters
 from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
@@ -36,11 +37,15 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     check_addresses(params.source, params.prepare.template)
     template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
     facts, machine = examine_data(params, template), examine_machine()
-    plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
+    with adapters.errors_of("train"):
+        plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
+    adapters.check(model_facts.folder, plan.params)
     options = " --full" if full else ""
     options += "".join(f" --set {shlex.quote(f'{key}={to_yaml(value)}')}" for key, value in overrides.items())
     write_text(path, render(plan.choices, f"dpo init {data} {model}{options}", name))
     _show(facts, model_facts, machine, template, plan.params.prepare.max_tokens)
+    if adapter := adapters.describe(model_facts.folder, "train", plan.params.train):
+        print(f"Adapter  {adapter}")
     _show_next(plan, facts, model_facts, machine, name)
 
 

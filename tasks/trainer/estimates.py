@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
@@ -48,17 +49,28 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> f
     """
     from training.trainer import memory  # loads torch, which takes seconds
 
-    address = params.source.model
-    folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
-    if address.startswith(HUB):
-        folder = _cached_snapshot(address) or folder
-    if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
+    folder = _model_folder(params.source.model, root)
+    if stage not in ("train", "evaluate") or folder is None:
         return None
     if stage == "evaluate":
         weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
         return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
-    return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
+    with adapters.errors_of("train"):
+        return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
+
+
+def adapter(params: Params, root: Path) -> str | None:
+    """What train.adapter trains; None without one, or where the model is not on this machine."""
+    folder = _model_folder(params.source.model, root)
+    return adapters.describe(folder, "train", params.train) if folder else None
+
+
+def _model_folder(address: str, root: Path) -> Path | None:
+    folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
+    if address.startswith(HUB):
+        folder = _cached_snapshot(address) or folder
+    return folder if (folder / "config.json").exists() else None
 
 
 def _cached_snapshot(address: str) -> Path | None:

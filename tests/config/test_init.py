@@ -1,12 +1,15 @@
 """`dpo init`: a recipe from data, model and machine."""
 
+import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tasks.config.params import Params, load_cluster, overlay, read_yaml, validate
+from tasks.config.params import Params, dotted, load_cluster, load_params, overlay, read_yaml, validate
 from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.init import recipe
@@ -14,8 +17,12 @@ from tasks.init.choices import choose
 from tasks.init.data_facts import DataFacts, languages
 from tasks.init.machine import GIB, Machine, ModelFacts
 from tasks.init.times import run_seconds, short_trial
+from tasks.trainer.estimates import adapter as adapter_of
+from tasks.trainer.estimates import worker_memory
 from tests.benchmarks.workload import qwen_config
+from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data
+from training.models.tokenizer import load_tokenizer
 from training.trainer.memory import Sizes, model_sizes
 
 CPU = Machine([], 4, 16 * GIB, False)
@@ -76,6 +83,36 @@ def test_what_cannot_work_is_one_sentence_and_writes_nothing(recipes: Path, tiny
     with pytest.raises(UserError, match="A recipe cannot be named 'a/b'"):
         recipe.init("pairs.jsonl", "model", "a/b", False, {}, False)
     assert not list(recipes.glob("*.yaml"))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_the_adapter_trains_is_said_or_refused(recipes: Path, tiny_base: Path, capsys) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:50])
+    init(recipes / "pairs.jsonl", tiny_base)
+    printed = re.search(
+        r"Adapter  LoRA of rank 16: (\S+) trained parameters, .* on q_proj, .*; frozen: embed_tokens",
+        (capsys.readouterr().out),
+    )
+    lora = {**load_params().train.adapter.model_dump(), "rank": 16}
+    assert int(printed[1].replace(",", "")) == model_sizes(tiny_base, lora).trainable
+    experts, shape = recipes / "experts", {**ALL["Qwen3Moe"], "vocab_size": 520}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(experts)
+    load_tokenizer(tiny_base).save_pretrained(experts)
+    for key, value in {"dropout": 0.1, "use_dora": True, "init": "pissa"}.items():
+        with pytest.raises(UserError, match=rf"params.yaml: train\.adapter\.{key}: .* does not work on the experts"):
+            init(recipes / "pairs.jsonl", experts, force=True, **{f"train__adapter__{key}": value})
+    sft = {"sft": {"learning_rate": 1e-4, "adapter": {**lora, "use_dora": True}}}
+    with pytest.raises(
+        UserError, match=r"params.yaml: sft\.adapter\.use_dora: true does not work .* or sft\.adapter\.targets"
+    ):
+        init(recipes / "pairs.jsonl", experts, force=True, **sft)
+    init(recipes / "pairs.jsonl", experts, force=True)
+    assert "experts, router; frozen: " in capsys.readouterr().out
+    changes = {"source.data": "pairs.jsonl", "source.model": str(experts), "train.adapter.dropout": 0.1}
+    params = validate(Params, overlay(read_yaml(PROJECT / "params.yaml"), dotted(changes)), Path("params.yaml"))
+    for estimate in (adapter_of, partial(worker_memory, cluster=load_cluster(PROJECT), stage="train")):  # `dpo plan`
+        with pytest.raises(UserError, match=r"train\.adapter\.dropout: 0\.1 does not work"):
+            estimate(params=params, root=recipes)
 
 
 def facts(pairs: int, tokens: int) -> DataFacts:

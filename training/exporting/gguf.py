@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from training.models.adapters import next_token_difference, prompt_logits
+from training.models.base_tensors import untouched
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # transformers' model_type: GGUF's architecture
 # Largest mean KL of next-token distributions between the model and its GGUF: what rounding explains.
@@ -145,10 +146,11 @@ def _pre_tokenizer(content: dict[str, Any]) -> str:
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+    skipped = {*untouched(folder), *(["lm_head.weight"] if config.tie_word_embeddings else [])}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
-                if not (name == "lm_head.weight" and config.tie_word_embeddings):
+                if name not in skipped:
                     yield name, file.get_tensor(name)
 
 
