@@ -1,8 +1,9 @@
 """Creates, opens and closes workspaces of runs: a git worktree, or the checkout for `dpo run` without options.
 
 A worktree is made from a snapshot commit (uncommitted changes included, the branch untouched) and shares the
-checkout's DVC cache. A finished run is the commit `runs/<name>`, its artifacts are in the cache, and its worktree is
-removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo resume NAME` continues there.
+checkout's DVC cache. When its stages are done, the run is the commit `runs/<name>` and its artifacts are in the cache;
+when it ends, its worktree is removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo resume
+NAME` continues there.
 """
 
 from collections.abc import Iterator
@@ -81,11 +82,6 @@ def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
         state = records.STOPPED  # by Ctrl-C, by Prefect, or by a signal
         try:
             yield workspace
-            if record.has_worktree:
-                commits.commit_run(root, record.name)
-            else:
-                with suppress(UserError):  # a checkout without any commit works too
-                    commits.commit_checkout_run(record.name)
             records.keep_results(record)
             state = records.FINISHED
         except Exception:
@@ -94,6 +90,15 @@ def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
         finally:
             crash_recovery.repair(root)  # Ctrl-C kills DVC, which leaves its lock
             record.write(state=state, until=records.timestamp())
+
+
+def commit_results(workspace: Workspace) -> None:
+    """Make the run a commit once its stages are done, before a registered version or the champion leads to it."""
+    if workspace.is_worktree:
+        commits.commit_run(workspace.root, workspace.run_name)
+    else:
+        with suppress(UserError):  # a checkout without any commit works too
+            commits.commit_checkout_run(workspace.run_name)
 
 
 def close_workspace(workspace: Workspace) -> Path:
