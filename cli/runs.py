@@ -30,7 +30,7 @@ def open_(
     opened = open_run(name, folder)
     remove = f"`git worktree remove --force {opened}` removes it again."
     if opened.is_relative_to(WORKTREES):
-        remove = f"It is the worktree of an unfinished run, which stays until `dpo resume {opened.name}` has finished it."
+        remove = f"It is the worktree of an unfinished run and stays until `dpo resume {opened.name}` has finished it."
     print(f"{name} is in {opened}\n{remove}")
 
 

@@ -10,7 +10,7 @@ from tasks.runs.commits import find_commit, get_commit, git, resolve
 from tasks.runs.dvc_lock import outs, read_lock
 from tasks.runs.workspace import Workspace, check_out_results
 from tasks.system.files import sha256
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import plain_name, registered_version
 from tasks.tracking.registry import Registry, Version
 
 OPENED = ROOT / ".scratch" / "open"
@@ -18,6 +18,7 @@ OPENED = ROOT / ".scratch" / "open"
 
 def open_run(name: str, folder: Path | None = None) -> Path:
     """The folder with the run's files. A run without a commit has no other than its worktree, if that stays for now."""
+    name = plain_name(name)
     name = name if records.read_record(name) or find_commit(name) else _run_of_version(name)
     record = records.read_record(name)
     if record and find_commit(name) is None and record.has_worktree and Path(record.root).exists():
@@ -47,9 +48,8 @@ def _require_lasting(record: records.RunRecord, folder: Path | None) -> None:
         )
     if folder:
         raise UserError(
-            f"The run {record.name} {state if state != records.STOPPED else 'was stopped'} before its stages were done, "
-            f"so its files are in its worktree alone: {record.root}. `dpo resume {record.name}` finishes it; then "
-            f"{retry} checks them out."
+            f"The run {record.name} ended ({state}) before its stages were done, so its files are in its worktree "
+            f"alone: {record.root}. `dpo resume {record.name}` finishes it; then {retry} checks them out."
         )
 
 

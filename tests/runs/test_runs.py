@@ -143,7 +143,9 @@ def test_a_folder_that_dpo_open_prints_outlasts_the_run(
     assert at_work.returncode == 0, said
 
     begun = begun_stages(root)
-    promoting = start(root, {**prefect_api, "DUMMY": "promote:slow"}, "run", "--name", "later", "--set", "train.beta=0.7")
+    promoting = start(
+        root, {**prefect_api, "DUMMY": "promote:slow"}, "run", "--name", "later", "--set", "train.beta=0.7"
+    )
     wait_for(lambda: begun_stages(root)["promote"] > begun["promote"], 180)
     opened = command(root, prefect_api, "open", "later", str(folder))
     assert opened.stdout.startswith(f"later is in {folder}\n"), opened.stderr
@@ -209,9 +211,9 @@ def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str
     assert "Mend it" not in failed.stdout  # said once
     worktree = root / ".scratch/worktrees/wrong"
     assert command(root, env, "open", "wrong").stdout.startswith(
-        f"wrong is in {worktree}\nIt is the worktree of an unfinished run, which stays until `dpo resume wrong`"
+        f"wrong is in {worktree}\nIt is the worktree of an unfinished run, and stays until `dpo resume wrong`"
     )
-    assert "The run wrong failed before its stages were done" in command(root, env, "open", "wrong", "x").stderr
+    assert "The run wrong ended (failed) before its stages were done" in command(root, env, "open", "wrong", "x").stderr
     typo = command(root, env, "resume", "wrong", "--set", "train.bta=0.2")
     assert "with overrides: Unknown key `train.bta`. Did you mean `train.beta`?" in typo.stderr
     changes = ["--set", "train.beta=0.2", "--set", "cluster.actor_train.save_steps=7"]
