@@ -18,7 +18,7 @@ from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle import reuse
 from tasks.runs import commits, crash_recovery, records, run_config
-from tasks.runs.commits import git
+from tasks.runs.commits import find_commit, git
 from tasks.runs.records import RunRecord
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace, check_out_results, remove_worktree, worktrees_lock
@@ -32,7 +32,7 @@ def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) 
         existing = records.read_record(name)
         if existing and flow_run in existing.flow_runs:
             return existing
-        _check_name(name)
+        check_name(name)
         if not worktree:
             return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
         record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
@@ -56,16 +56,24 @@ def _write_files(root: Path, files: ConfigFiles) -> None:
         write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """UserError if no new run can have this name."""
     invalid = run(["git", "check-ref-format", "--branch", f"runs/{name}"], capture_output=True).returncode
     if invalid or "/" in name or name.startswith((".", "-")):
         raise UserError(f"A run cannot be named '{name}'. Use letters, digits, dots and dashes.")
-    if (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or commits.find_commit(name):
-        record = records.read_record(name)
-        resume = f"continue it with `dpo resume {name}`, " if record and record.state != records.FINISHED else ""
-        raise UserError(
-            f"There is a run named '{name}' already. Choose another name, {resume}or look at it with `dpo runs`."
-        )
+    record = records.read_record(name)
+    if record or (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or find_commit(name):
+        raise UserError(f"There is a run named '{name}' already. {_instead(record)}, or choose another name.")
+
+
+def _instead(record: RunRecord | None) -> str:
+    """What to do with a run that has the name already."""
+    state = record.current_state if record else records.FINISHED
+    if record and state == records.RUNNING:
+        return f"It is running in process {record.pid} since {record.since}: wait until it ends"
+    if record and state != records.FINISHED:
+        return f"It has not finished ({state}): continue it with `dpo resume {record.name}`"
+    return "It is finished: look at it with `dpo runs` and `dpo open`"
 
 
 @contextmanager

@@ -247,6 +247,34 @@ def test_a_run_is_found_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch:
     assert records.default_name("calm-otter-0a1b2c3d", first) == "calm-otter-0a1b2c3d"  # tried again by Prefect
 
 
+@pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        ("running", "It is running in process 1 since noon: wait until it ends, or"),
+        ("crashed", "It has not finished (crashed): continue it with `dpo resume taken`, or"),
+        ("failed", "It has not finished (failed): continue it with `dpo resume taken`, or"),
+        ("stopped", "It has not finished (stopped): continue it with `dpo resume taken`, or"),
+        ("finished", "It is finished: look at it with `dpo runs` and `dpo open`, or"),
+    ],
+)
+def test_a_taken_name_is_refused_before_a_server_starts_with_the_advice_for_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, advice: str
+) -> None:
+    from flows import dpo, terminal
+    from tasks.system.processes import this_process
+
+    monkeypatch.setattr(records, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(terminal, "attached", lambda: pytest.fail("a server was started"))
+    process = this_process() if state == "running" else {}
+    kept = "running" if state == "crashed" else state  # a killed run leaves that state
+    records.RunRecord("taken", str(tmp_path / "w"), kept, since="noon", pid=1, process=process).write()
+    with pytest.raises(UserError) as error:
+        dpo.run_here(name="taken")
+    assert str(error.value) == f"There is a run named 'taken' already. {advice} choose another name."
+    with pytest.raises(UserError, match=r"A run cannot be named 'a\.\.b'"):
+        dpo.run_here(name="a..b")
+
+
 def test_the_list_names_the_model_and_how_to_open_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
