@@ -10,9 +10,9 @@ from typing import Any
 
 from tasks.config.params import load_cluster
 from tasks.config.paths import MODEL, home
-from tasks.errors import UserError
 from tasks.system.files import read_json
 from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, VERSION, read_name, registered_version
+from tasks.tracking.registry import NotRegistered
 
 HERE, RUN = "this model", "run"  # the export of this workspace; a run whose model is not registered
 
@@ -41,7 +41,7 @@ def _of_version_or_run(name: str) -> NamedModel:
     try:
         with registered_version(name) as (_, models, version):
             return NamedModel(name, VERSION, models.name, version.number, version.run)
-    except UserError:  # not registered, or the registry cannot be reached
+    except NotRegistered:  # not where the registry cannot be reached: `dpo serve` keeps the version that it has
         if workspace_of(name):
             return NamedModel(name, RUN, run=name)
         raise
