@@ -25,7 +25,7 @@ from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle.run_workspace import (
     change_configuration,
-    check_name,
+    check_free,
     close_workspace,
     commit_results,
     new_record,
@@ -187,7 +187,7 @@ def run_here(
     else:
         run_config.changed_files(recipe, overrides)
         if name:
-            check_name(name)
+            check_free(name)
     with terminal.attached():
         result: dict[str, Any] = dpo(recipe=recipe, overrides=overrides or {}, name=name, resume=resume, **options)  # type: ignore[assignment]
     if "nothing_new" not in result:

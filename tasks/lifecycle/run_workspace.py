@@ -32,7 +32,7 @@ def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) 
         existing = records.read_record(name)
         if existing and flow_run in existing.flow_runs:
             return existing
-        check_name(name)
+        check_free(name)
         if not worktree:
             return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
         record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
@@ -56,7 +56,7 @@ def _write_files(root: Path, files: ConfigFiles) -> None:
         write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def check_name(name: str) -> None:
+def check_free(name: str) -> None:
     """UserError if no new run can have this name."""
     invalid = run(["git", "check-ref-format", "--branch", f"runs/{name}"], capture_output=True).returncode
     if invalid or "/" in name or name.startswith((".", "-")):
@@ -68,12 +68,13 @@ def check_name(name: str) -> None:
 
 def _instead(record: RunRecord | None) -> str:
     """What to do with a run that has the name already."""
-    state = record.current_state if record else records.FINISHED
-    if record and state == records.RUNNING:
+    if record is None:  # DVC's stages by hand, or what an old run left
+        return "Look at it with `dpo runs`"
+    if (state := record.current_state) == records.RUNNING:
         return f"It is running in process {record.pid} since {record.since}: wait until it ends"
-    if record and state != records.FINISHED:
-        return f"It has not finished ({state}): continue it with `dpo resume {record.name}`"
-    return "It is finished: look at it with `dpo runs` and `dpo open`"
+    if state == records.FINISHED:
+        return "It is finished: look at it with `dpo runs` and `dpo open`"
+    return f"It has not finished ({state}): continue it with `dpo resume {record.name}`"
 
 
 @contextmanager
