@@ -21,9 +21,10 @@ from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.release.verify import require_intact
+from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
 from tasks.system.ports import free_port
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import FOLDER, VERSION
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -46,11 +47,11 @@ class Target:
 
 def find_target(name: str) -> Target:
     """The version that a name means now: an alias may have moved since the last call."""
-    is_folder = (Path(name) / "config.json").exists()
-    if is_folder or name.rpartition("/")[2] == "base":
-        return Target(_plain(Path(name).resolve().name if is_folder else name), "", "", name)
-    with registered_version(name) as (_, models, version):
-        return Target(models.name, version.number, version.tags.get("run", ""), f"{models.name}/{version.number}")
+    found = named_model(name)
+    if found.kind == VERSION:
+        return Target(found.model, found.version, found.run, f"{found.model}/{found.version}")
+    shown = Path(name).expanduser().resolve().name if found.kind == FOLDER else name
+    return Target(_plain(shown), "", found.run if found.kind == RUN else "", name)
 
 
 def _plain(name: str) -> str:

@@ -62,7 +62,7 @@ def test_random_draws_are_the_same_for_a_seed_and_lie_in_their_range() -> None:
         (["--space", "train.beta=0.5..0.1", "--random", "2"], "the range from 0.5 to 0.1 is empty"),
         (["--space", "train.beta=0.1,{"], "is neither values nor a range"),
         (["--space", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
-        (["--space", "train.learning_rate=5e-7"], "Write 5.0e-07."),
+        (["--space", "train.learning_rate='5e-7'"], "Write 5.0e-07."),
         (["--space", "train.beta=0.1", "--random", "0"], "a sweep needs at least one run"),
     ],
 )
