@@ -2,28 +2,24 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-)
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from peft.utils.save_and_load import load_peft_weights
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from training.models import weights
-from training.models.loading import empty_model, load_config
+from training.models.adapter_config import adapter_config
+from training.models.loading import empty_model, load_config, load_weights
+from training.models.model_files import loadable_adapter
+from training.models.tokenizer import read_tokenizer
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
@@ -108,7 +104,14 @@ def _move_principal_part(layer: Any) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    return PeftModel.from_pretrained(model, str(folder)).eval()
+    """ValueError if the adapter asks for what is not done, or lacks a tensor, for which peft would keep its start."""
+    config = adapter_config(folder)
+    with loadable_adapter(folder) as files, warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, str(files), config=config).eval()
+        except UserWarning as error:
+            raise ValueError(f"{folder} is not a whole adapter of this model: {error}") from None
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -147,12 +150,12 @@ def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[s
 
 def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:
     """For each weight that the adapter changes, by its name in the base model's files: a function that merges it."""
-    config = PeftConfig.from_pretrained(str(adapter))
+    config = adapter_config(adapter)
     if not _is_plain_lora(config):
         raise NotMergeableByTensor(f"{adapter} is not plain LoRA on the weights of layers")
     with torch.device("meta"):
         inject_adapter_in_model(config, model)
-    state, files = load_peft_weights(str(adapter), device="cpu"), weights.locate(base)
+    state, files = load_file(adapter / "adapter_model.safetensors"), weights.locate(base)
     layers: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -164,11 +167,9 @@ def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Cal
     return layers
 
 
-def _is_plain_lora(config: PeftConfig) -> bool:
-    extras = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
-    return (
-        isinstance(config, LoraConfig) and config.bias == "none" and not any(getattr(config, n, None) for n in extras)
-    )
+def _is_plain_lora(config: LoraConfig) -> bool:
+    extras = ("modules_to_save", "target_parameters", "trainable_token_indices")
+    return config.bias == "none" and not any(getattr(config, name) for name in extras)
 
 
 def _tensor_name(name: str, tensors: Mapping[str, object]) -> str:
@@ -204,8 +205,7 @@ def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dt
         weights.write(merged_tensors(base, adapter, dtype), target, shard_size)
     except NotMergeableByTensor:
         assert adapter
-        options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
-        whole = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
+        whole = load_weights(AutoModelForCausalLM, base, dtype or "auto")
         merged = load_adapter(whole, adapter).merge_and_unload(safe_merge=True)
         merged.save_pretrained(target, max_shard_size=shard_size)
 
@@ -225,7 +225,7 @@ def merge_folders(model: Path, adapter: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     write_merged(model, adapter, target, None, SHARD_SIZE)
     write_config(model, None, target)
-    AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
+    read_tokenizer(model).save_pretrained(target)
 
 
 @torch.no_grad()

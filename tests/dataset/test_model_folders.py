@@ -1,0 +1,223 @@
+"""Folders with models and adapters from others: what is loaded is what was hashed, and what is odd is one sentence."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tasks import source
+from tasks.config.params import Source
+from tasks.errors import UserError
+from tasks.models import base_folder, file_hashes
+from tasks.source import check_addresses, fetch_model
+from tests.dataset.test_source import edit, params
+from tests.models import test_architectures as architectures
+from training.models import adapters
+from training.models.loading import load_config, load_model
+from training.models.model_files import INDEX, OF_TOKENIZERS, SINGLE, loadable
+from training.models.tokenizer import load_tokenizer
+
+Damage = Callable[[Path], Any]
+PROMPT = [[5, 6, 7, 8]]
+
+
+@pytest.fixture
+def model(tiny_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_base, tmp_path / "model"))
+
+
+# Variants of a folder: each spoils one thing
+
+
+def config(**values: Any) -> Damage:
+    return edit("config.json", **values)
+
+
+def generation(**values: Any) -> Damage:
+    return edit("generation_config.json", **values)
+
+
+def text(name: str, content: str) -> Damage:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def other_configuration(folder: Path) -> None:
+    """transformers replaces config.json by the file for its own version."""
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.4.0.0.json").write_text(json.dumps({**content, "attn_implementation": "evil/kernel"}))
+    (folder / "config.json").write_text(json.dumps({**content, "configuration_files": ["config.4.0.0.json"]}))
+
+
+def sharded(name: str) -> Damage:
+    """An index that names a file elsewhere, where transformers finds it."""
+
+    def change(folder: Path) -> None:
+        target = folder / name
+        target.parent.mkdir(exist_ok=True)
+        (folder / SINGLE).rename(target)
+        with safe_open(target, "np") as file:
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(file.keys(), name)}))
+        (folder / "other.safetensors").touch()
+
+    return change
+
+
+def index(content: Any) -> Damage:
+    def change(folder: Path) -> None:
+        (folder / SINGLE).rename(folder / "a.safetensors")
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    def save(folder: Path) -> None:
+        state = load_file(folder / SINGLE)
+        change(state)
+        save_file(state, folder / SINGLE, metadata={"format": "pt"})
+
+    return save
+
+
+def twice(folder: Path) -> None:
+    shutil.copy(folder / SINGLE, folder / "b.safetensors")
+    (folder / SINGLE).rename(folder / "a.safetensors")
+    weight_map = {"lm_head.weight": "a.safetensors", "model.norm.weight": "b.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def normalizer(*contents: str) -> Damage:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        steps = [{"type": "Replace", "pattern": {"String": text[0]}, "content": text} for text in contents]
+        content["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
+def no_file(name: str) -> Damage:
+    """A pipe in place of a file: whoever opens it waits for ever."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def sparse(name: str) -> Damage:
+    return lambda folder: os.truncate(folder / name, 600 << 20)
+
+
+HEADS = "model.layers.0.self_attn.q_proj.weight"
+VARIANTS: dict[str, tuple[Damage, str]] = {
+    "config: no JSON": (text("config.json", "{"), "not valid JSON"),
+    "config: a list": (text("config.json", "[]"), "no JSON object"),
+    "config: deep": (text("config.json", '{"a": ' * 100_000), "not valid JSON"),
+    "config: digits": (text("config.json", '{"a": ' + "9" * 5000 + "}"), "not valid JSON"),
+    "config: other files": (other_configuration, "`configuration_files` names other files"),
+    "config: kernel": (config(experts_implementation="evil/kernel"), "names the kernel evil/kernel"),
+    "config: nested kernel": (config(more={"kernel_config": ["evil/kernel"]}), "names the kernel evil/kernel"),
+    "config: attention": (config(attn_implementation="nonesuch"), "describes no model: .*nonesuch"),
+    "config: quantization": (config(quantization_config={"quant_method": "nonesuch"}), "quantization 'nonesuch'"),
+    "config: quantization's type": (config(quantization_config=4), "config.json"),
+    "config: weights elsewhere": (config(transformers_weights="b.safetensors"), "b.safetensors|transformers_weights"),
+    "config: fusion": (config(fusion_config={"nonesuch": True}), "config.json"),
+    "config: layers": (config(num_hidden_layers=10**9), "`num_hidden_layers` is 1000000000, and at most 10000"),
+    "config: more layers": (config(num_hidden_layers=3), "lack 9 tensors of LlamaForCausalLM, such as model.layers.2"),
+    "config: no layers": (config(num_hidden_layers=-1), "config.json"),
+    "config: half a layer": (config(num_hidden_layers=2.5), "config.json"),
+    "config: layers as text": (config(num_hidden_layers="2"), "config.json"),
+    "config: vocabulary": (config(vocab_size=10**12), "another shape|no model"),
+    "config: width": (config(intermediate_size=10**9), "another shape"),
+    "config: zero": (config(hidden_size=0), "config.json"),
+    "config: heads": (config(num_attention_heads=3), "config.json"),
+    "config: activation": (config(hidden_act="nonesuch"), "nonesuch"),
+    "config: rotary": (config(rope_parameters={"rope_type": "nonesuch"}), "config.json"),
+    "config: dtype": (config(dtype="nonesuch"), "config.json"),
+    "config: type of a type": (config(model_type=["llama"]), "config.json"),
+    "config: pipe": (no_file("config.json"), "there is no model in"),
+    "config: large": (sparse("config.json"), "config.json has 600 MiB"),
+    "generation: no JSON": (text("generation_config.json", "{"), "generation_config.json is not valid JSON"),
+    "generation: a list": (text("generation_config.json", "[1]"), "generation_config.json is no JSON object"),
+    "generation: end": (generation(eos_token_id="x"), "`eos_token_id` cannot be 'x'"),
+    "generation: ends": (generation(eos_token_id=[1, -1]), r"`eos_token_id` cannot be \[1, -1\]"),
+    "generation: temperature": (generation(temperature="hot"), "`temperature` cannot be 'hot'"),
+    "generation: cache": (generation(cache_implementation="nonesuch"), "`cache_implementation` cannot be 'nonesuch'"),
+    "generation: sampling": (generation(do_sample="yes"), "`do_sample` cannot be 'yes'"),
+    "generation: length": (generation(max_length=[1]), "`max_length` cannot be"),
+    "generation: kernel": (generation(attn_implementation="evil/kernel"), "names the kernel evil/kernel"),
+    "tokenizer: a list": (text("tokenizer.json", "[]"), "tokenizer does not load"),
+    "tokenizer: settings": (text("tokenizer_config.json", "[]"), "tokenizer does not load"),
+    "tokenizer: ids": (edit("tokenizer_config.json", added_tokens_decoder={"x": 1}), "tokenizer does not load"),
+    "tokenizer: doubling": (normalizer(*["ee"] * 40), "more than .* GiB of memory|more than .* s|ended the process"),
+    "tokenizer: expanding": (normalizer("e" * 100_000), "a normalizer in tokenizer.json expands text"),
+    "tokenizer: pipe": (no_file("tokenizer.json"), "has no tokenizer"),
+    "tokenizer: large": (sparse("tokenizer.json"), "tokenizer.json has 600 MiB"),
+    "template: a number": (edit("tokenizer_config.json", chat_template=5), "chat template|tokenizer"),
+    "weights: missing": (tensors(lambda state: state.pop(HEADS)), f"lack 1 tensors of .*such as {HEADS}"),
+    "weights: shape": (tensors(lambda state: state.update({HEADS: state[HEADS][:8]})), r"with \[8, 256\] instead of"),
+    "weights: integers": (tensors(lambda state: state.update({HEADS: state[HEADS].long()})), "torch.int64, no floats"),
+    "weights: bytes": (tensors(lambda s: s.update({HEADS: s[HEADS].to(torch.float8_e4m3fn)})), "float8.*no floats"),
+    "weights: long header": (lambda f: (f / SINGLE).write_bytes(b"\xff" * 7 + b"\x0f{}"), "no safetensors file"),
+    "weights: pipe": (no_file(SINGLE), "neither model.safetensors nor"),
+    "weights: folder": (sharded("sub/a.safetensors"), "read only from .safetensors files beside it"),
+    "weights: hidden": (sharded(".a.safetensors"), "read only from .safetensors files beside it"),
+    "weights: above": (sharded("../a.safetensors"), "read only from .safetensors files beside it"),
+    "weights: absolute": (index({"weight_map": {"a": "/etc/a.safetensors"}}), "read only from .safetensors files"),
+    "weights: pickle": (index({"weight_map": {"a": "a.bin"}}), "read only from .safetensors files"),
+    "weights: no map": (index({"metadata": {}}), "is damaged"),
+    "weights: a list": (index({"weight_map": ["a.safetensors"]}), "is damaged"),
+    "weights: numbers": (index({"weight_map": {"a": 1}}), "read only from .safetensors files"),
+    "weights: nowhere": (index({"weight_map": {"nonesuch": "a.safetensors"}}), "are in no file, such as nonesuch"),
+    "weights: twice": (twice, "is in two of its files of weights"),
+    "adapter": (text("adapter_config.json", "{}"), r"also holds an adapter .*Set source\.adapter: .*model to"),
+    "adapter: pickle": (text("adapter_model.bin", ""), "also holds an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_hostile_model_folder_is_refused_in_one_sentence(model, monkeypatch, name):
+    monkeypatch.setattr(source, "CHECK_SECONDS", 10.0)
+    monkeypatch.setattr(source, "CHECK_MEMORY", 1 << 30)
+    damage, sentence = VARIANTS[name]
+    damage(model)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"^source\.model: .*({sentence})") as refused:
+        check_addresses(params(model, None))
+    assert time.monotonic() - began < 20
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_that_the_model_does_not_have_are_named(model, capsys):
+    tensors(lambda state: state.update({"mtp.head.weight": torch.zeros(2)}))(model)
+    check_addresses(params(model, None))
+    assert "1 tensors of its files are no part of LlamaForCausalLM, such as mtp.head.weight" in capsys.readouterr().out
+
+
+def test_random_numbers_never_take_the_place_of_a_tensor(model):
+    tensors(lambda state: state.pop(HEADS))(model)
+    with pytest.raises(ValueError, match=f"random numbers would take their place"):
+        load_model(model, "float32")
+
+
+@pytest.mark.parametrize("name", architectures.ALL)
+def test_no_architecture_seems_to_lack_tensors(name, tmp_path, tiny_base, capsys):
+    """Tied weights, fused experts and renamed prefixes are no missing tensors."""
+    architectures.make_model(name, torch.float32).save_pretrained(tmp_path)
+    from training.models.folder_checks import _check_tensors
+    from training.models.weights import read_headers
+
+    assert _check_tensors(load_config(tmp_path), read_headers(tmp_path)) == []
+    load_model(tmp_path, "float32")
