@@ -78,7 +78,10 @@ def _load(names: Sequence[str | None]) -> "dict[str, ChatModel]":
 def load_chat_model(folder: Path) -> "ChatModel":
     from training.evaluation.chat import ChatModel  # torch: only once an answer is needed
 
-    return ChatModel(folder)
+    try:
+        return ChatModel(folder)
+    except ValueError as error:
+        raise UserError(f"The model in {folder} cannot be used: {error}.") from error
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

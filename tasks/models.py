@@ -1,12 +1,15 @@
 """The base model's files: where they are, and whether they still have the hashes that `source` recorded."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, known_sha256, read_json, recall
-from training.models.model_files import ADAPTER, model_files
+from training.models.model_files import ADAPTER, loadable, model_files
+from training.models.remote_code import check_configuration
 
 HUB = "hub:"
 REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
@@ -93,6 +96,18 @@ def _model_files(folder: Path) -> list[str]:
         return model_files(folder)
     except ValueError as error:
         raise UserError(f"The model in {folder} cannot be used: {error}.") from None
+
+
+@contextmanager
+def model_links(folder: Path) -> Iterator[Path]:
+    """A folder with links to the model's files, for another program; UserError if it could run code of the hub."""
+    with ExitStack() as stack:
+        try:
+            check_configuration(folder)
+            files = stack.enter_context(loadable(folder))
+        except ValueError as error:
+            raise UserError(f"The model in {folder} cannot be used: {error}.") from None
+        yield files
 
 
 def adapter_hashes(folder: Path) -> dict[str, str]:

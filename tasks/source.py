@@ -33,11 +33,12 @@ from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
+from training.models.adapter_config import adapter_options
 
 SFT_KEY = "source.sft"
 PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
-CHECK_SECONDS, CHECK_MEMORY = 120.0, 8 << 30  # for the check of a model's folder, which takes seconds and headers alone
+CHECK_SECONDS, CHECK_MEMORY = 60.0, 8 << 30  # for the check of a model's folder, which takes seconds and headers alone
 
 
 def source(run: Run) -> None:
@@ -77,8 +78,6 @@ def check_addresses(params: Source, template: str = "auto") -> None:
 
 
 def _check_adapter(adapter: str) -> None:
-    from training.models.adapter_config import adapter_config  # heavy: torch, peft
-
     if not (local_path(adapter) / "adapter_config.json").is_file():
         raise UserError(
             f"source.adapter: there is no adapter in {adapter} (no adapter_config.json). Set a folder that "
@@ -90,7 +89,7 @@ def _check_adapter(adapter: str) -> None:
             "loaded. Save it as safetensors."
         )
     try:
-        adapter_config(local_path(adapter))
+        adapter_options(local_path(adapter))
     except ValueError as error:
         raise UserError(f"source.adapter: {adapter} cannot be used: {error}.") from None
 

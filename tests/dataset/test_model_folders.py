@@ -16,9 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tasks import source
-from tasks.config.params import Source
 from tasks.errors import UserError
-from tasks.models import base_folder, file_hashes
+from tasks.models import base_folder
 from tasks.source import check_addresses, fetch_model
 from tests.dataset.test_source import edit, params
 from tests.models import test_architectures as architectures
@@ -56,6 +55,11 @@ def other_configuration(folder: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.4.0.0.json").write_text(json.dumps({**content, "attn_implementation": "evil/kernel"}))
     (folder / "config.json").write_text(json.dumps({**content, "configuration_files": ["config.4.0.0.json"]}))
+
+
+def other_tokenizer(folder: Path) -> None:
+    edit("tokenizer_config.json", fast_tokenizer_files=["tokenizer.4.0.0.json"])(folder)
+    shutil.copy(folder / "tokenizer.json", folder / "tokenizer.4.0.0.json")
 
 
 def sharded(name: str) -> Damage:
@@ -132,11 +136,11 @@ VARIANTS: dict[str, tuple[Damage, str]] = {
     "config: attention": (config(attn_implementation="nonesuch"), "describes no model: .*nonesuch"),
     "config: quantization": (config(quantization_config={"quant_method": "nonesuch"}), "quantization 'nonesuch'"),
     "config: quantization's type": (config(quantization_config=4), "config.json"),
-    "config: weights elsewhere": (config(transformers_weights="b.safetensors"), "b.safetensors|transformers_weights"),
+    "config: weights elsewhere": (config(transformers_weights="b.safetensors"), "`transformers_weights` names other"),
     "config: fusion": (config(fusion_config={"nonesuch": True}), "config.json"),
     "config: layers": (config(num_hidden_layers=10**9), "`num_hidden_layers` is 1000000000, and at most 10000"),
     "config: more layers": (config(num_hidden_layers=3), "lack 9 tensors of LlamaForCausalLM, such as model.layers.2"),
-    "config: no layers": (config(num_hidden_layers=-1), "config.json"),
+    "config: no layers": (config(num_hidden_layers=-1), "it has no layers"),
     "config: half a layer": (config(num_hidden_layers=2.5), "config.json"),
     "config: layers as text": (config(num_hidden_layers="2"), "config.json"),
     "config: vocabulary": (config(vocab_size=10**12), "another shape|no model"),
@@ -161,11 +165,11 @@ VARIANTS: dict[str, tuple[Damage, str]] = {
     "tokenizer: a list": (text("tokenizer.json", "[]"), "tokenizer does not load"),
     "tokenizer: settings": (text("tokenizer_config.json", "[]"), "tokenizer does not load"),
     "tokenizer: ids": (edit("tokenizer_config.json", added_tokens_decoder={"x": 1}), "tokenizer does not load"),
+    "tokenizer: other files": (other_tokenizer, "tokenizer does not load"),
     "tokenizer: doubling": (normalizer(*["ee"] * 40), "more than .* GiB of memory|more than .* s|ended the process"),
     "tokenizer: expanding": (normalizer("e" * 100_000), "a normalizer in tokenizer.json expands text"),
     "tokenizer: pipe": (no_file("tokenizer.json"), "has no tokenizer"),
     "tokenizer: large": (sparse("tokenizer.json"), "tokenizer.json has 600 MiB"),
-    "template: a number": (edit("tokenizer_config.json", chat_template=5), "chat template|tokenizer"),
     "weights: missing": (tensors(lambda state: state.pop(HEADS)), f"lack 1 tensors of .*such as {HEADS}"),
     "weights: shape": (tensors(lambda state: state.update({HEADS: state[HEADS][:8]})), r"with \[8, 256\] instead of"),
     "weights: integers": (tensors(lambda state: state.update({HEADS: state[HEADS].long()})), "torch.int64, no floats"),
@@ -208,7 +212,7 @@ def test_tensors_that_the_model_does_not_have_are_named(model, capsys):
 
 def test_random_numbers_never_take_the_place_of_a_tensor(model):
     tensors(lambda state: state.pop(HEADS))(model)
-    with pytest.raises(ValueError, match=f"random numbers would take their place"):
+    with pytest.raises(ValueError, match="random numbers would take their place"):
         load_model(model, "float32")
 
 
@@ -221,3 +225,186 @@ def test_no_architecture_seems_to_lack_tensors(name, tmp_path, tiny_base, capsys
 
     assert _check_tensors(load_config(tmp_path), read_headers(tmp_path)) == []
     load_model(tmp_path, "float32")
+
+
+# What is read is what was hashed
+
+_opened: list[str] | None = None  # while `opened_files` watches
+
+
+def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opened is not None and event == "open" and isinstance(arguments[0], str | Path):
+        _opened.append(os.path.realpath(arguments[0]))
+
+
+@contextmanager
+def opened_files() -> Iterator[list[str]]:
+    """The files that Python code opens meanwhile, links followed; a hook stays for the life of a process."""
+    global _opened
+    if not getattr(sys, "has_hook_of_model_folders", False):
+        sys.addaudithook(_on_event)
+        sys.has_hook_of_model_folders = True  # type: ignore[attr-defined]
+    _opened = []
+    try:
+        yield _opened
+    finally:
+        _opened = None
+
+
+def add_distractions(folder: Path) -> None:
+    """What transformers, peft and safetensors would follow or pick up, if they saw it."""
+    other_configuration(folder)
+    content = json.loads((folder / "config.json").read_text())
+    del content["configuration_files"]
+    (folder / "config.json").write_text(json.dumps(content))
+    for name in ("sub/model.safetensors", ".hidden.safetensors", "pytorch_model.bin", "custom_generate/generate.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("no")
+    (folder / INDEX).write_text("{")  # beside a single file of weights
+
+
+def test_only_files_with_recorded_hashes_are_read(model, adapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    add_distractions(model)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tools.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "base").mkdir()
+    manifest = fetch_model(params(model, None), tmp_path / "base")
+    for path in adapter.iterdir():
+        shutil.copy(path, model)
+    with opened_files() as opened:
+        load_config(model)
+        tokenizer = load_tokenizer(model)
+        loaded = load_model(model, "float32")
+        adapters.merge_folders(model, adapter, tmp_path / "merged")
+    read = {str(Path(path).relative_to(model)) for path in opened if path.startswith(f"{model}/")}
+    assert read <= manifest["files"].keys()
+    assert {"config.json", "tokenizer_config.json", "additional_chat_templates/tools.jinja"} <= read
+    assert set(tokenizer.chat_template) == {"default", "tools"}
+    with loadable(model) as files:  # safetensors and tokenizers open files without Python, but only in there
+        names = {path.relative_to(files).as_posix() for path in files.rglob("*") if not path.is_dir()}
+    assert names == manifest["files"].keys()
+    plain = dict(load_file(model / SINGLE))
+    assert all(torch.equal(value, plain[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_file_that_appears_after_source_is_noticed(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/base").mkdir(parents=True)
+    (model / "generation_config.json").unlink()
+    fetch_model(params(model, None), tmp_path / "data/base")
+    (model / "README.md").write_text("read by nobody")
+    assert base_folder(str(model)) == model
+    (model / "generation_config.json").write_text('{"eos_token_id": 3}')
+    with pytest.raises(UserError, match=r"generation_config\.json was not there when the source stage read this model"):
+        base_folder(str(model))
+
+
+def test_every_tokenizer_of_a_language_model_finds_its_files():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    kinds = {TOKENIZER_MAPPING_NAMES.get(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {None}
+    names: set[str] = set()
+    for kind in map(tokenizer_class_from_name, sorted(kinds)):
+        # A class whose libraries are missing answers only to `type`.
+        owner = next((one for one in type.mro(kind) if "vocab_files_names" in vars(one)), None)
+        names |= set(vars(owner)["vocab_files_names"].values()) if owner else set()
+    assert {"tokenizer.json", "merges.txt"} <= names
+    assert names <= set(OF_TOKENIZERS)
+
+
+# Adapters
+
+
+def test_an_adapter_in_the_models_folder_can_be_named_as_one(model, adapter, tmp_path):
+    for path in adapter.iterdir():
+        shutil.copy(path, model)
+    check_addresses(params(model, model))
+    base, expected = tmp_path / "base", adapters.load_adapter(load_model(model, "float32"), adapter)
+    base.mkdir()
+    fetch_model(params(model, model), base)
+    given = adapters.prompt_logits(load_model(base, "float32"), PROMPT)
+    assert adapters.largest_difference(given, adapters.prompt_logits(expected, PROMPT)) < 1e-4
+
+
+@pytest.fixture
+def other_adapter(adapter: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(adapter, tmp_path / "adapter"))
+
+
+ODD_VALUES: list[tuple[str, Any]] = [
+    ("auto_lora", {"a": 1}),
+    ("eva_config", {"rho": 2.0}),
+    ("layer_replication", [[0, 2], [1, 2]]),
+    ("loftq_config", {"loftq_bits": 4}),
+    ("megatron_config", {"a": 1}),
+    ("megatron_core", "megatron.evil"),
+    ("use_qalora", True),
+    ("init_lora_weights", "pissa"),
+    ("bias", "some"),
+    ("lora_alpha", "8"),
+    ("peft_type", "IA3"),
+    ("peft_type", None),
+    ("r", 10**9),
+    ("r", -1),
+    ("r", True),
+    ("rank_pattern", {"q_proj": 10**9}),
+    ("target_modules", "("),
+    ("target_modules", ["q_proj", 1]),
+    ("target_modules", {}),
+    ("task_type", "SEQ_CLS"),
+    ("use_dora", "yes"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ODD_VALUES, ids=lambda value: str(value)[:20])
+def test_an_adapter_may_ask_for_plain_lora_alone(tiny_base, other_adapter, tmp_path, key, value):
+    edit("adapter_config.json", **{key: value})(other_adapter)
+    named = "rank" if value in (10**9, {"q_proj": 10**9}) else f"`{key}`"
+    with pytest.raises(UserError, match=rf"^source\.adapter: .*adapter_config\.json.*{named}") as refused:
+        check_addresses(params(tiny_base, other_adapter))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=named):
+        adapters.load_adapter(load_model(tiny_base, "float32"), other_adapter)
+    with pytest.raises(ValueError, match=named):
+        adapters.merge_folders(tiny_base, other_adapter, tmp_path / "merged")
+
+
+def test_an_adapters_module_is_not_imported(tiny_base, other_adapter, tmp_path, monkeypatch):
+    """peft imports `megatron_core`, and `python -m` puts the working folder first on the path."""
+    from peft import PeftModel
+
+    mark = tmp_path / "imported"
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/evil.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    edit("adapter_config.json", megatron_config={"a": 1}, megatron_core="megatron.evil")(other_adapter)
+    for use in (
+        lambda: check_addresses(params(tiny_base, other_adapter)),
+        lambda: adapters.load_adapter(load_model(tiny_base, "float32"), other_adapter),
+        lambda: adapters.merge_folders(tiny_base, other_adapter, tmp_path / "merged"),
+    ):
+        with pytest.raises((UserError, ValueError), match="`megatron_config`"):
+            use()
+    assert not mark.exists()
+    with pytest.raises(AttributeError):  # the trap is real
+        PeftModel.from_pretrained(load_model(tiny_base, "float32"), str(other_adapter))
+    assert mark.exists()
+
+
+def test_an_adapter_that_lacks_a_tensor_is_refused(tiny_base, other_adapter):
+    state = load_file(other_adapter / "adapter_model.safetensors")
+    del state[min(state)]
+    save_file(state, other_adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is not a whole adapter of this model"):
+        adapters.load_adapter(load_model(tiny_base, "float32"), other_adapter)
+
+
+def test_what_other_versions_of_peft_write_without_effect_is_accepted(tiny_base, other_adapter):
+    later = {"new_config": None, "use_new": False, "auto_mapping": {"parent_library": "evil"}, "qalora_group_size": 16}
+    edit("adapter_config.json", **later)(other_adapter)
+    content = json.loads((other_adapter / "adapter_config.json").read_text())
+    (other_adapter / "adapter_config.json").write_text(json.dumps({**content, "newer": None}))
+    check_addresses(params(tiny_base, other_adapter))
+    assert adapters.load_adapter(load_model(tiny_base, "float32"), other_adapter).peft_config["default"].r == 4

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 
 from training.models.model_files import ADAPTER, read_object
@@ -78,14 +77,13 @@ HONOURED: dict[str, Callable[[Any], bool]] = {
     "task_type": lambda value: value == "CAUSAL_LM",
     "peft_type": lambda value: value == "LORA",
 }
-NEEDED = ("peft_type", "r", "target_modules")  # without them peft would take values of its own
 # They describe where the adapter comes from and change nothing; `auto_mapping` names a class that peft would import.
 IGNORED = ("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config")
 DEFAULTS: dict[str, Any] = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
 
-def adapter_config(folder: Path) -> LoraConfig:
-    """ValueError with one sentence for a key or value that is not honoured. A key without effect may be there."""
+def adapter_options(folder: Path) -> dict[str, Any]:
+    """Arguments of peft's LoraConfig; ValueError with one sentence for a key or value that is not honoured."""
     content = read_object(folder / ADAPTER[0])
     given = {key: value for key, value in content.items() if key not in IGNORED and not _has_no_effect(key, value)}
     if unknown := sorted(given.keys() - HONOURED.keys()):
@@ -96,10 +94,12 @@ def adapter_config(folder: Path) -> LoraConfig:
     for key, value in given.items():
         if not HONOURED[key](value):
             raise ValueError(f"{ADAPTER[0]}: `{key}` cannot be {_short(value)}. Save a plain LoRA adapter with peft")
-    if absent := [key for key in NEEDED if key not in given and not (key == NEEDED[2] and "target_parameters" in given)]:
+    if absent := sorted({"peft_type", "r"} - given.keys()):
         raise ValueError(f"{ADAPTER[0]} lacks `{absent[0]}`. Save a plain LoRA adapter with peft")
+    if not given.keys() & {"target_modules", "target_parameters"}:
+        raise ValueError(f"{ADAPTER[0]} lacks `target_modules`. Save a plain LoRA adapter with peft")
     _check_rank(folder, max([given["r"], *given.get("rank_pattern", {}).values()]))
-    return LoraConfig(**{key: value for key, value in given.items() if key != "peft_type"})
+    return {key: value for key, value in given.items() if key != "peft_type"}
 
 
 def _has_no_effect(key: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from training.models import weights
-from training.models.adapter_config import adapter_config
+from training.models.adapter_config import adapter_options
 from training.models.loading import empty_model, load_config, load_weights
 from training.models.model_files import loadable_adapter
 from training.models.tokenizer import read_tokenizer
@@ -105,7 +105,7 @@ def _move_principal_part(layer: Any) -> None:
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """ValueError if the adapter asks for what is not done, or lacks a tensor, for which peft would keep its start."""
-    config = adapter_config(folder)
+    config = LoraConfig(**adapter_options(folder))
     with loadable_adapter(folder) as files, warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         try:
@@ -150,7 +150,7 @@ def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[s
 
 def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:
     """For each weight that the adapter changes, by its name in the base model's files: a function that merges it."""
-    config = adapter_config(adapter)
+    config = LoraConfig(**adapter_options(adapter))
     if not _is_plain_lora(config):
         raise NotMergeableByTensor(f"{adapter} is not plain LoRA on the weights of layers")
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """Check within seconds that a model folder can be trained: configuration, weights, tokenizer, chat template.
 
-Reads headers, no weights. What is wrong is a ValueError with one sentence that says what to do. A folder from others may
-make a library loop or abort: call this in a child (tasks/system/limited_child.py).
+Reads headers, no weights. What is wrong is a ValueError with one sentence that says what to do. A folder from others
+may make a library loop or abort: call this in a child (tasks/system/limited_child.py).
 """
 
 import re
@@ -55,7 +55,7 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
     """
     logging.set_verbosity_error()
     path = Path(folder)
-    if not adapter and (found := [name for name in _adapter_files(path)]):
+    if not adapter and (found := _adapter_files(path)):
         raise ValueError(
             f"its folder also holds an adapter ({found[0]}), which would be left out. Set source.adapter: {folder} to "
             "train the model with the adapter merged, or move the adapter's files away"
@@ -64,6 +64,8 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
     config = _tried("its config.json cannot be used", load_config, path)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"`{config.model_type}` is no causal language model. Choose one that generates text")
+    if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
+        raise ValueError("its config.json says that it has no layers. Fetch the model again")
     headers = read_headers(path)
     notes = _check_tensors(config, headers)
     rows = next((tensor.shape[0] for name, tensor in headers.items() if EMBEDDINGS.search(name)), None)

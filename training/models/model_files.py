@@ -1,7 +1,7 @@
 """The files of a model folder that are read: hashes, copies and loading take their names from here.
 
-transformers and peft follow names inside files (another configuration, weights in other folders), and pick up adapters,
-pickles and folders that happen to lie there. They are given a folder of links to these files, so they find nothing else.
+transformers and peft follow names inside files (another configuration, weights in other folders), and pick up
+adapters, pickles and folders that happen to lie there. They get a folder of links to these files and find nothing else.
 """
 
 import json
@@ -36,13 +36,17 @@ OF_TOKENIZERS = (
     "merges.txt",
     "bpe.codes",
     "emoji.json",
+    "normalizer.json",
+    "prophetnet.tokenizer",
+    "word_pronunciation.json",
+    "word_shape.json",
     "chat_template.jinja",
     "chat_template.json",
 )
 OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MORE_TEMPLATES = "additional_chat_templates"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-LARGEST_TEXT = 512 << 20  # bytes of a file other than weights: the tokenizer of a million tokens has a tenth
+LARGEST_TEXT = 256 << 20  # bytes of a file other than weights: the tokenizer of a million tokens has a fifth
 
 
 def model_files(folder: Path) -> list[str]:
@@ -52,8 +56,7 @@ def model_files(folder: Path) -> list[str]:
     weights = weight_files(folder)
     texts += [INDEX] if weights and weights != [SINGLE] else []
     for name in texts:
-        if (size := (folder / name).stat().st_size) > LARGEST_TEXT:
-            raise ValueError(f"{name} has {size >> 20} MiB, and at most {LARGEST_TEXT >> 20} are read. Fetch it again")
+        _check_size(folder / name)
     return sorted([*texts, *weights])
 
 
@@ -88,6 +91,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError for anything else."""
+    _check_size(path)
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -95,6 +99,11 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return content
+
+
+def _check_size(path: Path) -> None:
+    if (size := path.stat().st_size) > LARGEST_TEXT:
+        raise ValueError(f"{path.name} has {size >> 20} MiB, and at most {LARGEST_TEXT >> 20} are read. Fetch it again")
 
 
 @contextmanager

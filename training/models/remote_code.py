@@ -10,6 +10,7 @@ from training.models.model_files import CONFIGURATION, read_object
 KERNEL_KEY = re.compile(r"_implementation|kernel")  # attn_implementation, experts_implementation, kernel_config, ...
 COUNT_KEY = re.compile(r"(layers?|blocks|experts|depth)$")  # transformers makes a module or a list entry for each
 LARGEST_COUNT = 10_000
+REDIRECTS = ("configuration_files", "transformers_weights")
 
 
 def needs_remote_code(folder: Path) -> str | None:
@@ -28,10 +29,10 @@ def check_configuration(folder: Path) -> None:
     """ValueError for a configuration that must not even be resolved: transformers would run code or not come back."""
     for path in (folder / name for name in CONFIGURATION):
         content = read_object(path) if path.is_file() else {}
-        if "configuration_files" in content:
+        if redirects := [key for key in REDIRECTS if content.get(key) is not None]:
             raise ValueError(
-                f"{path}: `configuration_files` names other files to use instead of this one, which are not read. "
-                "Delete the key, and write what the right one has into this file"
+                f"{path}: `{redirects[0]}` names other files to use instead of the usual ones, which are not read. "
+                "Delete the key, and give the files their usual names"
             )
         reject_hub_kernels(content, path)
         for key, value in _values(content):
