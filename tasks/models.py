@@ -112,7 +112,7 @@ def model_links(folder: Path) -> Iterator[Path]:
 
 def adapter_hashes(folder: Path) -> dict[str, str]:
     """The same for the folder of an adapter."""
-    return {name: known_sha256(folder / name) for name in ADAPTER}
+    return {name: known_sha256(folder / name) for name in ADAPTER if (folder / name).is_file()}
 
 
 def model_hashes(folder: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from training.models.adapter_config import adapter_options
 SFT_KEY = "source.sft"
 PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
-CHECK_SECONDS, CHECK_MEMORY = 60.0, 8 << 30  # for the check of a model's folder, which takes seconds and headers alone
+CHECK_SECONDS, CHECK_MEMORY = 120.0, 8 << 30  # for the check of a model's folder; 19,000 tensors take four seconds
 
 
 def source(run: Run) -> None:

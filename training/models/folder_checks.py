@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
@@ -99,9 +105,7 @@ def _check_tensors(config: PreTrainedConfig, headers: dict[str, Tensor]) -> list
     empty = _tried("its config.json describes no model", empty_model, config)
     if (size := sum(buffer.nbytes for buffer in empty.buffers())) > LARGEST_BUFFERS:
         raise ValueError(f"its config.json asks for masks and other buffers of {size >> 30} GiB. Correct the lengths")
-    options = {"config": empty.config, "state_dict": headers, "device_map": "meta", "ignore_mismatched_sizes": True}
-    load = lambda: type(empty).from_pretrained(None, output_loading_info=True, **options)[1]  # noqa: E731
-    report, name = _tried("its tensors do not fit its config.json", load), type(empty).__name__
+    report, name = _loading_report(empty, headers), type(empty).__name__
     if wrong := sorted(report["mismatched_keys"]):
         tensor, stored, expected = wrong[0]
         raise ValueError(
@@ -112,6 +116,17 @@ def _check_tensors(config: PreTrainedConfig, headers: dict[str, Tensor]) -> list
         raise ValueError(missing_tensors(missing, name))
     unused = sorted(report["unexpected_keys"])
     return [f"{len(unused)} tensors of its files are no part of {name}, such as {unused[0]}"] if unused else []
+
+
+def _loading_report(empty: PreTrainedModel, headers: dict[str, Tensor]) -> dict[str, Any]:
+    """transformers knows what is tied, fused and renamed; on the meta device loading costs nothing."""
+    options = {"config": empty.config, "state_dict": headers, "device_map": "meta", "ignore_mismatched_sizes": True}
+    try:
+        return type(empty).from_pretrained(None, output_loading_info=True, **options)[1]
+    except Exception as error:
+        fused = "tensors that belong together, such as a layer's experts, are incomplete or differ in shape"
+        detail = fused if "conversion of the weights" in str(error) else _first_line(error)
+        raise ValueError(f"its tensors do not fit its config.json: {detail}. Fetch the model again") from None
 
 
 def _is_odd(name: str, tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ def needs_remote_code(folder: Path) -> str | None:
     import transformers  # takes a second, and servers that only call `check_configuration` have no use for it
 
     config, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer_config.json")
-    if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
+    if config.get("auto_map") and str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
         return f"the architecture `{config.get('model_type', 'without a name')}`"
     if tokenizer.get("auto_map") and not hasattr(transformers, str(tokenizer.get("tokenizer_class"))):
         return f"the tokenizer `{tokenizer.get('tokenizer_class', 'without a name')}`"
