@@ -5,6 +5,7 @@ holds only a manifest with the hash of each file.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from training.models.adapter_config import adapter_options
 SFT_KEY = "source.sft"
 PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
-CHECK_SECONDS, CHECK_MEMORY = 120.0, 8 << 30  # for the check of a model's folder; 19,000 tensors take four seconds
+CHECK_SECONDS, CHECK_MEMORY = 120.0, 4 << 30  # of the check of a model's folder; 19,000 tensors take four seconds
 
 
 def source(run: Run) -> None:
@@ -106,12 +107,15 @@ def _check_model(folder: Path, model: str, template: str, adapter: str | None) -
         )
     is_adapter = adapter is not None and local_path(adapter).resolve() == folder.resolve()
     try:
-        arguments = (str(folder), template, is_adapter)
-        notes = limited_child.call(check_folder, *arguments, seconds=CHECK_SECONDS, memory=CHECK_MEMORY)
+        notes = _call_limited(check_folder, str(folder), template, is_adapter)
     except ValueError as error:
         raise UserError(f"source.model: {model} cannot be used: {error}.") from None
     for note in notes:
         print(f"note: source.model: {note}")
+
+
+def _call_limited(check: Callable[..., Any], *args: Any) -> Any:
+    return limited_child.call(check, *args, seconds=CHECK_SECONDS, memory=CHECK_MEMORY)
 
 
 def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
@@ -201,9 +205,10 @@ def _fetch_reference(params: Source, base: Path, template: str) -> None:
 
 def _merge(folder: Path, adapter: Path, base: Path) -> None:
     """After fine-tuning with LoRA, base and reference model are the model with that adapter merged."""
-    from training.models.adapters import merge_folders  # heavy: torch, peft
+    from training.models.adapters import check_targets, merge_folders  # heavy: torch, peft
 
     try:
+        _call_limited(check_targets, str(folder), str(adapter))
         merge_folders(folder, adapter, base)
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(

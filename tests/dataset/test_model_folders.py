@@ -160,7 +160,7 @@ VARIANTS: dict[str, tuple[Damage, str]] = {
     "generation: no JSON": (text("generation_config.json", "{"), "generation_config.json is not valid JSON"),
     "generation: a list": (text("generation_config.json", "[1]"), "generation_config.json is no JSON object"),
     "generation: end": (generation(eos_token_id="x"), "`eos_token_id` cannot be 'x'"),
-    "generation: ends": (generation(eos_token_id=[1, -1]), r"`eos_token_id` cannot be \[1, -1\]"),
+    "generation: ends": (generation(eos_token_id=[1, True]), r"`eos_token_id` cannot be \[1, True\]"),
     "generation: temperature": (generation(temperature="hot"), "`temperature` cannot be 'hot'"),
     "generation: cache": (generation(cache_implementation="nonesuch"), "`cache_implementation` cannot be 'nonesuch'"),
     "generation: sampling": (generation(do_sample="yes"), "`do_sample` cannot be 'yes'"),
@@ -374,6 +374,14 @@ def test_an_adapter_may_ask_for_plain_lora_alone(tiny_base, other_adapter, tmp_p
         adapters.load_adapter(load_model(tiny_base, "float32"), other_adapter)
     with pytest.raises(ValueError, match=named):
         adapters.merge_folders(tiny_base, other_adapter, tmp_path / "merged")
+
+
+def test_an_expression_that_takes_for_ever_is_refused(tiny_base, other_adapter, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "CHECK_SECONDS", 2.0)
+    edit("adapter_config.json", target_modules=r"((\w|\.)+)+$x")(other_adapter)
+    check_addresses(params(tiny_base, other_adapter))
+    with pytest.raises(UserError, match=r"source\.adapter: .* reading it takes more than 2 s"):
+        fetch_model(params(tiny_base, other_adapter), tmp_path)
 
 
 def test_an_adapters_module_is_not_imported(tiny_base, other_adapter, tmp_path, monkeypatch):

@@ -114,6 +114,12 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
             raise ValueError(f"{folder} is not a whole adapter of this model: {error}") from None
 
 
+def check_targets(base: str, adapter: str) -> None:
+    """ValueError if the model has no layers for the adapter. Its expressions may take for ever to match their names."""
+    with torch.device("meta"):
+        inject_adapter_in_model(LoraConfig(**adapter_options(Path(adapter))), empty_model(load_config(Path(base))))
+
+
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters of a model with an adapter."""
     parts = ("lora_", "modules_to_save.")

@@ -35,7 +35,7 @@ LARGEST_BUFFERS = 4 << 30  # bytes that a model computes when it is loaded, such
 PROBE = "".join(map(chr, range(32, 127))) + " Ünïcödé ½ ﬁ 日本語 한국어 العربية हिन्दी 😀\n\t"
 MOST_TOKENS = 32  # per character: bytes of a character that Unicode writes as several
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-FLAGS = ("do_sample", "use_cache", "early_stopping")
+FLAGS = ("do_sample", "use_cache")
 NUMBERS = (
     "temperature",
     "top_k",
@@ -151,12 +151,12 @@ def _check_generation(folder: Path) -> None:
 
 
 def _fits(key: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key in TOKENS:
-        return all(isinstance(n, int) and 0 <= n < 2**31 for n in (value if isinstance(value, list) else [value]))
+    if key in TOKENS:  # -1 stands for none
+        return all(type(n) is int and -1 <= n < 2**31 for n in (value if isinstance(value, list) else [value]))
     if key == "cache_implementation":
         return value in ALL_CACHE_IMPLEMENTATIONS
-    return is_number if key in NUMBERS else not (key in FLAGS and not isinstance(value, bool))
+    expected = (int, float) if key in NUMBERS else (bool,) if key in FLAGS else None
+    return expected is None or type(value) in expected
 
 
 def _checked_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
