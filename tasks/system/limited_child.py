@@ -22,7 +22,7 @@ def call(work: Callable[..., Any], *args: Any, seconds: float, memory: int) -> A
     `memory` counts the bytes that the child adds to what it has from its parent (Linux).
     """
     # A forked child shares the libraries that this process has imported; fork is safe on Linux alone.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_report, args=(sender, work, args))
     child.start()

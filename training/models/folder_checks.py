@@ -121,8 +121,9 @@ def _check_tensors(config: PreTrainedConfig, headers: dict[str, Tensor]) -> list
 def _loading_report(empty: PreTrainedModel, headers: dict[str, Tensor]) -> dict[str, Any]:
     """transformers knows what is tied, fused and renamed; on the meta device loading costs nothing."""
     options = {"config": empty.config, "state_dict": headers, "device_map": "meta", "ignore_mismatched_sizes": True}
+    kind: Any = type(empty)
     try:
-        return type(empty).from_pretrained(None, output_loading_info=True, **options)[1]
+        return dict(kind.from_pretrained(None, output_loading_info=True, **options)[1])
     except Exception as error:
         fused = "tensors that belong together, such as a layer's experts, are incomplete or differ in shape"
         detail = fused if "conversion of the weights" in str(error) else _first_line(error)

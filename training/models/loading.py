@@ -48,7 +48,7 @@ def load_model(
     model = load_weights(AutoModelForCausalLM, folder, DTYPES[dtype], **options)
     disable_dropout(model)
     if device and quantization != "nf4":
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
     if quantization == "fp8":
         use_fp8(model, dtype)
     return model
