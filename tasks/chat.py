@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path
+from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
 from tasks.release.verify import require_intact_version
 from tasks.runs.open_run import open_run, weights_of
 from tasks.system.files import read_json
@@ -27,7 +27,7 @@ def model_folder(name: str | None) -> Path:
     if name is None:
         name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
     if (Path(name) / "config.json").exists():
-        return Path(name)
+        return plain_folder(Path(name))
     if name == "base":
         return base_folder(load_params().source.model)
     if name.endswith("/base"):

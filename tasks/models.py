@@ -8,7 +8,7 @@ from typing import Any
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, known_sha256, read_json, recall
-from training.models.model_files import ADAPTER, loadable, model_files
+from training.models.model_files import ADAPTER, embedded_adapter, loadable, model_files
 from training.models.remote_code import check_configuration
 
 HUB = "hub:"
@@ -108,6 +108,16 @@ def model_links(folder: Path) -> Iterator[Path]:
         except ValueError as error:
             raise UserError(f"The model in {folder} cannot be used: {error}.") from None
         yield files
+
+
+def plain_folder(folder: Path) -> Path:
+    """The folder of a model that is used as it is; UserError if it also holds an adapter."""
+    if found := embedded_adapter(folder):
+        raise UserError(
+            f"{folder} also holds an adapter ({found}), which would be left out. Merge it with peft's "
+            "`merge_and_unload`, or move the adapter's files away."
+        )
+    return folder
 
 
 def adapter_hashes(folder: Path) -> dict[str, str]:

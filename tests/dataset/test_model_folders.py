@@ -16,12 +16,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tasks import source
+from tasks import chat, source
+from tasks.config.params import RewardModel, load_params
 from tasks.errors import UserError
+from tasks.evaluation.judges import reward_folder
 from tasks.models import base_folder
 from tasks.source import check_addresses, fetch_model
 from tests.dataset.test_source import edit, params
 from tests.models import test_architectures as architectures
+from tests.support.workspaces import PROJECT
 from training.models import adapters
 from training.models.folder_checks import _check_tensors
 from training.models.loading import load_config, load_model
@@ -331,6 +334,19 @@ def test_an_adapter_in_the_models_folder_can_be_named_as_one(model, adapter, tmp
     fetch_model(params(model, model), base)
     given = adapters.prompt_logits(load_model(base, "float32"), PROMPT)
     assert adapters.largest_difference(given, adapters.prompt_logits(expected, PROMPT)) < 1e-4
+
+
+def test_an_adapter_in_the_folder_is_not_left_out_in_silence(model, adapter):
+    """Of a model to chat with or to serve, and of a judge."""
+    assert chat.model_folder(str(model)) == model
+    judge = load_params(PROJECT / "params.yaml").evaluate.model_copy(
+        update={"reward_model": RewardModel(model=str(model), label=None)}
+    )
+    assert reward_folder(judge) == model
+    shutil.copy(adapter / "adapter_config.json", model)
+    for find in (lambda: chat.model_folder(str(model)), lambda: reward_folder(judge)):
+        with pytest.raises(UserError, match=r"model also holds an adapter \(adapter_config\.json\).*merge_and_unload"):
+            find()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from training.models.chat import render
 from training.models.loading import empty_model, load_config, missing_tensors
-from training.models.model_files import ADAPTER, VOCABULARIES, loadable, model_files, read_object
+from training.models.model_files import VOCABULARIES, embedded_adapter, loadable, model_files, read_object
 from training.models.tokenizer import load_tokenizer
 from training.models.weights import read_headers
 
@@ -61,9 +61,9 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
     """
     logging.set_verbosity_error()
     path = Path(folder)
-    if not adapter and (found := _adapter_files(path)):
+    if not adapter and (found := embedded_adapter(path)):
         raise ValueError(
-            f"its folder also holds an adapter ({found[0]}), which would be left out. Set source.adapter: {folder} to "
+            f"its folder also holds an adapter ({found}), which would be left out. Set source.adapter: {folder} to "
             "train the model with the adapter merged, or move the adapter's files away"
         )
     model_files(path)
@@ -81,10 +81,6 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
     if template == "auto" and tokenizer.chat_template:
         _check_template(tokenizer)
     return notes
-
-
-def _adapter_files(folder: Path) -> list[str]:
-    return [path.name for path in (*map(folder.__truediv__, ADAPTER), *folder.glob("adapter_model*")) if path.exists()]
 
 
 def _tried(problem: str, work: Callable[..., T], *args: Any) -> T:

@@ -60,6 +60,12 @@ def model_files(folder: Path) -> list[str]:
     return sorted([*texts, *weights])
 
 
+def embedded_adapter(folder: Path) -> str | None:
+    """A file of an adapter beside the model's own, which transformers would load and an export would leave out."""
+    found = [path.name for path in (folder / ADAPTER[0], *sorted(folder.glob("adapter_model*"))) if path.exists()]
+    return next(iter(found), None)
+
+
 def weight_files(folder: Path) -> list[str]:
     """Like transformers, ignores the index beside a single file; empty if there are no weights."""
     if (folder / SINGLE).is_file():
