@@ -223,6 +223,15 @@ def test_random_numbers_never_take_the_place_of_a_tensor(model):
         load_model(model, "float32")
 
 
+def test_a_generation_config_decides_nothing_but_the_end_of_an_answer(model):
+    """transformers saves no temperature without `do_sample`, and generates with no stop strings without a tokenizer."""
+    generation(eos_token_id=[2, 7], temperature=0.9, stop_strings=["x"], repetition_penalty=5.0)(model)
+    check_addresses(params(model, None))
+    given = load_model(model, "float32").generation_config
+    assert (given.eos_token_id, given.temperature, given.stop_strings) == ([2, 7], None, None)
+    given.save_pretrained(model)
+
+
 @pytest.mark.parametrize("name", architectures.ALL)
 def test_only_real_gaps_count_as_missing_tensors(name, tmp_path):
     """Tied weights, fused experts and renamed prefixes are no gaps; each tensor of the files is needed."""

@@ -222,7 +222,11 @@ def write_config(base: Path, dtype: str | None, target: Path) -> None:
     config.architectures = [type(empty_model(config)).__name__]
     config.dtype = dtype or config.dtype
     config.save_pretrained(target)
-    if (base / GENERATION).exists():
+    copy_generation_config(base, target)
+
+
+def copy_generation_config(base: Path, target: Path) -> None:
+    if (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, target / GENERATION)
 
 

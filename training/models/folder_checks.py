@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from training.models.chat import render
-from training.models.loading import empty_model, load_config, missing_tensors
+from training.models.loading import TOKENS, empty_model, load_config, missing_tensors
 from training.models.model_files import VOCABULARIES, embedded_adapter, loadable, model_files, read_object
 from training.models.tokenizer import load_tokenizer
 from training.models.weights import read_headers
@@ -34,7 +34,6 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LARGEST_BUFFERS = 4 << 30  # bytes that a model computes when it is loaded, such as masks
 PROBE = "".join(map(chr, range(32, 127))) + " Ünïcödé ½ ﬁ 日本語 한국어 العربية हिन्दी 😀\n\t"
 MOST_TOKENS = 32  # per character: bytes of a character that Unicode writes as several
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 FLAGS = ("do_sample", "use_cache")
 NUMBERS = (
     "temperature",
@@ -60,6 +59,7 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
     `adapter`: the files of an adapter may lie in the folder, because they are named as one.
     """
     logging.set_verbosity_error()
+    torch.set_num_threads(1)  # the threads of a parent that has computed are not there in its forked child
     path = Path(folder)
     if not adapter and (found := embedded_adapter(path)):
         raise ValueError(

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
 from training.models.fp8 import use_fp8
 from training.models.model_files import loadable
 from training.models.remote_code import check_configuration, reject_hub_kernels
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")  # of a generation config
 
 logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
 
@@ -46,6 +55,8 @@ def load_model(
     if quantization == "nf4":
         options |= {"quantization_config": _nf4_config(dtype), "device_map": {"": device or "cpu"}}
     model = load_weights(AutoModelForCausalLM, folder, DTYPES[dtype], **options)
+    # Its other values would change answers without notice, and some neither generate nor save: only tokens are kept.
+    model.generation_config = GenerationConfig(**{name: getattr(model.generation_config, name) for name in TOKENS})
     disable_dropout(model)
     if device and quantization != "nf4":
         model.to(device)
