@@ -119,7 +119,7 @@ def _loading_report(empty: PreTrainedModel, headers: dict[str, Tensor]) -> dict[
     options = {"config": empty.config, "state_dict": headers, "device_map": "meta", "ignore_mismatched_sizes": True}
     kind: Any = type(empty)
     try:
-        return dict(kind.from_pretrained(None, output_loading_info=True, **options)[1])
+        return dict(kind.from_pretrained(None, trust_remote_code=False, output_loading_info=True, **options)[1])
     except Exception as error:
         fused = "tensors that belong together, such as a layer's experts, are incomplete or differ in shape"
         detail = fused if "conversion of the weights" in str(error) else _first_line(error)

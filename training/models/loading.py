@@ -56,7 +56,9 @@ def load_model(
         options |= {"quantization_config": _nf4_config(dtype), "device_map": {"": device or "cpu"}}
     model = load_weights(AutoModelForCausalLM, folder, DTYPES[dtype], **options)
     # Its other values would change answers without notice, and some neither generate nor save: only tokens are kept.
-    model.generation_config = GenerationConfig(**{name: getattr(model.generation_config, name) for name in TOKENS})
+    model.generation_config = GenerationConfig(
+        **{name: getattr(model.generation_config, name, None) for name in TOKENS}
+    )
     disable_dropout(model)
     if device and quantization != "nf4":
         model.to(device)
