@@ -8,7 +8,9 @@ from typing import Any
 from training.models.model_files import CONFIGURATION, read_object
 
 KERNEL_KEY = re.compile(r"_implementation|kernel")  # attn_implementation, experts_implementation, kernel_config, ...
-COUNT_KEY = re.compile(r"(layers?|blocks|experts|depth)$")  # transformers makes a module or a list entry for each
+COUNT_KEY = re.compile(
+    r"(layers?|blocks|experts|depth|labels)$"
+)  # transformers makes a module or a list entry for each
 LARGEST_COUNT = 10_000
 REDIRECTS = ("configuration_files", "transformers_weights")
 
