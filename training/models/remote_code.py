@@ -8,10 +8,8 @@ from typing import Any
 from training.models.model_files import CONFIGURATION, read_object
 
 KERNEL_KEY = re.compile(r"_implementation|kernel")  # attn_implementation, experts_implementation, kernel_config, ...
-COUNT_KEY = re.compile(
-    r"(layers?|blocks|experts|depth|labels)$"
-)  # transformers makes a module or a list entry for each
-LARGEST_COUNT = 10_000
+COUNT_KEY = re.compile(r"(layers?|blocks|experts|depth|labels)$")
+LARGEST_COUNT = 10_000  # transformers makes a module or an entry of a list for each
 REDIRECTS = ("configuration_files", "transformers_weights")
 
 
