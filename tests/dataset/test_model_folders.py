@@ -141,6 +141,7 @@ VARIANTS: dict[str, tuple[Damage, str]] = {
     "config: weights elsewhere": (config(transformers_weights="b.safetensors"), "`transformers_weights` names other"),
     "config: fusion": (config(fusion_config={"nonesuch": True}), "config.json"),
     "config: layers": (config(num_hidden_layers=10**9), "`num_hidden_layers` is 1000000000, and at most 10000"),
+    "config: no number": (config(rms_norm_eps=float("nan")), "`rms_norm_eps` is NaN"),
     "config: labels": (config(num_labels=10**9), "`num_labels` is 1000000000, and at most 10000"),
     "config: rotation": (config(head_dim=10**9), "more than 1 GiB of memory|more than 10 s|another shape"),
     "config: more layers": (config(num_hidden_layers=3), "lack 9 tensors of LlamaForCausalLM, such as model.layers.2"),
@@ -218,6 +219,13 @@ def test_tensors_that_the_model_does_not_have_are_named(model, capsys):
 def test_random_numbers_never_take_the_place_of_a_tensor(model):
     tensors(lambda state: state.pop(HEADS))(model)
     with pytest.raises(ValueError, match="random numbers would take their place"):
+        load_model(model, "float32")
+
+
+def test_a_quantization_whose_package_is_missing_is_named(model):
+    config(quantization_config={"quant_method": "gptq", "bits": 4})(model)
+    check_addresses(params(model, None))  # the workers may have it
+    with pytest.raises(ValueError, match=r"(?i)gptq.*Install the package"):
         load_model(model, "float32")
 
 

@@ -71,7 +71,11 @@ def load_weights(kind: Any, folder: Path, dtype: torch.dtype | str, **options: A
     """A model of this auto class with all of its weights: transformers would draw those that no file has."""
     options |= {"config": load_config(folder), "dtype": dtype, "use_safetensors": True, "local_files_only": True}
     with loadable(folder) as files:
-        model, report = kind.from_pretrained(files, trust_remote_code=False, output_loading_info=True, **options)
+        try:
+            model, report = kind.from_pretrained(files, trust_remote_code=False, output_loading_info=True, **options)
+        except ImportError as error:  # of its quantization or attention
+            problem = str(error).strip().splitlines()[0].rstrip(".")
+            raise ValueError(f"{problem}. Install the package, or choose the model in bfloat16") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(missing_tensors(missing, type(model).__name__))
     model.name_or_path = model.config.name_or_path = str(folder)  # peft looks there for the model's configuration

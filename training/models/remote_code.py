@@ -36,6 +36,8 @@ def check_configuration(folder: Path) -> None:
             )
         reject_hub_kernels(content, path)
         for key, value in _values(content):
+            if value != value:
+                raise ValueError(f"{path}: `{key}` is NaN, no number. Correct it")
             if COUNT_KEY.search(key) and isinstance(value, int | float) and value > LARGEST_COUNT:
                 raise ValueError(f"{path}: `{key}` is {value}, and at most {LARGEST_COUNT} are possible. Correct it")
 
