@@ -9,7 +9,7 @@ from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
 from tasks.dataset.reading.fetch import errors_of_stores
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path
+from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
 from tasks.release.verify import require_intact, require_intact_version
 from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model
 from tasks.runs.open_run import open_run, weights_of
@@ -33,7 +33,7 @@ def model_folder(name: str | None) -> Path:
 def weights_folder(found: NamedModel) -> Path:
     """The folder with a model's weights; what this pipeline exported is verified against its signed manifest."""
     if found.kind == FOLDER:
-        return Path(found.name).expanduser()
+        return plain_folder(Path(found.name).expanduser())
     if found.kind == HUB_MODEL:
         with errors_of_stores(f"{found.name} could not be fetched from the hub", "Check the name and your network."):
             return hub_snapshot(*hub_address(found.name))
@@ -89,7 +89,10 @@ def _load(names: Sequence[str | None]) -> "dict[str, ChatModel]":
 def load_chat_model(folder: Path) -> "ChatModel":
     from training.evaluation.chat import ChatModel  # torch: only once an answer is needed
 
-    return ChatModel(folder)
+    try:
+        return ChatModel(folder)
+    except ValueError as error:
+        raise UserError(f"The model in {folder} cannot be used: {error}.") from error
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ from services.background import is_healthy
 from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.models import model_links
 from tasks.release.verify import require_intact
 from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
@@ -73,6 +74,7 @@ class Engine:
 
     def __init__(self, target: Target, folder: Path, memory_share: float) -> None:
         self.target, self.folder, self.running, self.stack = target, folder, 0, ExitStack()
+        self.files = self.stack.enter_context(model_links(folder))  # the model alone, whatever else lies in its folder
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         self.log = home() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
@@ -81,7 +83,7 @@ class Engine:
             self.log.replace(self.log.with_suffix(".log.1"))
         env = {name: value for name, value in os.environ.items() if not name.startswith(SECRET)} | OFFLINE
         output = self.stack.enter_context(self.log.open("w"))
-        command = engine_command(self.folder, port, memory_share)
+        command = engine_command(self.files, port, memory_share)
         self.process = self.stack.enter_context(processes.spawn(command, home(), env, output))
 
     @property
@@ -100,7 +102,7 @@ class Engine:
 
     def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
         """A request in the engine's own format, always as a stream: closing it ends the generation."""
-        body: dict[str, Any] = {"model": str(self.folder), "messages": messages, "stream": True}
+        body: dict[str, Any] = {"model": str(self.files), "messages": messages, "stream": True}
         if uses_vllm():
             return {**body, **parameters, "stream_options": {"include_usage": True}}
         # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -9,24 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-)
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-from peft.utils.save_and_load import load_peft_weights
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from training.models import base_tensors, weights
-from training.models.loading import empty_model, load_config
+from training.models.adapter_config import adapter_options
+from training.models.loading import empty_model, load_config, load_weights
+from training.models.model_files import loadable_adapter
+from training.models.tokenizer import read_tokenizer
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
@@ -147,7 +143,20 @@ def _move_principal_part(layer: Any) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    return PeftModel.from_pretrained(model, str(folder)).eval()
+    """ValueError if the adapter asks for what is not done, or lacks a tensor, for which peft would keep its start."""
+    config = LoraConfig(**adapter_options(folder))
+    with loadable_adapter(folder) as files, warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, str(files), config=config).eval()
+        except UserWarning as error:
+            raise ValueError(f"{folder} is not a whole adapter of this model: {error}") from None
+
+
+def check_targets(base: str, adapter: str) -> None:
+    """ValueError if the model has no layers for the adapter. Its expressions may take for ever to match their names."""
+    with torch.device("meta"):
+        inject_adapter_in_model(LoraConfig(**adapter_options(Path(adapter))), empty_model(load_config(Path(base))))
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -213,13 +222,13 @@ def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[s
 
 def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:
     """For each weight that the adapter changes, by its name in the base model's files: a function that merges it."""
-    config = PeftConfig.from_pretrained(str(adapter))
+    config = LoraConfig(**adapter_options(adapter))
     if not _is_plain_lora(config):
         raise NotMergeableByTensor(f"{adapter} is not plain LoRA on the weights of layers")
     files = base_tensors.one_to_one(base_tensors.parameter_names(model, weights.locate(base)))
     with torch.device("meta"):
         inject_adapter_in_model(config, model)
-    state = load_peft_weights(str(adapter), device="cpu")
+    state = load_file(adapter / "adapter_model.safetensors")
     layers: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -233,11 +242,9 @@ def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Cal
     return layers
 
 
-def _is_plain_lora(config: PeftConfig) -> bool:
-    extras = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
-    return (
-        isinstance(config, LoraConfig) and config.bias == "none" and not any(getattr(config, n, None) for n in extras)
-    )
+def _is_plain_lora(config: LoraConfig) -> bool:
+    extras = ("modules_to_save", "target_parameters", "trainable_token_indices")
+    return config.bias == "none" and not any(getattr(config, name) for name in extras)
 
 
 @torch.no_grad()
@@ -271,8 +278,7 @@ def write_merged(base: Path, policy: Path, target: Path, dtype: torch.dtype | No
             tensors = _converted(base, base_tensors.replaced(base, policy), dtype)
         weights.write(tensors, target, shard_size)
     except NotMergeableByTensor:
-        options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
-        whole = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
+        whole = load_weights(AutoModelForCausalLM, base, dtype or "auto")
         merged = load_adapter(whole, policy).merge_and_unload(safe_merge=True)
         state = revert_weight_conversion(merged, merged.state_dict())
         weights.write(base_tensors.replaced(base, state), target, shard_size)
@@ -288,7 +294,11 @@ def write_config(base: Path, dtype: str | None, target: Path) -> None:
     for part in (config, config.get_text_config()):
         part.dtype = dtype or part.dtype
     config.save_pretrained(target)
-    if (base / GENERATION).exists():
+    copy_generation_config(base, target)
+
+
+def copy_generation_config(base: Path, target: Path) -> None:
+    if (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, target / GENERATION)
 
 
@@ -297,7 +307,7 @@ def merge_folders(model: Path, policy: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     write_merged(model, policy, target, None, SHARD_SIZE)
     write_config(model, None if is_adapter(policy) else dtype_of(policy), target)
-    AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
+    read_tokenizer(model).save_pretrained(target)
     base_tensors.copy_processor(model, target)
 
 

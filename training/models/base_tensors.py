@@ -19,8 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from training.models import weights
 from training.models.loading import empty_model, load_config
-
-PROCESSOR_FILES = ("*processor*.json", "chat_template.json")  # of images, audio and video; the tokenizer has its own
+from training.models.model_files import OF_PROCESSORS
 
 
 def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str | None]:
@@ -103,8 +102,9 @@ def exported_config(folder: Path) -> PreTrainedConfig:
 
 def copy_processor(base: Path, target: Path) -> None:
     """The files that prepare images, audio and video."""
-    for path in (path for pattern in PROCESSOR_FILES for path in base.glob(pattern)):
-        shutil.copyfile(path, target / path.name)
+    for name in (*OF_PROCESSORS, "chat_template.json"):
+        if (base / name).is_file():
+            shutil.copyfile(base / name, target / name)
 
 
 def check_complete(base: Path, export: Path) -> int:
