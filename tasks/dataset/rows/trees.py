@@ -35,8 +35,9 @@ def from_tree(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
 def _rankings(node: dict[str, Any], before: list[Message]) -> Iterator[tuple[list[Message], list[Message]]]:
     """(conversation, answers from best to worst) of each message with several ranked answers."""
     conversation = [*before, _turn(node)]
-    listed = node.get("replies") if isinstance(node.get("replies"), list) else []
-    replies = [reply for reply in listed if isinstance(reply, dict) and not reply.get("deleted")]
+    listed = node.get("replies")
+    replies = [reply for reply in listed if isinstance(reply, dict)] if isinstance(listed, list) else []
+    replies = [reply for reply in replies if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     answers = [_turn(reply) for reply in sorted(ranked, key=lambda reply: require_number(reply["rank"], "rank"))]
     if len(answers) > 1 and answers[0]["role"] == "assistant":
