@@ -73,6 +73,11 @@ CASES: dict[str, tuple[Callable[[int], dict], Layout, dict[object, str]]] = {
         {1: "first", 0: "second"},
     ),
     "nobody voted": (sided, AUTO, {}),
+    "nobody voted on answers to a history": (
+        lambda n: {"history": f"Q {n}?", "human_ref_A": f"{GOOD} {n}", "human_ref_B": f"{BAD} {n}"},
+        AUTO,
+        {},
+    ),
     "the vote is always the same": (lambda n: {**sided(n), "vote": 7}, AUTO, {}),
     "another column has the prompt": (
         lambda n: {"user_text_input": f"Q {n}?", **compared(n, "response_a", "response_b"), "label": n % 2},

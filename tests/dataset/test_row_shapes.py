@@ -75,6 +75,7 @@ EXAMPLES = [
     ),
     ("transcript", {f"{side}_messages": [parts(turn) for turn in turns] for side, turns in SIDES.items()}),
     ("pairs", {"prompt": "Q?", "chosen": ["good"], "rejected": ["bad"]}),
+    ("transcript", {side: [turns] for side, turns in SIDES.items()}),
 ]
 
 

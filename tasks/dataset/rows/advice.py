@@ -43,7 +43,7 @@ class Start(NamedTuple):
     def columns(self, columns: Mapping[str, str]) -> str:
         """What to write to add these columns to those that are configured."""
         pairs = (self.wanted.columns | dict(columns)).items()
-        return f"{self.key}.columns to {_mapping((ours, _quoted(theirs, str)) for ours, theirs in pairs)}"
+        return f"{self.key}.columns to {_mapping((ours, _quoted(theirs, lambda name: name)) for ours, theirs in pairs)}"
 
     def values(self, column: str, values: Iterable[str], meanings: str) -> str:
         pairs = ((_quoted(value, vote_key), meanings) for value in sorted(values))
@@ -108,18 +108,18 @@ def _undecided(start: Start, works: Works) -> str:
     if not answers or found.keys() & {"winner", "score1"}:
         return ""
     first, second = answers[0][0], answers[1]
-    prompt = {} if "prompt" in found else _hinted(start.example, "prompt")
-    candidates = verdicts(start.rows, start.example, first, second)
-    sides = {f"every `{first}` is better than its `{second}`": (first, second)}
-    sides[f"every `{second}` is the better one"] = (second, first)
-    fixed = {why: prompt | dict(zip(("chosen", "rejected"), pair, strict=True)) for why, pair in sides.items()}
-    if not all(works(_with(start.wanted, columns)) for columns in fixed.values()):
+    named = {"prompt": found["prompt"]} if "prompt" in found else _hinted(start.example, "prompt")
+    fixed = {"chosen": first, "rejected": second}
+    prompt = next((columns for columns in ({}, named) if works(_with(start.wanted, columns | fixed))), None)
+    if prompt is None:
         return ""
+    candidates = verdicts(start.rows, start.example, first, second)
     if not candidates:
-        ways = "; ".join(f"if {why}, set {start.columns(columns)}" for why, columns in fixed.items())
+        other = start.columns(prompt | {"chosen": second, "rejected": first})
         return (
             f"No column says which of `{first}` and `{second}` is better. Add a column `winner` with A, B or tie; or, "
-            f"{ways}."
+            f"if every `{first}` is better than its `{second}`, set {start.columns(prompt | fixed)}; if every "
+            f"`{second}` is, set {other}."
         )
     held = "; ".join(map(start.held, candidates))
     ways = ", or ".join(start.columns(prompt | {"winner": verdict.column}) for verdict in candidates)
@@ -177,10 +177,11 @@ def _mapping(pairs: Iterable[tuple[str, str]]) -> str:
     return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
 
 
-def _quoted(text: str, key: Callable[[object], str]) -> str:
+def _quoted(text: str, key: Callable[[object], object]) -> str:
     """The text as a key or value of a YAML mapping, with quotes only where it would be read as something else."""
     try:
         ((read, value),) = parse_yaml(f"{{{text}: {text}}}").items()
     except (yaml.YAMLError, ValueError, AttributeError):
         return to_yaml(text)
-    return text if key(read) == key(value) == key(text) else to_yaml(text)
+    is_plain = isinstance(read, str | int | float) and key(read) == key(value) == key(text)
+    return text if is_plain else to_yaml(text)

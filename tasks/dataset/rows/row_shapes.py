@@ -112,10 +112,13 @@ def _openai(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
 
 
 def _prompt_in(*columns: str) -> Callable[[RawRow, RowLayout], list[MaybePreference]]:
-    """For rows with a prompt in one of these columns, and chosen and rejected: text, messages, or lists of answers."""
+    """For rows with chosen and rejected (text, messages, or lists of answers), and a prompt in one of these columns.
+
+    Without a column both sides are whole conversations.
+    """
 
     def read(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
-        prompt = messages.prompt_messages(row, *columns)
+        prompt = messages.prompt_messages(row, *columns) if columns else []
         return [_two_sides(prompt, one, layout) for one in _each_pair(row, layout.expand)]
 
     return read
@@ -238,7 +241,7 @@ SHAPES: dict[str, Shape] = {
     "pairs": Shape(_has("prompt", "chosen", "rejected"), _prompt_in("prompt")),
     "messages": Shape(_has("messages", "chosen", "rejected"), _prompt_in("messages")),
     "instruction": Shape(_has("instruction", "chosen", "rejected"), _prompt_in("instruction", "prompt")),
-    "transcript": Shape(_has("chosen", "rejected"), lambda row, layout: [_two_sides([], row, layout)]),
+    "transcript": Shape(_has("chosen", "rejected"), _prompt_in()),
     "scored": Shape(lambda row: _has_completions(row) and "scores" in row, from_ranking),
     "ranked": Shape(_has_completions, from_ranking),
     "alpaca": Shape(

@@ -4,6 +4,7 @@ A map from values to first, second or tie says it. Numbers may stand for a range
 -3 to 3, and fractions lie between the numbers that mean first and second (AlpacaEval's 1.2 is a preference of 0.8).
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,7 +38,7 @@ def read_vote(value: Any, meaning: Mapping[str, str]) -> tuple[float, float]:
         return SHARES[meaning[side]], abs(number)
     ends = {meaning[end]: float(end) for end in meaning if number_of(end) is not None and meaning[end] != "tie"}
     if number is None or number.is_integer() or len(ends) < 2 or not min(ends.values()) < number < max(ends.values()):
-        raise RejectedRow("bad_number", f"which answer the vote {value} prefers is not known")
+        raise RejectedRow("bad_number", f"which answer the vote {str(value)[:40]} prefers is not known")
     return (number - ends["second"]) / (ends["first"] - ends["second"]), 0.0
 
 
@@ -107,7 +108,9 @@ def is_fraction(text: str) -> bool:
 
 
 def number_of(text: str) -> float | None:
+    """The finite number that the text is, if it is one."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
