@@ -16,6 +16,7 @@ import numpy as np
 from tasks import stage
 from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
+from tasks.config.strict import to_yaml
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card
 from tasks.dataset.card.row_stats import RowStats, check_limits
@@ -25,7 +26,7 @@ from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstra
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import better_shape, decided_by, decode, describe, layout_key, source_layout
+from tasks.dataset.rows.layouts import better_shape, decided_by, decode, describe, section_of, source_layout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
 from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import count_splits, write_splits
@@ -90,7 +91,7 @@ def process(
     if unknown := [name for name in params.by_source if name not in names]:
         raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
-    sources = [_row_source(entry, params) for entry in entries]
+    sources = [_row_source(entry, params, others=len(entries) > 1) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
@@ -112,13 +113,13 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
     return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
-def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
+def _row_source(entry: dict[str, Any], params: Prepare, others: bool) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     path, file = files_of(entry)[0]
     rows = first_rows(path, file)
     if entry["key"] == SAMPLED:
         params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
-    layout = source_layout(entry["name"], rows, file, params)
+    layout = source_layout(entry["name"], rows, file, params, others)
     if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
         how = ", ".join(filter(None, (layout.shape, decided_by(rows, layout))))
         signs = (
@@ -158,8 +159,10 @@ def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource], params
     """Advice for a source whose rows can be read as another shape; empty if there is none."""
     for entry, source in zip(entries, sources, strict=True):
         if shape := better_shape(first_rows(*files_of(entry)[0]), source.layout):
-            key = layout_key(source.name, params)
-            return f"The rows of {source.name} were read as {source.layout.shape}. Set {key}.format to {shape}."
+            key, own = section_of(source.name, params, others=len(sources) > 1)
+            wanted = {"format": shape, "columns": params.columns}
+            setting = f"{own} to {to_yaml(wanted)}" if own else f"{key}.format to {shape}"
+            return f"The rows of {source.name} were read as {source.layout.shape}. Set {setting}."
     return ""
 
 

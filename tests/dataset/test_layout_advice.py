@@ -10,9 +10,11 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tasks.config.params import Layout
+from tasks.config.params import Layout, load_params
+from tasks.config.paths import ROOT
 from tasks.dataset.rows import advice, layouts
-from tasks.dataset.rows.layouts import better_shape, decided_by, decode, find_layout
+from tasks.dataset.rows.advice import Section
+from tasks.dataset.rows.layouts import better_shape, decided_by, decode, find_layout, source_layout
 from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.rows.row_shapes import SHAPES
 from tasks.dataset.rows.vote_values import vote_key
@@ -165,13 +167,36 @@ def test_an_error_without_a_setting_says_what_to_change():
     ranked = [{"prompt": chat("Hi", "Hello", "Q 0?"), "completions": [f"{GOOD} 0", f"{BAD} 0"]}]  # what it asks for
     assert is_right(ranked, AUTO, ties=0)
     pairs = [{"prompt": "Q 0?", "chosen": f"{GOOD} 0", "rejected": f"{BAD} 0"}]
-    with pytest.raises(UserError, match=r"prepare\.by_source\.chat\.columns maps prompt to `q`.*or remove prompt from"):
-        find_layout(pairs, "a.jsonl", Layout(format="auto", columns={"prompt": "q"}), "prepare.by_source.chat")
+    named = Layout(format="auto", columns={"prompt": "q"})
+    with pytest.raises(
+        UserError, match=r"by_source\.chat\.columns maps prompt to `q`.*or set .*\.chat\.columns to \{\}"
+    ):
+        find_layout(pairs, "a.jsonl", named, Section("prepare.by_source.chat"))
     with pytest.raises(UserError, match=r"prepare\.values has no effect: a\.jsonl is read as pairs.*Remove it"):
         find_layout(pairs, "a.jsonl", Layout(format="auto", columns={}, values={"winner": {1: "first"}}))
     assert is_right(pairs, AUTO, ties=0)  # with the setting removed
-    with pytest.raises(UserError, match=r"Map the columns in prepare\.columns"):
+    with pytest.raises(UserError, match=r"Map the columns, for example: set prepare\.columns to \{prompt: question"):
         find_layout([{"input": "Q 0?", "text": "a"}], "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        ([{"context": "Q 0?", "chosen": f"{GOOD} 0", "rejected": f"{BAD} 0"}], {}),
+        ([{"input": "Q 0?", "chosen": f"{GOOD} 0", "rejected": f"{BAD} 0"}], {"columns": {"chosen": "good"}}),
+        ([{"input": "Q 0?", "chosen": f"{GOOD} 0", "rejected": f"{BAD} 0"}], {"values": {"winner": {0: "first"}}}),
+        ([{"user_text_input": "Q 0?", "answer_a": f"{GOOD} 0", "answer_b": f"{BAD} 0", "label": 3}], {}),
+    ],
+)
+def test_in_a_mixture_the_advice_changes_one_source(rows, settings):
+    """What other sources are read with stays as it is: the entry in prepare.by_source is complete."""
+    prepare = load_params(ROOT / "params.yaml").prepare.model_copy(update=settings)
+    with pytest.raises(UserError) as error:
+        source_layout("chat", rows, "chat.jsonl", prepare, others=True)
+    found = next(re.finditer(r"prepare\.by_source\.chat to (?=\{format)", str(error.value)))
+    wanted = Layout(**mapping_at(str(error.value), found.end()))
+    assert is_right(rows, wanted, ties=0)
+    source_layout("chat", rows, "chat.jsonl", prepare.model_copy(update={"by_source": {"chat": wanted}}), others=True)
 
 
 def test_every_error_about_a_layout_is_followed_here(monkeypatch: pytest.MonkeyPatch):

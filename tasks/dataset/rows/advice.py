@@ -6,7 +6,7 @@ Names and values are quoted where YAML needs it. Columns are suggested only if r
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,6 +20,7 @@ from tasks.dataset.rows.votes import Verdict, answer_columns, verdicts, vote_col
 from tasks.errors import UserError
 
 SHOWN = 12  # values of a column in an error
+EXAMPLE = {"prompt": "question", "chosen": "good", "rejected": "bad"}
 VOTES = "first|second|tie"
 LABELS = "desirable|undesirable"
 # Words in the names of columns, for suggestions; the rejected answer first, since `dispreferred` has both.
@@ -31,23 +32,33 @@ HINTS = {
 }
 
 
+class Section(NamedTuple):
+    """The part of the configuration that says how the rows of a source are laid out."""
+
+    key: str = "prepare"
+    own: str = ""  # the entry to add for this source alone, where `key` is for others, too
+
+
 class Start(NamedTuple):
-    """The rows at the start of a file, `example` with a value of each column, and the layout that `key` configures."""
+    """The rows at the start of a file, `example` with a value of each column, and the layout that is configured."""
 
     rows: Sequence[RawRow]
     example: RawRow
     file: str
     wanted: Layout
-    key: str = "prepare"
+    section: Section
 
-    def columns(self, columns: Mapping[str, str]) -> str:
-        """What to write to add these columns to those that are configured."""
-        pairs = (self.wanted.columns | dict(columns)).items()
-        return f"{self.key}.columns to {_mapping((ours, _quoted(theirs, lambda name: name)) for ours, theirs in pairs)}"
-
-    def values(self, column: str, values: Iterable[str], meanings: str) -> str:
-        pairs = ((_quoted(value, vote_key), meanings) for value in sorted(values))
-        return f"{self.key}.values to {{{column}: {_mapping(pairs)}}}"
+    def setting(self, columns: Mapping[str, str] | None = None, values: Mapping[str, Any] | None = None) -> str:
+        """What to set where: these columns, added to the configured ones, and these values."""
+        wanted = self.wanted
+        changes = {"columns": wanted.columns | dict(columns)} if columns is not None else {}
+        changes |= {"values": values} if values else {}
+        if not self.section.own:
+            return " and ".join(f"{self.section.key}.{name} to {to_yaml(value)}" for name, value in changes.items())
+        kept = {"format": wanted.format, "columns": wanted.columns} | (
+            {"values": wanted.values} if wanted.values else {}
+        )
+        return f"{self.section.own} to {to_yaml(kept | changes)}"
 
     def held(self, verdict: Verdict) -> str:
         counts = verdict.values.most_common()
@@ -59,27 +70,48 @@ class Start(NamedTuple):
 Works = Callable[[Layout], bool]  # whether rows can be read with these settings
 
 
+def missing_column(start: Start, ours: str, theirs: str) -> UserError:
+    """prepare.columns names a column that the file does not have."""
+    key, has = start.section.key, ", ".join(map(str, start.example))
+    rest = start._replace(wanted=start.wanted.model_copy(update={"columns": {}}))
+    others = {name: column for name, column in start.wanted.columns.items() if name != ours}
+    return UserError(
+        f"{key}.columns maps {ours} to `{theirs}`, but {start.file} has no such column. It has {has}. Name one of "
+        f"them, or set {rest.setting(others)}."
+    )
+
+
+def unread_values(start: Start, shape: str, column: str) -> UserError:
+    """prepare.values has meanings for a column that rows of this shape do not have."""
+    rest = start._replace(wanted=start.wanted.model_copy(update={"values": {}}))
+    way = f"Set {rest.setting({})}" if start.section.own else "Remove it"
+    return UserError(
+        f"{start.section.key}.values has no effect: {start.file} is read as {shape}, which has no {column}. {way}."
+    )
+
+
 def unclear_votes(start: Start, verdict: Verdict, first: str, second: str) -> UserError:
     """Votes whose meaning is not evident; or a column that has none, which somebody named."""
     held = f"{start.file}: {start.held(verdict)} in the first {len(start.rows)} rows"
     sides = f"first is `{first}`, second is `{second}`"
     if not any(map(is_fraction, verdict.values)):
-        setting = start.values("winner", verdict.values, VOTES)
+        setting = start.setting(values=_choices("winner", verdict.values, VOTES))
         return UserError(
             f"{held}, and which answer each value prefers is not evident. Look it up, and set {setting}: {sides}."
         )
     numbers = [number for value in verdict.values if (number := number_of(value)) is not None]
     ends = [str(math.floor(min(numbers))), str(math.ceil(max(numbers)))]
     others = [other for other in verdicts(start.rows, start.example, first, second) if other.column != verdict.column]
-    instead = "".join(f"Set {start.columns({'winner': other.column})} if `{other.column}` does. " for other in others)
+    instead = "".join(f"Set {start.setting({'winner': other.column})} if `{other.column}` does. " for other in others)
+    scale = start.setting(values=_choices("winner", ends, "first|second"))
     return UserError(
         f"{held}: fractions, which do not say who wins. {instead}If it is a scale that goes from one answer to the "
-        f"other, set {start.values('winner', ends, 'first|second')}: {sides}."
+        f"other, set {scale}: {sides}."
     )
 
 
 def unclear_labels(start: Start, verdict: Verdict) -> UserError:
-    setting = start.values("label", verdict.values, LABELS)
+    setting = start.setting(values=_choices("label", verdict.values, LABELS))
     return UserError(
         f"{start.file}: {start.held(verdict)} in the first {len(start.rows)} rows, and which of them mark a desirable "
         f"answer is not evident. Set {setting}."
@@ -115,14 +147,14 @@ def _undecided(start: Start, works: Works) -> str:
         return ""
     candidates = verdicts(start.rows, start.example, first, second)
     if not candidates:
-        other = start.columns(prompt | {"chosen": second, "rejected": first})
+        other = start.setting(prompt | {"chosen": second, "rejected": first})
         return (
             f"No column says which of `{first}` and `{second}` is better. Add a column `winner` with A, B or tie; or, "
-            f"if every `{first}` is better than its `{second}`, set {start.columns(prompt | fixed)}; if every "
+            f"if every `{first}` is better than its `{second}`, set {start.setting(prompt | fixed)}; if every "
             f"`{second}` is, set {other}."
         )
     held = "; ".join(map(start.held, candidates))
-    ways = ", or ".join(start.columns(prompt | {"winner": verdict.column}) for verdict in candidates)
+    ways = ", or ".join(start.setting(prompt | {"winner": verdict.column}) for verdict in candidates)
     return (
         f"More than one column may say which of `{first}` and `{second}` is better: {held}. Look it up, and set {ways}."
     )
@@ -133,9 +165,9 @@ def _suggestion(start: Start, works: Works) -> str:
     for columns, values in _suggestions(start):
         meanings = {value: ("first", "second")[n % 2] for n, value in enumerate(values)}
         if works(_with(start.wanted, columns, {"winner": meanings} if values else {})):
-            more = f" and {start.values('winner', values, VOTES)}, where first is the first of the two answers"
-            return f"Set {start.columns(columns)}{more if values else ''}."
-    return f"Map the columns in {start.key}.columns, for example {{prompt: question, chosen: good, rejected: bad}}."
+            setting = start.setting(columns, _choices("winner", values, VOTES) if values else None)
+            return f"Set {setting}{', where first is the first of the two answers' if values else ''}."
+    return f"Map the columns, for example: set {start.setting(EXAMPLE)}."
 
 
 def _suggestions(start: Start) -> Iterable[tuple[dict[str, str], Iterable[str]]]:
@@ -173,15 +205,14 @@ def _with(wanted: Layout, columns: Mapping[str, str], values: Mapping[str, Mappi
     return wanted.model_copy(update={"columns": wanted.columns | dict(columns), "values": values or wanted.values})
 
 
-def _mapping(pairs: Iterable[tuple[str, str]]) -> str:
-    return f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
+def _choices(column: str, values: Iterable[str], meanings: str) -> dict[str, dict[Any, str]]:
+    """prepare.values with the possible meanings of each value; numbers are written without quotes."""
+    return {column: {_as_yaml_reads(value): meanings for value in sorted(values)}}
 
 
-def _quoted(text: str, key: Callable[[object], object]) -> str:
-    """The text as a key or value of a YAML mapping, with quotes only where it would be read as something else."""
+def _as_yaml_reads(value: str) -> Any:
     try:
-        ((read, value),) = parse_yaml(f"{{{text}: {text}}}").items()
-    except (yaml.YAMLError, ValueError, AttributeError):
-        return to_yaml(text)
-    is_plain = isinstance(read, str | int | float) and key(read) == key(value) == key(text)
-    return text if is_plain else to_yaml(text)
+        read = parse_yaml(value)
+    except (yaml.YAMLError, ValueError):
+        return value
+    return read if isinstance(read, str | int | float) and vote_key(read) == vote_key(value) else value

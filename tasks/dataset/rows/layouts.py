@@ -11,46 +11,53 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.config.params import Layout, Prepare
-from tasks.dataset.rows.advice import Start, unclear_labels, unclear_votes, unknown_shape
+from tasks.dataset.rows.advice import (
+    Section,
+    Start,
+    missing_column,
+    unclear_labels,
+    unclear_votes,
+    unknown_shape,
+    unread_values,
+)
 from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import to_text
 from tasks.dataset.rows.preference import LABELS, PANDALM, Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
-from tasks.dataset.rows.vote_values import vote_key
+from tasks.dataset.rows.vote_values import is_fraction, vote_key
 from tasks.dataset.rows.votes import Verdict, answer_columns, count_values, known_votes, vote_columns
 from tasks.errors import UserError
 from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
+IN_PREPARE = Section()
 SAMPLE = 200  # rows to try a shape on
 UNKNOWN = 0.1  # largest share of unknown labels that still leaves the others evident
 WIDTH = 100  # characters of a decoded text
 
 
-def source_layout(name: str, rows: Sequence[RawRow], file: str, params: Prepare) -> RowLayout:
+def source_layout(name: str, rows: Sequence[RawRow], file: str, params: Prepare, others: bool = False) -> RowLayout:
     """The layout of the source `name`, by the first rows of its first file."""
-    layout = find_layout(rows, file, params.by_source.get(name, params), layout_key(name, params))
+    layout = find_layout(rows, file, params.by_source.get(name, params), section_of(name, params, others))
     return replace(layout, expand=params.expand, min_margin=params.min_margin, ties=params.ties)
 
 
-def layout_key(name: str, params: Prepare) -> str:
-    """The section that configures the layout of a source."""
-    return f"prepare.by_source.{name}" if name in params.by_source else "prepare"
+def section_of(name: str, params: Prepare, others: bool) -> Section:
+    """The part of the configuration for a source; `others`: there are further sources, which may have other columns."""
+    own = f"prepare.by_source.{name}"
+    return Section(own) if name in params.by_source else Section(own=own if others else "")
 
 
-def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO, key: str = "prepare") -> RowLayout:
-    """The layout of the rows at the start of a file, by the settings `wanted` under `key`, and by the columns."""
+def find_layout(rows: Sequence[RawRow], file: str, wanted: Layout = AUTO, section: Section = IN_PREPARE) -> RowLayout:
+    """The layout of the rows at the start of a file, by the settings `wanted` in `section`, and by the columns."""
     example: RawRow = {}
     for row in rows:
         example |= {name: value for name, value in row.items() if example.get(name) is None}
+    start = Start(rows, example, file, wanted, section)
     for ours, theirs in wanted.columns.items():
         if not has_column(example, theirs):
-            raise UserError(
-                f"{key}.columns maps {ours} to `{theirs}`, but {file} has no such column. Name one of those that it "
-                f"has ({', '.join(map(str, example))}), or remove {ours} from {key}.columns."
-            )
-    start = Start(rows, example, file, wanted, key)
+            raise missing_column(start, ours, theirs)
     layout = _decide(start)
     if layout is None:
         raise unknown_shape(start, lambda other: _can_read(start._replace(wanted=other)))
@@ -92,9 +99,7 @@ def _meanings(start: Start, shape: str, columns: Mapping[str, str]) -> Mapping[s
     """What each vote or label means: as configured, or as the values show."""
     verdict, configured = {"votes": "winner", "unpaired": "label"}.get(shape), start.wanted.values
     if unread := [name for name in configured if name != verdict]:
-        raise UserError(
-            f"{start.key}.values has no effect: {start.file} is read as {shape}, which has no {unread[0]}. Remove it."
-        )
+        raise unread_values(start, shape, unread[0])
     if verdict in configured:
         return {vote_key(value): meaning for value, meaning in configured[verdict].items()}
     if shape == "unpaired":
@@ -155,10 +160,11 @@ def decided_by(rows: Sequence[RawRow], layout: RowLayout) -> str:
     ours = "winner" if "winner" in layout.columns or "winner" in rows[0] else "annotator1"
     column = layout.columns.get(ours, ours)
     values = count_values(rows, column)
-    shown = {value: layout.votes[key] for value in values if (key := vote_key(value)) in layout.votes}
+    shown = {value: layout.votes[key] for value in sorted(values) if (key := vote_key(value)) in layout.votes}
     if len(shown) < len(values) and len(layout.votes) <= 4:
         shown = dict(layout.votes)  # of a range
-    return f"`{column}`: {', '.join(f'{value} = {meaning}' for value, meaning in shown.items())}"
+    between = ", fractions lie between" if any(map(is_fraction, values)) else ""
+    return f"`{column}`: {', '.join(f'{value} = {meaning}' for value, meaning in shown.items())}{between}"
 
 
 def better_shape(rows: Sequence[RawRow], layout: RowLayout) -> str | None:
