@@ -50,15 +50,12 @@ class Start(NamedTuple):
 
     def setting(self, columns: Mapping[str, str] | None = None, values: Mapping[str, Any] | None = None) -> str:
         """What to set where: these columns, added to the configured ones, and these values."""
-        wanted = self.wanted
-        changes = {"columns": wanted.columns | dict(columns)} if columns is not None else {}
+        changes: dict[str, Any] = {"columns": self.wanted.columns | dict(columns)} if columns is not None else {}
         changes |= {"values": values} if values else {}
         if not self.section.own:
             return " and ".join(f"{self.section.key}.{name} to {to_yaml(value)}" for name, value in changes.items())
-        kept = {"format": wanted.format, "columns": wanted.columns} | (
-            {"values": wanted.values} if wanted.values else {}
-        )
-        return f"{self.section.own} to {to_yaml(kept | changes)}"
+        whole = {name: getattr(self.wanted, name) for name in Layout.model_fields}
+        return f"{self.section.own} to {to_yaml(whole | changes)}"
 
     def held(self, verdict: Verdict) -> str:
         counts = verdict.values.most_common()
