@@ -139,7 +139,8 @@ def _undecided(start: Start, works: Works) -> str:
     first, second = answers[0][0], answers[1]
     named = {"prompt": found["prompt"]} if "prompt" in found else _hinted(start.example, "prompt")
     fixed = {"chosen": first, "rejected": second}
-    prompt = next((columns for columns in ({}, named) if works(_with(start.wanted, columns | fixed))), None)
+    prompts: list[dict[str, str]] = [{}, named]
+    prompt = next((columns for columns in prompts if works(_with(start.wanted, columns | fixed))), None)
     if prompt is None:
         return ""
     candidates = verdicts(start.rows, start.example, first, second)
