@@ -2,7 +2,8 @@
 
 # prepare.format: the keys of SHAPES in tasks/dataset/rows/row_shapes.py.
 ROW_FORMATS = (
-    *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "unpaired"),
+    *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "tree"),
+    "unpaired",
 )
 # prepare.columns
 COLUMNS = (
@@ -28,7 +29,7 @@ REJECT_REASONS = (
     *("invalid_json", "invalid_utf8", "unreadable_value", "not_an_object", "missing_field", "not_text", "bad_number"),
     *("wrong_role", "turn_order", "no_shared_prompt", "empty_prompt", "empty_answer", "equal_answers", "absurd_length"),
     *("template_refused", "template_rewrites", "nothing_left", "contradiction", "prompt_in_eval", "id_not_unique"),
-    *("duplicate", "near_duplicate", "over_length", "tie", "small_margin", "excluded", "not_sampled"),
+    *("duplicate", "near_duplicate", "over_length", "tie", "no_comparison", "small_margin", "excluded", "not_sampled"),
 )
 # evaluate.harness.tasks: names for several tasks of lm-evaluation-harness.
 HARNESS_PRESETS = {

@@ -35,6 +35,7 @@ SKIPPED = {
     "near_duplicate": "nearly the same words as an earlier pair",
     "over_length": "longer than prepare.max_tokens",
     "tie": "both answers have the same score or number of votes",
+    "no_comparison": "the row has no two answers that somebody compared",
     "small_margin": "the scores differ by less than prepare.min_margin",
     "excluded": "the file source.exclude names the pair",
     "not_sampled": "outside the share of its source or the sample of prepare.max_pairs, or replaced by sampled answers",
