@@ -11,7 +11,7 @@ from tasks.config.paths import ROOT
 from tasks.config.strict import to_yaml
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
-from tasks.dataset.templates import ChatTemplate, choose_template
+from tasks.dataset.templates import ChatTemplate, template_of
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts, examine_data
@@ -76,7 +76,7 @@ def _examine_model(folder: Path, options: Prepare) -> tuple[ChatTemplate, ModelF
 
     tokenizer = load_tokenizer(folder)
     facts = examine_model(folder, tokenizer)
-    return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on), facts
+    return template_of(tokenizer, folder, options), facts
 
 
 def render(choices: list[Choice], command: str, name: str) -> str:

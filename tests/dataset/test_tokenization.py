@@ -129,7 +129,7 @@ def test_a_merge_of_prompt_and_response_is_detected():
     (tokens,) = tokenize(template, [pair])
     assert tokens.merged
     assert template.tokenizer.decode(tokens.prompt_ids) == "hel"
-    assert template.tokenizer.decode(tokens.prompt_ids + tokens.chosen_ids) == "hello you"
+    assert template.tokenizer.decode(tokens.prompt_ids + tokens.chosen_ids) == "hello you<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,8 @@ def test_tools_reach_the_template():
 
 
 def test_a_template_that_raises_or_rewrites_the_prompt_rejects_the_row():
-    fussy = CHATML.replace("{{ message['content'] }}", "{{ raise_exception('no') if message.content == 'x' else 1 }}")
+    wanted = "{{ raise_exception('no') if message.content == 'x' else message.content }}"
+    fussy = CHATML.replace("{{ message['content'] }}", wanted)
     results = tokenize(make(fussy), [PAIR, Preference([turn("user", "x")], GOOD, BAD)])
     assert isinstance(results[0], TokenizedPair)
     assert isinstance(results[1], RejectedRow)

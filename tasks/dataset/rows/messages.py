@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, cycle, groupby, pairwise
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,10 @@ ROLES = {
     "human": "user",
     "developer": "system",
 }
-EXTRA_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # a chat template may read these too
+EXTRA_KEYS = ("tool_calls", "tool_call_id", "name")  # a chat template may read these too
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field; the first is ours
+NOT_TEXT = ("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos")
+READ_KEYS = {"role", "from", "content", "value", "function_call", *EXTRA_KEYS, *REASONING}
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -153,9 +157,28 @@ def require_number(value: Any, column: str) -> float:
     return parsed
 
 
+def reject_media(holder: RawRow, where: str) -> None:
+    """Reject what has images, audio or video beside its text: nothing but text is trained."""
+    if name := next((name for name in NOT_TEXT if holder.get(name)), None):
+        raise RejectedRow("unsupported_part", f"`{name}` of {where}; remove it if the text can stand alone")
+
+
+def unread_keys(row: RawRow) -> Iterator[str]:
+    """The keys of a row's messages that nothing reads, such as an id or a language; once for each message."""
+    for value in row.values():
+        turns = value.get("messages") if isinstance(value, dict) and "messages" in value else value
+        for turn in turns if isinstance(turns, list) else [turns]:
+            if isinstance(turn, dict) and ("role" in turn or "from" in turn):
+                yield from (str(name) for name in turn if name not in READ_KEYS and turn[name])
+
+
 def _message(turn: Any, column: str) -> Message:
     if not isinstance(turn, dict):
         raise RejectedRow("not_text", f"a message of {column}")
+    if len(turn) > 2:
+        reject_media(turn, f"a message of {column}")
+        if isinstance(call := turn.get("function_call"), dict) and not turn.get("tool_calls"):  # OpenAI's old format
+            turn = {**turn, "tool_calls": [{"type": "function", "function": call}]}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if role is None or (content is None and not turn.get("tool_calls")):
         raise RejectedRow("missing_field", f"a message of {column} has no role or no content")
@@ -163,13 +186,29 @@ def _message(turn: Any, column: str) -> Message:
         raise RejectedRow("wrong_role", f"{role!r} in {column}")
     if content is not None and not isinstance(content, str):
         content = _join_parts(content, column)
+    message = {"role": ROLES[role], "content": content or ""}
+    return message if len(turn) == 2 else message | _extra(turn, column)
+
+
+def _extra(turn: RawRow, column: str) -> Message:
     extra = {name: turn[name] for name in EXTRA_KEYS if turn.get(name)}
-    return {"role": ROLES[role], "content": content or "", **extra}
+    if isinstance(calls := extra.get("tool_calls"), str):  # as tables hold them
+        with suppress(ValueError, RecursionError):
+            extra["tool_calls"] = calls = json.loads(calls)
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RejectedRow("not_text", f"tool_calls of a message of {column}")
+    reasoning = next((turn[name] for name in REASONING if turn.get(name)), None)
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise RejectedRow("not_text", f"the reasoning of a message of {column}")
+    return {**extra, REASONING[0]: reasoning} if reasoning else extra
 
 
 def _join_parts(content: Any, column: str) -> str:
     """OpenAI's list of content parts, if all of them are text."""
     parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if isinstance(part, dict) and not isinstance(part.get("text"), str) and part.get("type", "text") != "text":
+            raise RejectedRow("unsupported_part", f"a part of the type {part['type']!r} in a message of {column}")
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RejectedRow("not_text", f"the content of a message of {column}")
     return "".join(part["text"] for part in parts)
