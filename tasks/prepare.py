@@ -18,6 +18,7 @@ from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card
+from tasks.dataset.card.preview import describe
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
 from tasks.dataset.dedup import Columns, Mask
@@ -25,7 +26,7 @@ from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstra
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import better_shape, decode, describe, source_layout
+from tasks.dataset.rows.layouts import better_shape, decode, source_layout
 from tasks.dataset.rows.preference import RowLayout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
 from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
@@ -91,7 +92,7 @@ def process(
     if unknown := [name for name in params.by_source if name not in names]:
         raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
-    sources = [_row_source(entry, params) for entry in entries]
+    sources = [_row_source(entry, params, template) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
@@ -113,19 +114,19 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
     return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
-def _row_source(entry: dict[str, Any], params: Prepare) -> RowSource:
+def _row_source(entry: dict[str, Any], params: Prepare, template: ChatTemplate) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     path, file = files_of(entry)[0]
     rows = first_rows(path, file)
     if entry["key"] == SAMPLED:
         params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
     layout = source_layout(entry["name"], rows, file, params)
-    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
+    if examples := list(describe(template, decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES])):
         how = f"{layout.shape}{_decided_by(layout)}"
         signs = (
             "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
         )
-        print(f"prepare: {entry['name']} is read as {how}. Check three {signs}:")
+        print(f"prepare: {entry['name']} is read as {how}. Check three {signs}, the loss in «»:")
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)

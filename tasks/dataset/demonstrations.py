@@ -19,6 +19,7 @@ from tasks.dataset.rows import messages
 from tasks.dataset.rows.contract import check_unicode
 from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+from tasks.dataset.rows.row_shapes import parse_tools
 from tasks.dataset.shards import count_splits, write_shard, write_splits
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.tokenization import TokenizedPair, tokenize
@@ -69,6 +70,7 @@ def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params:
 
 def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     """The conversation of a row; RejectedRow if it has none. The answer is its last turn, or all after the question."""
+    messages.reject_media(row, "the row")
     if "messages" in row or "conversations" in row:
         turns = messages.to_messages(row.get("messages", row.get("conversations")), "messages", "user")
         first = next((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
@@ -86,7 +88,7 @@ def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     if not all(turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant"):
         raise RejectedRow("empty_answer")
     check_unicode(messages.to_text(prompt), messages.to_text(answer))
-    return Preference(prompt, answer, answer)
+    return Preference(prompt, answer, answer, tools=parse_tools(row["tools"]) if row.get("tools") else None)
 
 
 def _tokenized(

@@ -166,7 +166,7 @@ def _handed(template: ChatTemplate, form: Form, turn: Message) -> Message:
     if key := reasoning_key(template):
         made |= {key: turn[reasoning.FIELD]} if reasoning.FIELD in turn else {}
     elif reasoning.VERBATIM in turn or template.reasoning == "text":
-        made = reasoning.inline(turn)
+        made = dict(reasoning.inline(turn))
     if "tool_calls" in made:
         made["tool_calls"] = [_with_arguments(call, form.text_arguments) for call in made["tool_calls"]]
         made["content"] = made["content"] or (None if form.none else "")

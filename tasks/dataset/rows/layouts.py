@@ -14,19 +14,16 @@ from typing import Any
 
 from tasks.config.params import Layout, Prepare
 from tasks.dataset.rows.contract import check_pair
-from tasks.dataset.rows.messages import to_text
 from tasks.dataset.rows.preference import LABELS, PANDALM, Preference, RowLayout
 from tasks.dataset.rows.rankings import vote_key
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
 from tasks.dataset.rows.votes import count_values, evident_votes, vote_columns, winner_column
 from tasks.errors import UserError
-from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 SAMPLE = 200  # rows to try a shape on
 UNKNOWN = 0.1  # largest share of unknown labels that still leaves the others evident
-WIDTH = 100  # characters of a decoded text
 # Words in the names of columns, for suggestions; the rejected answer first, since `dispreferred` has both.
 HINTS = {
     "rejected": re.compile(r"reject|dispref|non_?pref|bad|worse|worst|los[et]|negative"),
@@ -87,17 +84,6 @@ def decode(rows: Iterable[RawRow], layout: RowLayout) -> list[Preference]:
     """The valid preferences of these rows."""
     pairs = (pair for row in rows for pair in to_preferences(row, layout))
     return [pair for pair in pairs if isinstance(pair, Preference) and check_pair(pair, sys.maxsize) is None]
-
-
-def describe(preferences: Iterable[Preference]) -> list[str]:
-    """Short lines for each: the prompt's last turn, then + the chosen and - the rejected answer."""
-    lines = []
-    for preference in preferences:
-        parts = {"": preference.prompt[-1:], "  + ": preference.chosen, "  - ": preference.rejected}
-        if preference.sign:
-            del parts["  - " if preference.sign > 0 else "  + "]
-        lines += [sign + _short(to_text(turns)) for sign, turns in parts.items()]
-    return lines
 
 
 def better_shape(rows: Sequence[RawRow], layout: RowLayout) -> str | None:
@@ -183,8 +169,3 @@ def _suggest(rows: Sequence[RawRow], example: RawRow) -> dict[str, str]:
     if "completions" in columns and (winner := winner_column(rows, example)):
         return prompt | {"completions": columns["completions"], "winner": winner}
     return {}
-
-
-def _short(text: str) -> str:
-    line = " ".join(printable(text).split())
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
