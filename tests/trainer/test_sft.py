@@ -43,6 +43,13 @@ def test_rows_with_one_answer(row: dict) -> None:
     assert (demonstration.prompt, demonstration.chosen) == ([QUESTION], [ANSWER])
 
 
+def test_tools_reach_the_template_and_images_do_not_vanish() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert read_demonstration({"messages": [QUESTION, ANSWER], "tools": json.dumps(tools)}).tools == tools
+    with pytest.raises(RejectedRow, match="`images` of the row"):
+        read_demonstration({"messages": [QUESTION, ANSWER], "images": ["x.png"]})
+
+
 def test_the_answer_is_the_last_turn_or_all_turns_after_the_question() -> None:
     row = {"messages": [QUESTION, ANSWER, QUESTION, ANSWER], "system": "Be brief."}
     last, every = read_demonstration(row), read_demonstration(row, loss_on="all")
