@@ -298,6 +298,7 @@ TWO_CALLS = {**call(), "tool_calls": call()["tool_calls"] + call("Rome in the so
     ("name", "field", "prompt", "chosen"),
     [
         ("qwen3", "`name` of turn 1", [{**QUESTION[0], "name": "Alice of the north"}], [GOOD]),
+        ("qwen3", "`name` of turn 2 (tool)", [*QUESTION, result()], [GOOD]),
         ("gptoss", "`tool_calls[1]`", QUESTION, [TWO_CALLS]),
         ("qwen3", "`tool_call_id`", [*QUESTION, TWO_CALLS, result("Sun.", "call00002"), result()], [GOOD]),
     ],
@@ -329,3 +330,18 @@ def test_tools_as_text_are_found_by_the_words_of_hermes():
     assert '<tool_response>\n{"name": "weather_of", "content": "Rain, 7 degrees."}\n</tool_response>' in prompt
     assert prompt.index("<tools>") < prompt.index("Where is the cup?")
     assert tokens.notes == Note.TOOLS_AS_TEXT
+
+
+def test_tools_as_text_join_the_system_turn_or_else_the_first_question():
+    told = [system("Be brief and kind."), *QUESTION]
+    for name, prompt, before in (
+        ("llama3", told, "Be brief and kind.\n\nYou may call these functions."),
+        ("gemma", QUESTION, "<start_of_turn>user\nYou may call these functions."),
+    ):
+        template = make(TEMPLATES[name], tools="text")
+        text, _ = shown(template, render(template, prompt, [GOOD], TOOLS))
+        assert before in text
+        assert text.index("</tools>") < text.index("Where is the cup?")
+    results = [result("Sun.", "call00002"), result("Rain.", "call00001")]
+    text, _ = shown(template, render(template, [*QUESTION, TWO_CALLS, *results], [GOOD], TOOLS))
+    assert text.index("Rain.") < text.index("Sun.")  # in the order of their calls, which have no ids here

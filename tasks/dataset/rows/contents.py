@@ -64,8 +64,6 @@ def _links(turns: Sequence[Message], index: int) -> Iterator[tuple[str, Iterable
     turn = turns[index]
     first = next((n for n in range(index, -1, -1) if turns[n]["role"] != "tool"), -1)
     calls = turns[first].get("tool_calls", ()) if first >= 0 else ()
-    if not calls:
-        return
     names = [str(call_function(call).get("name", "")) for call in calls]
     ids = [call.get("id") for call in calls]
     if turn.get("tool_call_id") in ids and ids.index(turn["tool_call_id"]) != index - first - 1:

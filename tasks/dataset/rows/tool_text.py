@@ -69,8 +69,10 @@ def _with_definitions(prompt: list[Message], tools: Sequence[Any], system: bool)
     """The tools in the system turn, or before the first question where the template writes no system turn."""
     lines = [tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False, default=str) for tool in tools]
     text = "\n".join([HEAD, *lines, "</tools>"])
-    first = prompt[0]
-    if not system or first["role"] == "system":
-        order = [first["content"], text] if first["role"] == "system" else [text, first["content"]]
-        return [{**first, "content": "\n\n".join(filter(None, order))}, *prompt[1:]]
-    return [{"role": "system", "content": text}, *prompt]
+    if prompt[0]["role"] == "system":
+        return [{**prompt[0], "content": f"{prompt[0]['content']}\n\n{text}".lstrip()}, *prompt[1:]]
+    if system:
+        return [{"role": "system", "content": text}, *prompt]
+    first = next(n for n, turn in enumerate(prompt) if turn["role"] == "user")
+    question = {**prompt[first], "content": f"{text}\n\n{prompt[first]['content']}"}
+    return [*prompt[:first], question, *prompt[first + 1 :]]
