@@ -61,7 +61,8 @@ def _marked(turns: Sequence[Message]) -> tuple[list[Message], Message]:
         if reasoning.VERBATIM in turn:
             marked[reasoning.VERBATIM] = reasoning.inline(marked)["content"]
         if "tool_calls" in turn:
-            marked["tool_calls"] = [_marked_call(call, mark) for call in turn["tool_calls"]]
+            calls = enumerate(turn["tool_calls"])
+            marked["tool_calls"] = [_marked_call(call, f"{number} {index}", mark) for index, call in calls]
         if "tool_call_id" in turn:
             marked["tool_call_id"] = mark(turn["tool_call_id"], "id")
         if "name" in turn:
@@ -90,11 +91,9 @@ def _marked_tools(tools: Any) -> list[Any] | None:
     return [{"type": "function", "function": function} if nested else function]
 
 
-def _marked_call(call: Any, mark: Any) -> dict[str, Any]:
-    function = {
-        "name": mark(call_function(call).get("name", ""), "name"),
-        "arguments": {mark("key", "key"): mark("value", "value")},
-    }
+def _marked_call(call: Any, number: str, mark: Any) -> dict[str, Any]:
+    name = mark(call_function(call).get("name", ""), "name")
+    function = {"name": name, "arguments": {mark(number, "key"): mark(number, "value")}}
     made = {"type": "function", "function": function} if "function" in call else function
     return made | ({"id": mark(call["id"], "id")} if call.get("id") else {})
 
@@ -128,11 +127,13 @@ def _try_frame(template: ChatTemplate, form: Form, context: list[Message], answe
     except RejectedRow as rejected:
         return Frame(form, lost=rejected.detail)
     dropped = any(turn.get(reasoning.FIELD, "") not in prompt for turn in context)
-    lost = ""
-    for empty, opened in ((False, ""), (True, ""), (False, _opened(prompt))):
-        if (empty and reasoning.FIELD in answer) or (opened and not _opened(prompt)):
-            continue
-        frame = Frame(form, empty_thought=empty, opened=opened, earlier_dropped=dropped)
+    plain, lost = Frame(form, earlier_dropped=dropped), ""
+    frames = [plain]
+    if reasoning.FIELD not in answer:
+        frames.append(replace(plain, empty_thought=True))
+    if opened := OPENED.search(prompt):
+        frames.append(replace(plain, opened=opened.group()))
+    for frame in frames:
         written = answer_of(frame, answer)
         whole = render(template, [*before, *handed(template, form, [written])], tools)
         try:
@@ -169,8 +170,3 @@ def _next_opening(template: ChatTemplate, frame: Frame, turns: list[Message], be
     if not ids or ids[0] not in template.stop_ids:
         return None
     return str(template.tokenizer.convert_ids_to_tokens(ids[0]))
-
-
-def _opened(prompt: str) -> str:
-    found = OPENED.search(prompt)
-    return found.group() if found else ""

@@ -300,6 +300,7 @@ TWO_CALLS = {**call(), "tool_calls": call()["tool_calls"] + call("Rome in the so
         ("qwen3", "`name` of turn 1", [{**QUESTION[0], "name": "Alice of the north"}], [GOOD]),
         ("qwen3", "`name` of turn 2 (tool)", [*QUESTION, result()], [GOOD]),
         ("gptoss", "`tool_calls[1]`", QUESTION, [TWO_CALLS]),
+        ("gptoss", "`tool_calls[1]`", QUESTION, [{**call(), "tool_calls": [*call()["tool_calls"]] * 2}]),
         ("qwen3", "`tool_call_id`", [*QUESTION, TWO_CALLS, result("Sun.", "call00002"), result()], [GOOD]),
     ],
 )
