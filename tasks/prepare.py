@@ -18,6 +18,7 @@ from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card
+from tasks.dataset.card.notes import sentences
 from tasks.dataset.card.preview import describe
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
@@ -216,8 +217,8 @@ def _write_pairs(shards: Path, pairs: Path, done: Processed, max_tokens: int) ->
 def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
     """The data of `source.sft`, in files of its own."""
     chunks = (chunk for _, _, chunk in _chunk_tasks(_raw_files(entries)))
-    counts, rejected = prepare_demonstrations(chunks, template, params, folder)
-    check_demonstrations(counts, rejected, params)
+    counts, rejected, first = prepare_demonstrations(chunks, template, params, folder)
+    check_demonstrations(counts, rejected, first, params)
     print(f"prepare: {counts['train']} answers for sft, {counts['eval']} held out")
     for name, number in rejected.items():
         print(f"prepare: sft: rejected {number}: {name}, {REJECT_REASONS[name]}")
@@ -233,6 +234,8 @@ def _log(run: Run, report: dict[str, Any]) -> None:
     )
     if counts := report["unpaired"]:
         print(f"prepare: unpaired rows: {counts['desirable']} desirable (chosen), {counts['undesirable']} undesirable")
+    for sentence in sentences(report["notes"], report["unread_keys"]):
+        print(f"prepare: {sentence}")
     for name, number in report["left_out"].items():
         print(f"prepare: rejected {number}: {name}, {REJECT_REASONS[name]}")
     for warning in report["warnings"]:

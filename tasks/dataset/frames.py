@@ -48,7 +48,7 @@ def _shape(turn: Message) -> Any:
 
 def _marked(turns: Sequence[Message]) -> tuple[list[Message], Message]:
     """Turns of the same structure with texts of our own."""
-    marks = {}
+    marks: dict[tuple[str, str], str] = {}
 
     def mark(text: Any, kind: str = "text") -> str:
         return marks.setdefault((str(text), kind), f"mark{len(marks) + 10}{kind}") if str(text).strip() else ""

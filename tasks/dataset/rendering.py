@@ -65,6 +65,10 @@ class Frame:
     drop: str = ""  # what the template writes after the answer, where `end` takes its place
     end: str = ""  # the end token, where the template writes none
 
+    @property
+    def remarkable(self) -> bool:
+        return bool(self.end or self.opened or self.empty_thought or self.earlier_dropped)
+
 
 def check_frames(*frames: Frame) -> None:
     """RejectedRow if the template drops a field or rewrites the prompt, whatever the texts are."""

@@ -41,6 +41,9 @@ class Note(IntFlag):
     TOOLS_AS_TEXT = 32
 
 
+NOTHING = Note(0)
+
+
 class Side(NamedTuple):
     """One answer of a pair: the turns before its last one, that last turn, and how the template writes them."""
 
@@ -54,7 +57,7 @@ class Side(NamedTuple):
 
 def clear(template: ChatTemplate, preference: Preference) -> tuple[Preference, Note]:
     """The pair with reasoning in its field and, if `prepare.tools` asks for it, tools as text."""
-    note = Note(0)
+    note = NOTHING
     sides = (preference.prompt, preference.chosen, preference.rejected)
     if template.tools == "text" and (preference.tools or any("tool_calls" in turn for side in sides for turn in side)):
         preference, note = tools_as_text(preference, writes_system(template)), Note.TOOLS_AS_TEXT
@@ -75,8 +78,10 @@ def side_of(template: ChatTemplate, pair: Preference, answer: list[Message]) -> 
 
 
 def notes_of(sides: Sequence[Side]) -> Note:
-    note = Note(0)
+    note = NOTHING
     for _, answer, frame in sides:
+        if len(answer) == 2 and not frame.remarkable:
+            continue  # the most frequent case by far
         note |= Note.END_ADDED if frame.end else 0
         note |= Note.REASONING_KEPT if FIELD in answer else 0
         note |= Note.EARLIER_REASONING_LEFT_OUT if frame.earlier_dropped else 0
