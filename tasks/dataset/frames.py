@@ -73,7 +73,7 @@ def _marked(turns: Sequence[Message]) -> tuple[list[Message], Message]:
 
 def _tool_shape(tool: Any) -> tuple[bool, ...]:
     function = call_function(tool)
-    return "function" in tool, *(bool(function.get(name)) for name in ("name", "description", "parameters"))
+    return function is not tool, *(bool(function.get(name)) for name in ("name", "description", "parameters"))
 
 
 def _marked_tools(tools: Any) -> list[Any] | None:

@@ -181,7 +181,7 @@ def _handed(template: ChatTemplate, form: Form, turn: Message) -> Message:
 
 def _with_arguments(call: Any, as_text: bool) -> Any:
     function = call_function(call)
-    arguments = parsed_arguments(function)
+    arguments = parsed_arguments(function) or {}
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, default=str)
     function = {**function, "arguments": arguments}

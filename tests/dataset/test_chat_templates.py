@@ -310,6 +310,15 @@ def test_what_the_template_drops_is_named(name, field, prompt, chosen):
     assert field in str(rejected)
 
 
+def test_a_call_without_arguments_and_tools_of_other_layouts_are_rendered():
+    without = assistant("", tool_calls=[{"function": {"name": "weather_of"}}])
+    for tools in (None, [TOOLS[0]["function"]], ["weather_of(town): tells the weather"]):
+        template = make(TEMPLATES["qwen3"])
+        tokens = render(template, QUESTION, [without], tools)
+        assert '{"name": "weather_of", "arguments": ' in shown(template, tokens)[1]
+        assert "weather_of" in shown(template, tokens)[0] or not tools
+
+
 def test_arguments_of_every_kind_are_found_again():
     arguments = {"deep": {"list": [1, 2.5, True, None, 'it\'s "so"\nand so']}, "town": "Köln"}
     chosen = assistant("", tool_calls=[{"function": {"name": "weather_of", "arguments": arguments}}])

@@ -104,7 +104,8 @@ def test_successive_turns_of_one_speaker_are_joined():
 def test_system_prompts_and_tools_belong_to_the_prompt():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
-    assert reject_reason({**PAIR, "tools": "look"}) == "not_text"
+    for strange in ("look", [7], [None], '{"name": "look"}'):
+        assert reject_reason({**PAIR, "tools": strange}) == "not_text"
     (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
     assert one.prompt == [turn("system", "Be brief."), *PROMPT]
     assert one.tools == tools
@@ -125,7 +126,8 @@ def test_reasoning_and_calls_are_read_under_each_of_their_names():
     stored = {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)}
     for call in (old, stored):
         assert read({**PAIR, "chosen": [call]})[0].chosen == [{"role": "assistant", "content": "", "tool_calls": calls}]
-    assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "tool_calls": "look"}]}) == "not_text"
+    for strange in ("look", ["look"], [{"function": "look"}]):
+        assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "tool_calls": strange}]}) == "not_text"
     assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "thinking": ["so"]}]}) == "not_text"
 
 

@@ -1,8 +1,8 @@
 """What a conversation holds that its text must hold too: every field with content is found again, or named.
 
 A chat template may write a text as it is or escaped, and may trim it. `lost_field` looks for the fields in the order
-of the turns. It reads short texts anywhere behind the previous one, so tasks.dataset.rendering asks it with marked
-texts as well: those are found only if the template reads the field.
+of the turns. It finds a short text anywhere behind the previous one, so tasks.dataset.frames asks it with marked texts
+as well: those are found only if the template reads the field.
 """
 
 import json

@@ -195,12 +195,16 @@ def _extra(turn: RawRow, column: str) -> Message:
     if isinstance(calls := extra.get("tool_calls"), str):  # as tables hold them
         with suppress(ValueError, RecursionError):
             extra["tool_calls"] = calls = json.loads(calls)
-    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise RejectedRow("not_text", f"tool_calls of a message of {column}")
     reasoning = next((turn[name] for name in REASONING if turn.get(name)), None)
     if reasoning is not None and not isinstance(reasoning, str):
         raise RejectedRow("not_text", f"the reasoning of a message of {column}")
     return {**extra, REASONING[0]: reasoning} if reasoning else extra
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function", call), dict)
 
 
 def _join_parts(content: Any, column: str) -> str:

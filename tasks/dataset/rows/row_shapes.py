@@ -91,8 +91,8 @@ def parse_tools(value: Any) -> list[Any]:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tools = None
-    if not isinstance(tools, list):
-        raise RejectedRow("not_text", "tools is not a list")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict | str) for tool in tools):
+        raise RejectedRow("not_text", "tools is not a list of objects")
     return tools
 
 
@@ -101,7 +101,7 @@ def _openai(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     request = row["input"]
     if not isinstance(request, dict) or "messages" not in request:
         raise RejectedRow("missing_field", "'input.messages'")
-    tools = request.get("tools") or None
+    tools = parse_tools(request["tools"]) if request.get("tools") else None
     sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
     prompt = messages.to_messages(request["messages"], "input.messages", "user")
     pair = _two_sides(prompt, {**row, **sides}, layout)
