@@ -78,7 +78,7 @@ def _tool_shape(tool: Any) -> tuple[bool, ...]:
 
 def _marked_tools(tools: Any) -> list[Any] | None:
     """A tool with the fields of the first one."""
-    if not tools or isinstance(tools[0], str):
+    if not tools:
         return None
     nested, *has = _tool_shape(tools[0])
     parameter = {"mark3key": {"type": "string", "description": "mark4text"}}

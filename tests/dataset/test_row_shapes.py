@@ -104,7 +104,7 @@ def test_successive_turns_of_one_speaker_are_joined():
 def test_system_prompts_and_tools_belong_to_the_prompt():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
-    for strange in ("look", [7], [None], '{"name": "look"}'):
+    for strange in ("look", ["look"], [None], '{"name": "look"}'):
         assert reject_reason({**PAIR, "tools": strange}) == "not_text"
     (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
     assert one.prompt == [turn("system", "Be brief."), *PROMPT]

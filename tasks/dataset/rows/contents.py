@@ -106,23 +106,20 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _tool_leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value.strip()
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _tool_leaves(inner) if isinstance(inner, Mapping) else _leaves(inner)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key in NAMES and isinstance(inner, str):
-                yield inner.strip()
-            elif key == "properties" and isinstance(inner, Mapping):
-                yield from map(str, inner)
-                for parameter in inner.values():
-                    yield from _tool_leaves(parameter) if isinstance(parameter, Mapping) else ()
-            elif key == "enum":
-                yield from _leaves(inner)
-            elif isinstance(inner, Mapping):
-                yield from _tool_leaves(inner)
+    """Names, descriptions, parameters and their choices; not the words of JSON Schema, which templates translate."""
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        if key in NAMES and isinstance(inner, str):
+            yield inner.strip()
+        elif key == "properties" and isinstance(inner, Mapping):
+            yield from map(str, inner)
+            for parameter in inner.values():
+                yield from _tool_leaves(parameter)
+        elif key == "enum":
+            yield from _leaves(inner)
+        else:
+            yield from _tool_leaves(inner)
 
 
 def _find(text: str, leaf: str, start: int) -> tuple[int, str]:

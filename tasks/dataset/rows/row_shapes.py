@@ -91,7 +91,7 @@ def parse_tools(value: Any) -> list[Any]:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict | str) for tool in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RejectedRow("not_text", "tools is not a list of objects")
     return tools
 

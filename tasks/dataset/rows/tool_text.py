@@ -67,7 +67,7 @@ def _call(call: Any) -> str:
 
 def _with_definitions(prompt: list[Message], tools: Sequence[Any], system: bool) -> list[Message]:
     """The tools in the system turn, or before the first question where the template writes no system turn."""
-    lines = [tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False, default=str) for tool in tools]
+    lines = [json.dumps(tool, ensure_ascii=False, default=str) for tool in tools]
     text = "\n".join([HEAD, *lines, "</tools>"])
     if prompt[0]["role"] == "system":
         return [{**prompt[0], "content": f"{prompt[0]['content']}\n\n{text}".lstrip()}, *prompt[1:]]
