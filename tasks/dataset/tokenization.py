@@ -120,14 +120,14 @@ def _tokenize_turns(template: ChatTemplate, preference: Preference) -> Tokenized
         both = zip(sides, prompts, strict=True)
         pieces = [pieces_of(template, preference, side, start, prompt) for side, prompt in both]
         (prompt,) = encode(template.tokenizer, [start])
-        encoded = [_encode_pieces(template, piece) for piece in pieces]
+        chosen, rejected = encoded = [_encode_pieces(template, piece) for piece in pieces]
         wholes = encode(template.tokenizer, [start + "".join(text for text, _ in piece) for piece in pieces])
         merged = any(
             prompt + ids != whole[: len(prompt) + len(ids)] for (ids, _), whole in zip(encoded, wholes, strict=True)
         )
-        return _make_pair(template, prompt, *encoded, merged, notes_of(sides))
-    except RejectedRow as rejected:
-        return rejected
+        return _make_pair(template, prompt, chosen, rejected, merged, notes_of(sides))
+    except RejectedRow as reason:
+        return reason
 
 
 def _encode_pieces(template: ChatTemplate, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
