@@ -124,7 +124,8 @@ def test_reasoning_and_calls_are_read_under_each_of_their_names():
     calls = [{"type": "function", "function": function}]
     old = {"role": "assistant", "content": None, "function_call": function}
     stored = {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)}
-    for call in (old, stored):
+    short = {"role": "assistant", "tool_calls": calls}  # OpenAI's own files leave the content out
+    for call in (old, stored, short, {"role": "assistant", "function_call": function}):
         assert read({**PAIR, "chosen": [call]})[0].chosen == [{"role": "assistant", "content": "", "tool_calls": calls}]
     for strange in ("look", ["look"], [{"function": "look"}]):
         assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "tool_calls": strange}]}) == "not_text"

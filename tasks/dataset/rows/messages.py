@@ -175,11 +175,12 @@ def unread_keys(row: RawRow) -> Iterator[str]:
 def _message(turn: Any, column: str) -> Message:
     if not isinstance(turn, dict):
         raise RejectedRow("not_text", f"a message of {column}")
-    if len(turn) > 2:
-        reject_media(turn, f"a message of {column}")
-        if isinstance(call := turn.get("function_call"), dict) and not turn.get("tool_calls"):  # OpenAI's old format
-            turn = {**turn, "tool_calls": [{"type": "function", "function": call}]}
+    if isinstance(call := turn.get("function_call"), dict) and not turn.get("tool_calls"):  # OpenAI's old format
+        turn = {**turn, "tool_calls": [{"type": "function", "function": call}]}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    plain = len(turn) == 2 and content is not None  # a role and a content, as in nearly all messages
+    if not plain:
+        reject_media(turn, f"a message of {column}")
     if role is None or (content is None and not turn.get("tool_calls")):
         raise RejectedRow("missing_field", f"a message of {column} has no role or no content")
     if not isinstance(role, str) or role not in ROLES:
@@ -187,7 +188,7 @@ def _message(turn: Any, column: str) -> Message:
     if content is not None and not isinstance(content, str):
         content = _join_parts(content, column)
     message = {"role": ROLES[role], "content": content or ""}
-    return message if len(turn) == 2 else message | _extra(turn, column)
+    return message if plain else message | _extra(turn, column)
 
 
 def _extra(turn: RawRow, column: str) -> Message:
