@@ -196,7 +196,9 @@ def _extra(turn: RawRow, column: str) -> Message:
     if isinstance(calls := extra.get("tool_calls"), str):  # as tables hold them
         with suppress(ValueError, RecursionError):
             extra["tool_calls"] = calls = json.loads(calls)
-    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
+    if not calls:
+        extra.pop("tool_calls", None)
+    elif not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise RejectedRow("not_text", f"tool_calls of a message of {column}")
     reasoning = next((turn[name] for name in REASONING if turn.get(name)), None)
     if reasoning is not None and not isinstance(reasoning, str):
