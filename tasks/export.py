@@ -33,17 +33,19 @@ def export(run: Run) -> None:
     base = base_folder(params.source.model)
     check(pairs_file("eval"), "prepare")
     prompts = [row["prompt_ids"] for row in read_rows(pairs_file("eval"), CHECKED_PROMPTS)]
+    card = read_json(CARD / "report.json")
     with publish(MODEL) as out:
         with WorkerPool(cluster, cluster.evaluate, Worker, "export", max_workers=1) as workers:
             folders = workers.shared_path(base), workers.shared_path(Path.cwd(), POLICY) / POLICY
             with workers.shared_output(out) as target:
-                (checks,) = workers.map("call", [(_write_model, params, *folders, target, prompts, workers.zero3)])
+                task = (_write_model, params, *folders, target, prompts, workers.zero3, card["chat_template"])
+                (checks,) = workers.map("call", [task])
         if params.train.adapter:
             shutil.copytree(POLICY, out / "adapter")
         for path in out.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600: no other user could serve it
         manifest = build_manifest(params, checks, base)
-        (out / "README.md").write_text(model_card(params, manifest, read_json(CARD / "report.json")))
+        (out / "README.md").write_text(model_card(params, manifest, card))
         write_json(out / MANIFEST, {**manifest, "files": hash_files(out)})
         seal(out)
     print(f"export: {MODEL} verified, logits differ by at most {checks['largest_logit_difference']:.2g}")
@@ -58,11 +60,11 @@ def export(run: Run) -> None:
 
 
 def _write_model(
-    params: Params, base: Path, policy: Path, out: Path, prompts: list[list[int]], zero3: bool
+    params: Params, base: Path, policy: Path, out: Path, prompts: list[list[int]], zero3: bool, template: Any
 ) -> dict[str, Any]:
     """Write the model's files and return the checks; runs in a worker, or in all workers of a model that they share."""
     from training.exporting import merging  # imports torch, which this stage's own process does not need
-    from training.models.chat import chat_pieces
+    from training.models.chat import chat_pieces, keep_template
     from training.models.tokenizer import load_tokenizer
 
     adapter, dtype, shard_size = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
@@ -70,6 +72,7 @@ def _write_model(
         checks, logits = merging.export(base, policy, adapter, dtype, out, shard_size, prompts, zero3)
         if zero3 and not merging.is_writer():
             return {}
+        keep_template(out, template, params.prepare.chat_template_kwargs)
         if params.train.quantization:
             settings = (params.evaluate.dtype, params.train.quantization, logits, prompts)
             checks["quantized_policy"] = _rounded(merging.quantization_difference(base, policy, *settings))

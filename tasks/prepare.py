@@ -19,6 +19,8 @@ from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
 from tasks.config.strict import to_yaml
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card
+from tasks.dataset.card.notes import sentences
+from tasks.dataset.card.preview import describe
 from tasks.dataset.card.row_stats import RowStats, check_limits
 from tasks.dataset.chunks import EXAMPLES, ChunkResult, ChunkTask, ChunkWorker, RawFile, RowSource
 from tasks.dataset.dedup import Columns, Mask
@@ -26,7 +28,7 @@ from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstra
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import better_shape, decided_by, decode, describe, section_of, source_layout
+from tasks.dataset.rows.layouts import better_shape, decided_by, decode, section_of, source_layout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
 from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import count_splits, write_splits
@@ -91,7 +93,7 @@ def process(
     if unknown := [name for name in params.by_source if name not in names]:
         raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
-    sources = [_row_source(entry, params, others=len(entries) > 1) for entry in entries]
+    sources = [_row_source(entry, params, template, others=len(entries) > 1) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
@@ -113,19 +115,19 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
     return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
-def _row_source(entry: dict[str, Any], params: Prepare, others: bool) -> RowSource:
+def _row_source(entry: dict[str, Any], params: Prepare, template: ChatTemplate, others: bool) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     path, file = files_of(entry)[0]
     rows = first_rows(path, file)
     if entry["key"] == SAMPLED:
         params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
     layout = source_layout(entry["name"], rows, file, params, others)
-    if examples := describe(decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES]):
+    if examples := list(describe(template, decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES])):
         how = ", ".join(filter(None, (layout.shape, decided_by(rows, layout))))
         signs = (
             "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
         )
-        print(f"prepare: {entry['name']} is read as {how}. Check three {signs}:")
+        print(f"prepare: {entry['name']} is read as {how}. Check three {signs}, the loss in «»:")
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
@@ -206,8 +208,8 @@ def _write_pairs(shards: Path, pairs: Path, done: Processed, max_tokens: int) ->
 def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate, params: Prepare, folder: Path) -> None:
     """The data of `source.sft`, in files of its own."""
     chunks = (chunk for _, _, chunk in _chunk_tasks(_raw_files(entries)))
-    counts, rejected = prepare_demonstrations(chunks, template, params, folder)
-    check_demonstrations(counts, rejected, params)
+    counts, rejected, first = prepare_demonstrations(chunks, template, params, folder)
+    check_demonstrations(counts, rejected, first, params)
     print(f"prepare: {counts['train']} answers for sft, {counts['eval']} held out")
     for name, number in rejected.items():
         print(f"prepare: sft: rejected {number}: {name}, {REJECT_REASONS[name]}")
@@ -223,6 +225,8 @@ def _log(run: Run, report: dict[str, Any]) -> None:
     )
     if counts := report["unpaired"]:
         print(f"prepare: unpaired rows: {counts['desirable']} desirable (chosen), {counts['undesirable']} undesirable")
+    for sentence in sentences(report["notes"], report["unread_keys"]):
+        print(f"prepare: {sentence}")
     for name, number in report["left_out"].items():
         print(f"prepare: rejected {number}: {name}, {REJECT_REASONS[name]}")
     for warning in report["warnings"]:

@@ -28,7 +28,8 @@ VALUES = {"winner": ("first", "second", "tie"), "label": ("desirable", "undesira
 REJECT_REASONS = (
     *("invalid_json", "invalid_utf8", "unreadable_value", "not_an_object", "missing_field", "not_text", "bad_number"),
     *("wrong_role", "turn_order", "no_shared_prompt", "empty_prompt", "empty_answer", "equal_answers", "absurd_length"),
-    *("template_refused", "template_rewrites", "nothing_left", "contradiction", "prompt_in_eval", "id_not_unique"),
+    *("unsupported_part", "template_refused", "template_drops", "template_rewrites", "nothing_left"),
+    *("contradiction", "prompt_in_eval", "id_not_unique"),
     *("duplicate", "near_duplicate", "over_length", "tie", "no_comparison", "small_margin", "excluded", "not_sampled"),
 )
 # evaluate.harness.tasks: names for several tasks of lm-evaluation-harness.

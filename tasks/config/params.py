@@ -94,6 +94,8 @@ class Prepare(Layout):
     ties: Literal["drop", "soft"]
     template: str
     chat_template_kwargs: dict[str, Any]
+    tools: Literal["template", "text"] = "template"
+    reasoning: Literal["keep", "strip", "text"] = "keep"
     loss_on: Literal["last", "all"]
     apply_loss_mask: bool
     max_tokens: Annotated[int, Field(ge=8)]

@@ -17,7 +17,7 @@ from tasks.config.params import Prepare
 from tasks.dataset.dedup import VALUES, minhash
 from tasks.dataset.reading.readers import Chunk, rows_in
 from tasks.dataset.rows.contract import check_pair
-from tasks.dataset.rows.messages import to_text
+from tasks.dataset.rows.messages import to_text, unread_keys
 from tasks.dataset.rows.preference import HASH_RANGE, Preference, RowLayout, is_held_out, row_id_hash, sample_rank
 from tasks.dataset.rows.reject_reasons import QUARANTINED, RawRow, RejectedRow
 from tasks.dataset.rows.row_shapes import to_preferences
@@ -25,6 +25,7 @@ from tasks.dataset.shards import write_shard
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
+from tasks.system.markup import shortened
 
 EXAMPLES = 3  # for each reject reason
 EXAMPLE_CHARACTERS = 240
@@ -33,6 +34,7 @@ COLUMNS: dict[str, Any] = {
     "row": np.int64,
     **dict.fromkeys(("pair_id", "swapped_id", "prompt", "row_id", "rank"), np.uint64),
     "sign": np.int8,
+    "notes": np.uint8,
     **dict.fromkeys(("prompt_tokens", "chosen_tokens", "rejected_tokens"), np.int32),
     **dict.fromkeys(("held_out", "merged", "truncated", "chosen_ends", "rejected_ends"), np.bool_),
 }
@@ -84,6 +86,7 @@ class ChunkResult:
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     quarantine: list[str] = field(default_factory=list)
     too_long: Counter = field(default_factory=Counter)  # pairs left out, by the max_tokens (doubled) that keeps them
+    unread: Counter = field(default_factory=Counter)  # messages by keys that nothing reads
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def reject(self, row_number: int, rejected: RejectedRow, row: Any) -> None:
@@ -91,7 +94,7 @@ class ChunkResult:
         entry = {"file": self.file.name, "row": row_number, "violation": rejected.name, "reason": str(rejected)}
         self.rejected[rejected.name] += 1
         if self.rejected[rejected.name] <= EXAMPLES:
-            example = {**entry, "content": to_json(content)[:EXAMPLE_CHARACTERS]}
+            example = {**entry, "content": shortened(to_json(content), EXAMPLE_CHARACTERS)}
             self.examples.setdefault(rejected.name, []).append(example)
         if rejected.name in QUARANTINED:
             self.quarantine.append(to_json({**entry, "content": content}))
@@ -126,6 +129,7 @@ class ChunkWorker:
                 result.candidates += 1
                 result.reject(number, row, None)
                 continue
+            result.unread.update(unread_keys(row))
             for pair in to_preferences(row, layout):
                 result.candidates += 1
                 if isinstance(pair, RejectedRow):
@@ -199,6 +203,7 @@ class ChunkWorker:
             "row_id": 0 if row_id is None else row_id_hash(row_id),
             "rank": sample_rank(pair.id, self.params.seed) if self.params.max_pairs else 0,
             "sign": pair.sign,
+            "notes": int(tokens.notes),
             "prompt_tokens": len(tokens.prompt_ids),
             "chosen_tokens": len(tokens.chosen_ids),
             "rejected_tokens": len(tokens.rejected_ids),
@@ -244,5 +249,6 @@ def _doubled(limit: int, length: int) -> int:
 
 
 def _signatures(preferences: Iterable[Preference]) -> NDArray[np.uint32]:
-    texts = (" ".join(map(to_text, (p.prompt, p.chosen, p.rejected))) for p in preferences)
+    sides = ((p.prompt, p.chosen, p.rejected, p.tools) for p in preferences)
+    texts = (" ".join([*map(to_text, turns), *(map(to_json, tools or ()))]) for *turns, tools in sides)
     return np.array([minhash(text) for text in texts], dtype=np.uint32).reshape(-1, VALUES)

@@ -19,6 +19,7 @@ from tasks.dataset.rows import messages
 from tasks.dataset.rows.contract import check_unicode
 from tasks.dataset.rows.preference import Preference, is_held_out, prompt_hash
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+from tasks.dataset.rows.row_shapes import parse_tools
 from tasks.dataset.shards import count_splits, write_shard, write_splits
 from tasks.dataset.templates import ChatTemplate
 from tasks.dataset.tokenization import TokenizedPair, tokenize
@@ -31,13 +32,23 @@ EVAL_FRACTION = 0.05  # if prepare.eval_fraction is null
 
 def prepare_demonstrations(
     chunks: Iterable[Chunk], template: ChatTemplate, params: Prepare, folder: Path
-) -> tuple[dict[str, int], Counter[str]]:
-    """Write the files of both splits; their numbers of rows, and the numbers of rejected rows by reason."""
+) -> tuple[dict[str, int], Counter[str], dict[str, str]]:
+    """Write the files of both splits.
+
+    Returns their numbers of rows, the numbers of rejected rows by reason, and what was wrong with the first of each.
+    """
     rejected: Counter[str] = Counter()
+    first: dict[str, str] = {}
     shards, held_out = [], []
     fraction = params.eval_fraction or EVAL_FRACTION
     for number, chunk in enumerate(chunks):
-        rows = list(_tokenized(chunk, template, params, rejected))
+        rows = []
+        for row in _tokenized(chunk, template, params):
+            if isinstance(row, RejectedRow):
+                rejected[row.name] += 1
+                first.setdefault(row.name, str(row))
+            else:
+                rows.append(row)
         shards.append(folder / f"sft-{number:06d}.shard")
         write_shard(shards[-1], rows)
         held_out.append(np.array([is_held_out(prompt_hash(row["prompt"]), fraction) for row in rows], dtype=bool))
@@ -46,19 +57,26 @@ def prepare_demonstrations(
     write_splits(folder, shards, [np.ones_like(mask) for mask in held_out], held_out, SFT_PREFIX)
     for shard in shards:
         shard.unlink()
-    return count_splits(np.concatenate(held_out)), rejected
+    return count_splits(np.concatenate(held_out)), rejected, first
 
 
-def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params: Prepare) -> None:
+def check_demonstrations(
+    counts: dict[str, int], rejected: Counter[str], first: dict[str, str], params: Prepare
+) -> None:
     """UserError if too few rows can be used."""
     bad = sum(rejected.values()) - rejected["over_length"]
     total = sum(counts.values()) + sum(rejected.values())
     reasons = ", ".join(f"{number} {name}" for name, number in rejected.most_common(3))
     if bad > params.max_bad_fraction * total:
+        most = next(name for name, _ in rejected.most_common() if name != "over_length")
+        needed = (
+            f"A row needs `messages` that end with the assistant, or a prompt ({', '.join(PROMPTS)}) and an answer "
+            f"({', '.join(ANSWERS)})"
+        )
+        advice = f"The first {most}: {first[most]}" if most.startswith("template_") else needed
         raise UserError(
-            f"source.sft: {bad} of {total} rows cannot be used ({reasons}). A row needs `messages` that end with the "
-            f"assistant, or a prompt ({', '.join(PROMPTS)}) and an answer ({', '.join(ANSWERS)}). Correct the data, or "
-            "raise prepare.max_bad_fraction."
+            f"source.sft: {bad} of {total} rows cannot be used ({reasons}). {advice}. Correct the data, or raise "
+            "prepare.max_bad_fraction."
         )
     if not all(counts.values()):
         raise UserError(
@@ -69,6 +87,7 @@ def check_demonstrations(counts: dict[str, int], rejected: Counter[str], params:
 
 def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     """The conversation of a row; RejectedRow if it has none. The answer is its last turn, or all after the question."""
+    messages.reject_media(row, "the row")
     if "messages" in row or "conversations" in row:
         turns = messages.to_messages(row.get("messages", row.get("conversations")), "messages", "user")
         first = next((n for n, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
@@ -86,13 +105,11 @@ def read_demonstration(row: RawRow, loss_on: str = "last") -> Preference:
     if not all(turn["content"].strip() or turn.get("tool_calls") for turn in answer if turn["role"] == "assistant"):
         raise RejectedRow("empty_answer")
     check_unicode(messages.to_text(prompt), messages.to_text(answer))
-    return Preference(prompt, answer, answer)
+    return Preference(prompt, answer, answer, tools=parse_tools(row["tools"]) if row.get("tools") else None)
 
 
-def _tokenized(
-    chunk: Chunk, template: ChatTemplate, params: Prepare, rejected: Counter[str]
-) -> Iterator[dict[str, Any]]:
-    """Rows of data/pairs, without those that cannot be used."""
+def _tokenized(chunk: Chunk, template: ChatTemplate, params: Prepare) -> Iterator[dict[str, Any] | RejectedRow]:
+    """Rows of data/pairs, or why a row is none."""
     demonstrations: list[Preference] = []
     for _, row in rows_in(chunk):
         try:
@@ -100,11 +117,8 @@ def _tokenized(
                 raise row
             demonstrations.append(read_demonstration(row, params.loss_on))
         except RejectedRow as reason:
-            rejected[reason.name] += 1
+            yield reason
     for demonstration, tokens in zip(demonstrations, tokenize(template, demonstrations), strict=True):
         if isinstance(tokens, TokenizedPair) and tokens.length > params.max_tokens:
             tokens = RejectedRow("over_length")
-        if isinstance(tokens, RejectedRow):
-            rejected[tokens.name] += 1
-        else:
-            yield pair_row(demonstration, tokens, "sft", 1.0)
+        yield tokens if isinstance(tokens, RejectedRow) else pair_row(demonstration, tokens, "sft", 1.0)

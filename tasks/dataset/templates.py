@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Params
+from tasks.config.params import Params, Prepare
 from tasks.dataset.rows.messages import Message
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.errors import UserError
 from tasks.models import source_folder
+from tasks.system.files import read_json
 from training.limits import bounded
 
 # For a model without a chat template.
@@ -39,6 +41,10 @@ class ChatTemplate:
     loss_on: str
     added_tokens: tuple[str, ...]  # a text may be cut before any of them
     end_ids: frozenset[int]  # tokens that may end a turn
+    stop_ids: frozenset[int]  # of them, those at which the model stops
+    tools: str = "template"  # prepare.tools
+    reasoning: str = "keep"  # prepare.reasoning
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # what tasks.dataset.rendering found out
 
 
 def load_template(params: Params) -> ChatTemplate:
@@ -46,9 +52,17 @@ def load_template(params: Params) -> ChatTemplate:
 
     # Processes share the work, not threads: the tokenizer's threads would not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(source_folder(params.source.model))
-    options = params.prepare
-    return choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
+    folder = source_folder(params.source.model)
+    return template_of(load_tokenizer(folder), folder, params.prepare)
+
+
+def template_of(tokenizer: Any, folder: Path, options: Prepare) -> ChatTemplate:
+    """The template of a model folder, by the settings of `prepare`."""
+    chosen = choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
+    stops = chosen.stop_ids.union(configured_ends(folder))
+    return replace(
+        chosen, stop_ids=stops, end_ids=chosen.end_ids | stops, tools=options.tools, reasoning=options.reasoning
+    )
 
 
 def choose_template(
@@ -69,7 +83,15 @@ def choose_template(
     added = tokenizer.added_tokens_decoder
     cuts = tuple(token.content for token in added.values() if not token.lstrip and not token.single_word)
     end_ids = frozenset({number for number, token in added.items() if token.special} | {tokenizer.eos_token_id})
-    return ChatTemplate(tokenizer, name, kwargs or {}, loss_on, cuts, end_ids)
+    return ChatTemplate(tokenizer, name, kwargs or {}, loss_on, cuts, end_ids, frozenset({tokenizer.eos_token_id}))
+
+
+def configured_ends(folder: Path) -> list[int]:
+    """The tokens at which generation stops, by the model's configuration; it often names more than the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file() and (ends := read_json(folder / name).get("eos_token_id")) is not None:
+            return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    return []
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -82,7 +104,18 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
-def render_all(template: ChatTemplate, chats: list[list[Message]], generation: bool = False) -> list[str | RejectedRow]:
+def render_all(
+    template: ChatTemplate, chats: Sequence[list[Message]], tools: Sequence[list[Any] | None], generation: bool = False
+) -> list[str | RejectedRow]:
+    """The text of each chat, or why there is none. Chats without tools are rendered all at once."""
+    plain = iter(_render_plain(template, [c for c, t in zip(chats, tools, strict=True) if not t], generation))
+    return [
+        next(plain) if not used else _try_render(template, chat, used, generation)
+        for chat, used in zip(chats, tools, strict=True)
+    ]
+
+
+def _render_plain(template: ChatTemplate, chats: list[list[Message]], generation: bool) -> list[str | RejectedRow]:
     """All at once; if the template raises an error for one of them, each alone."""
     if not chats:
         return []
@@ -91,7 +124,14 @@ def render_all(template: ChatTemplate, chats: list[list[Message]], generation: b
     except RejectedRow as rejected:
         if len(chats) == 1:
             return [rejected]
-        return [text for chat in chats for text in render_all(template, [chat], generation)]
+        return [_try_render(template, chat, None, generation) for chat in chats]
+
+
+def _try_render(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, generation: bool) -> Any:
+    try:
+        return render(template, chat, tools, generation)
+    except RejectedRow as rejected:
+        return rejected
 
 
 def render(template: ChatTemplate, chat: list[Any], tools: list[Any] | None, generation: bool = False) -> Any:

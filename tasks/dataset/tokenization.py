@@ -7,12 +7,12 @@ encoding the whole texts, for little more than half the work.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tasks.dataset.rows.messages import Message
+from tasks.dataset.rendering import check_frames, end_of_turn, explained, handed
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.templates import ChatTemplate, encode, render, render_all
+from tasks.dataset.sides import Note, clear, notes_of, pieces_of, prompt_of, side_of, start_of, whole_texts
+from tasks.dataset.templates import ChatTemplate, encode, render_all
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class TokenizedPair:
     prompt_mask: tuple[int, ...] | list[int] = ()  # empty if no token of the prompt is in the loss
     merged: bool = False  # the tokenizer merged prompt and response, so the response was tokenized alone
     truncated: bool = False
+    notes: int = 0  # of Note
 
     @property
     def length(self) -> int:
@@ -34,21 +35,38 @@ class TokenizedPair:
 
 def tokenize(template: ChatTemplate, preferences: Sequence[Preference]) -> list[TokenizedPair | RejectedRow]:
     """The tokens of each preference, or the reason why there are none. Answers of a single turn are done in bulk."""
-    in_bulk = iter(_tokenize_bulk(template, list(filter(_is_single_turn, preferences))))
-    return [next(in_bulk) if _is_single_turn(pair) else _tokenize_turns(template, pair) for pair in preferences]
+    cleared = [clear(template, preference) for preference in preferences]
+    in_bulk = iter(_tokenize_bulk(template, [pair for pair, _ in cleared if _is_single_turn(pair)]))
+    made = [next(in_bulk) if _is_single_turn(pair) else _tokenize_turns(template, pair) for pair, _ in cleared]
+    return [
+        _explained(template, tokens, pair) if isinstance(tokens, RejectedRow) else _checked(tokens, preference, note)
+        for tokens, preference, (pair, note) in zip(made, preferences, cleared, strict=True)
+    ]
 
 
 def _is_single_turn(preference: Preference) -> bool:
     sides = (preference.chosen, preference.rejected)
-    return all(len(side) == 1 for side in sides) and preference.tools is None and sides[0][0]["role"] == "assistant"
+    return all(len(side) == 1 for side in sides) and sides[0][0]["role"] == sides[1][0]["role"] == "assistant"
+
+
+def _explained(template: ChatTemplate, rejected: RejectedRow, pair: Preference) -> RejectedRow:
+    return explained(template, rejected, [*pair.prompt, *pair.chosen, *pair.rejected], pair.tools)
+
+
+def _checked(tokens: TokenizedPair, preference: Preference, note: Note) -> TokenizedPair | RejectedRow:
+    if tokens.chosen_ids == tokens.rejected_ids and preference.chosen != preference.rejected:
+        return RejectedRow("equal_answers", "as they are trained")
+    return replace(tokens, notes=tokens.notes | note) if note else tokens
 
 
 def _tokenize_bulk(template: ChatTemplate, preferences: Sequence[Preference]) -> list[TokenizedPair | RejectedRow]:
-    prompts = render_all(template, [pair.prompt for pair in preferences], generation=True)
-    chosen = render_all(template, [pair.prompt + pair.chosen for pair in preferences])
-    rejected = render_all(template, [pair.prompt + pair.rejected for pair in preferences])
-    triples = [_check_prefix(texts) for texts in zip(prompts, chosen, rejected, strict=True)]
-    rendered = [texts for texts in triples if isinstance(texts, tuple)]
+    sides = [[side_of(template, pair, answer) for answer in (pair.chosen, pair.rejected)] for pair in preferences]
+    tools = [pair.tools for pair in preferences]
+    contexts = [handed(template, chosen.frame.form, chosen.context) for chosen, _ in sides]
+    prompts = render_all(template, contexts, tools, generation=True)
+    wholes = [render_all(template, [pair[n].chat(template) for pair in sides], tools) for n in (0, 1)]
+    made = [whole_texts(*texts) for texts in zip(sides, tools, prompts, *wholes, strict=True)]
+    rendered = [texts for texts in made if isinstance(texts, tuple)]
     if rendered and not _cut_keeps_tokens(template, rendered[0]):
         template = replace(template, added_tokens=())
     parts = [part for texts in rendered for part in _cut(template, *texts)]
@@ -56,16 +74,9 @@ def _tokenize_bulk(template: ChatTemplate, preferences: Sequence[Preference]) ->
     return [
         texts
         if isinstance(texts, RejectedRow)
-        else _tokens(template, texts, next(ids), next(ids), next(ids), next(ids))
-        for texts in triples
+        else _tokens(template, texts, notes_of(pair), next(ids), next(ids), next(ids), next(ids))
+        for texts, pair in zip(made, sides, strict=True)
     ]
-
-
-def _check_prefix(texts: tuple[Any, Any, Any]) -> tuple[str, str, str] | RejectedRow:
-    """Prompt, chosen and rejected, if all of them are text and both conversations start with the prompt."""
-    if refused := next((text for text in texts if isinstance(text, RejectedRow)), None):
-        return refused
-    return texts if all(text.startswith(texts[0]) for text in texts) else RejectedRow("template_rewrites")
 
 
 def _cut_keeps_tokens(template: ChatTemplate, texts: tuple[str, str, str]) -> bool:
@@ -82,7 +93,12 @@ def _cut(template: ChatTemplate, prompt: str, chosen: str, rejected: str) -> tup
 
 
 def _tokens(
-    template: ChatTemplate, texts: tuple[str, str, str], head: list[int], tail: list[int], *wholes: list[int]
+    template: ChatTemplate,
+    texts: tuple[str, str, str],
+    notes: Note,
+    head: list[int],
+    tail: list[int],
+    *wholes: list[int],
 ) -> TokenizedPair | RejectedRow:
     merged = any(whole[: len(tail)] != tail for whole in wholes)
     if merged:
@@ -90,42 +106,28 @@ def _tokens(
     else:
         responses = [whole[len(tail) :] for whole in wholes]
     chosen, rejected = (cut_after_end(template, response) for response in responses)
-    return _make_pair(template, head + tail, (chosen, [1] * len(chosen)), (rejected, [1] * len(rejected)), merged)
+    sides = (chosen, [1] * len(chosen)), (rejected, [1] * len(rejected))
+    return _make_pair(template, head + tail, *sides, merged, notes)
 
 
 def _tokenize_turns(template: ChatTemplate, preference: Preference) -> TokenizedPair | RejectedRow:
-    """Answers of several turns, or with tools: encoded in pieces, so that the loss mask covers the assistant alone."""
+    """Answers of several turns: encoded in pieces, so that the loss mask covers the assistant alone."""
     try:
-        generation = preference.chosen[0]["role"] == preference.rejected[0]["role"] == "assistant"
-        start = render(template, preference.prompt, preference.tools, generation)
+        sides = [side_of(template, preference, answer) for answer in (preference.chosen, preference.rejected)]
+        check_frames(*(side.frame for side in sides))
+        prompts = [prompt_of(template, side, preference.tools) for side in sides]
+        start = start_of(template, preference, sides, prompts)
+        both = zip(sides, prompts, strict=True)
+        pieces = [pieces_of(template, preference, side, start, prompt) for side, prompt in both]
         (prompt,) = encode(template.tokenizer, [start])
-        sides, merged = [], False
-        for answer in (preference.chosen, preference.rejected):
-            pieces = _pieces(template, preference, answer, start)
-            ids, mask = _encode_pieces(template, pieces)
-            sides.append((ids, mask))
-            (whole,) = encode(template.tokenizer, [start + "".join(text for text, _ in pieces)])
-            merged |= prompt + ids != whole[: len(prompt) + len(ids)]
-        return _make_pair(template, prompt, sides[0], sides[1], merged)
-    except RejectedRow as rejected:
-        return rejected
-
-
-def _pieces(
-    template: ChatTemplate, preference: Preference, answer: list[Message], start: str
-) -> list[tuple[str, bool]]:
-    """The text of an answer in pieces, each with whether it is in the loss. Only the assistant's text can be."""
-    whole, end, pieces = render(template, preference.prompt + answer, preference.tools), len(start), []
-    turns = [n for n, turn in enumerate(answer) if turn["role"] == "assistant"]
-    for n in turns:
-        before = render(template, preference.prompt + answer[:n], preference.tools, generation=True)
-        after = render(template, preference.prompt + answer[: n + 1], preference.tools)
-        if not (whole.startswith(start) and whole.startswith(before) and whole.startswith(after)):
-            raise RejectedRow("template_rewrites")
-        in_loss = n == turns[-1] or template.loss_on == "all"
-        pieces += [(whole[end : len(before)], False), (whole[len(before) : len(after)], in_loss)]
-        end = len(after)
-    return [piece for piece in pieces if piece[0]]
+        chosen, rejected = encoded = [_encode_pieces(template, piece) for piece in pieces]
+        wholes = encode(template.tokenizer, [start + "".join(text for text, _ in piece) for piece in pieces])
+        merged = any(
+            prompt + ids != whole[: len(prompt) + len(ids)] for (ids, _), whole in zip(encoded, wholes, strict=True)
+        )
+        return _make_pair(template, prompt, chosen, rejected, merged, notes_of(sides))
+    except RejectedRow as reason:
+        return reason
 
 
 def _encode_pieces(template: ChatTemplate, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
@@ -147,6 +149,7 @@ def _make_pair(
     chosen: tuple[list[int], list[int]],
     rejected: tuple[list[int], list[int]],
     merged: bool,
+    notes: Note,
 ) -> TokenizedPair | RejectedRow:
     """From the prompt's ids and (ids, loss mask) of both responses."""
     bos_id = template.tokenizer.bos_token_id
@@ -154,21 +157,12 @@ def _make_pair(
         prompt = prompt[1:]  # some templates write BOS twice
     if not prompt or not any(chosen[1]) or not any(rejected[1]):
         return RejectedRow("nothing_left")
-    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged=merged)
+    return TokenizedPair(prompt, chosen[0], rejected[0], chosen[1], rejected[1], merged=merged, notes=notes)
 
 
 def cut_after_end(template: ChatTemplate, response: list[int]) -> list[int]:
     """Without what a template writes after the end of a turn (ChatML's newline): a model never generates that."""
-    for end_ids in ({template.tokenizer.eos_token_id}, template.end_ids):
-        last = next((n for n in range(len(response) - 1, -1, -1) if response[n] in end_ids), None)
-        if last is not None:
-            break
-    else:
-        return response
-    # A turn may end with another token than EOS (Gemma's <end_of_turn>), but only white space may follow it.
-    if response[last] != template.tokenizer.eos_token_id and template.tokenizer.decode(response[last + 1 :]).strip():
-        return response
-    return response[: last + 1]
+    return response[: end_of_turn(template, response)]
 
 
 def truncate(tokens: TokenizedPair, limit: int, policy: str, bos_id: int | None) -> TokenizedPair | RejectedRow:

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tasks import prepare, source
 from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
+from tasks.dataset.card.notes import count_notes, sentences
 from tasks.dataset.shards import read_shard
 from tasks.dataset.templates import ChatTemplate
 
@@ -48,6 +49,7 @@ class DataFacts:
     chosen: NDArray[Any]
     rejected: NDArray[Any]
     languages: dict[str, float]
+    notes: list[str] = field(default_factory=list)  # what was done between rows and tokens
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -89,6 +91,7 @@ def examine_data(params: Params, template: ChatTemplate, called: Mapping[str, st
         chosen=columns["chosen_tokens"][kept],
         rejected=columns["rejected_tokens"][kept],
         languages=languages(sample),
+        notes=sentences(count_notes(columns["notes"][kept]), dict(done.stats.unread.most_common())),
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.config.params import Params
-from tasks.dataset.templates import choose_template
+from tasks.dataset.templates import template_of
 from tasks.init.data_facts import DataFacts, examine_data
 from tasks.init.machine import Machine, ModelFacts, examine_machine, examine_model
 from tasks.source import KEYS
@@ -23,7 +23,7 @@ def examine(params: Params, folder: Path, called: Mapping[str, str] = KEYS) -> F
     """The facts about the data of `params`, the model in a folder and this machine."""
     from training.models.tokenizer import load_tokenizer  # heavy: transformers
 
-    tokenizer, options = load_tokenizer(folder), params.prepare
+    tokenizer = load_tokenizer(folder)
     model = examine_model(folder, tokenizer)
-    template = choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
+    template = template_of(tokenizer, folder, params.prepare)
     return Facts(examine_data(params, template, called), model, examine_machine(), template.name)

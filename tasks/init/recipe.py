@@ -103,6 +103,8 @@ def _show(facts: Facts, max_tokens: int) -> None:
     for reason, count in data.reject_reasons.most_common(4):
         if reason != "not_sampled":
             print(f"         left out {count}: {reason}, {REJECT_REASONS[reason]}")
+    for note in data.notes:
+        print(f"         {note}")
     if data.languages:
         print("         " + ", ".join(f"{name} {share:.0%}" for name, share in data.languages.items()))
     kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in sorted({*limits(model), max_tokens}))

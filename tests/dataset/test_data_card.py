@@ -2,16 +2,22 @@
 
 from datetime import datetime
 from decimal import Decimal
+from itertools import product
 
 import numpy as np
 import pytest
 
 from tasks.dataset.card import data_card, pages
+from tasks.dataset.card.notes import SENTENCES, count_notes
+from tasks.dataset.card.preview import WIDTH, describe
 from tasks.dataset.card.shortcuts import probe_accuracy, warnings
 from tasks.dataset.dedup import find_duplicates, minhash, near_duplicates
 from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.preference import Preference, row_id_hash
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS
+from tasks.dataset.sides import Note
+from tasks.system.markup import shortened
+from tests.dataset.test_tokenization import make as make_template
 
 FACTS = {"chosen_longer": 0.5, "chosen_ends": 1.0, "rejected_ends": 1.0, "probe_accuracy": 0.5}
 
@@ -110,6 +116,49 @@ def test_shortcuts_give_warnings():
     assert "single words. Expected if it is about tone" in warnings({**FACTS, "probe_accuracy": 0.9})[0]
     assert "length" in warnings({**FACTS, "chosen_longer": 0.8})[0]
     assert "end token" in warnings({**FACTS, "rejected_ends": 0.7})[0]
+
+
+FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three people joined to one picture
+FLAG, WAVE, ACCENT = "\U0001f1f3\U0001f1f4", "\U0001f44b\U0001f3fd", "e\u0301"
+
+
+def test_first_rows_are_shown_as_their_tokens_with_the_loss_marked():
+    asked = [{"role": "user", "content": f"Hello \x1b[31m {FAMILY}\nthere"}]
+    answers = [[{"role": "assistant", "content": text}] for text in (FAMILY * 60, "bad")]
+    prompt, chosen, rejected = describe(make_template(), [Preference(asked, *answers)])
+    assert prompt == f"<|im_start|>user Hello [31m {FAMILY} there<|im_end|> <|im_start|>assistant"
+    assert rejected == "  - «bad<|im_end|>»"
+    assert chosen.startswith(f"  + «{FAMILY}{FAMILY}")
+    assert chosen.endswith(f"{FAMILY}<|im_end|>»")
+    assert len(chosen) <= WIDTH + 4
+    assert set(chosen.removeprefix("  + «").removesuffix("<|im_end|>»").replace("...", "").split(FAMILY)) == {""}
+
+
+def test_a_row_that_the_template_drops_says_so_where_it_is_shown():
+    turns = [{"role": "user", "content": "Q?", "name": "Alice"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
+    shown = list(describe(make_template(), [Preference(turns, *answers)]))
+    assert shown[0] == "Q?"
+    assert "rejected: the chat template does not write a part of the conversation (`name` of turn 1 (user)" in shown[1]
+
+
+@pytest.mark.parametrize("joined", [FAMILY, FLAG, WAVE, ACCENT])
+def test_a_text_is_never_cut_inside_an_emoji_or_a_letter(joined):
+    for before, width in product(range(6), range(20, 40)):
+        text = "x" * before + joined * 20
+        short = shortened(text, width)
+        assert len(short) <= width
+        assert set(short.lstrip("x").replace("...", "").split(joined)) == {""}
+
+
+def test_the_card_says_what_was_done_between_rows_and_tokens(report):
+    notes = np.array([Note.END_ADDED | Note.REASONING_KEPT, Note.END_ADDED, 0], dtype=np.uint8)
+    report |= {"notes": count_notes(notes), "unread_keys": {"id": 5}}
+    text = pages.render_markdown(report, [], [])
+    assert "2 pairs: the chat template writes no end of an answer" in text
+    assert "1 pairs: an answer has reasoning" in text
+    assert "Keys of messages that are not read: id (5)" in text
+    assert set(Note) == SENTENCES.keys()
 
 
 @pytest.fixture

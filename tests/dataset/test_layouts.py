@@ -12,7 +12,7 @@ import yaml
 
 from tasks.config.params import Layout
 from tasks.config.paths import ROOT
-from tasks.dataset.rows.layouts import better_shape, decode, describe, find_layout
+from tasks.dataset.rows.layouts import better_shape, decode, find_layout
 from tasks.errors import UserError
 
 GOOD, BAD = "A good answer", "A bad answer"
@@ -499,15 +499,6 @@ def test_values_are_understood_only_where_they_are_evident(values, columns, firs
     else:
         votes = find_layout(rows, "a.jsonl").votes
         assert next(value for value, meaning in votes.items() if meaning == "first") == first
-
-
-def test_decoded_examples_are_short_and_mark_the_chosen_answer():
-    rows = [{"prompt": "Long " * 99, "chosen": "good\x1b[31m\nanswer", "rejected": "bad"}]
-    prompt, chosen, rejected = describe(decode(rows, find_layout(rows, "a.jsonl")))
-    assert len(prompt) == 100
-    assert prompt.endswith("...")
-    assert chosen == "  + good [31m answer"
-    assert rejected == "  - bad"
 
 
 def test_ties_of_scores_follow_prepare_ties():

@@ -218,8 +218,9 @@ def test_a_large_loss_and_few_held_out_pairs_are_warnings_with_the_setting_that_
     assert f"{held_out} held-out pairs" in small
     assert f"+-{half:.0f} points" in small
     said = capsys.readouterr().out
-    assert "prepare: pairs is read as pairs. Check three pairs (+ chosen, - rejected):" in said
-    assert "  Where is cup 0?\n    + On the table.\n    - Find it yourself.\n" in said
+    assert "prepare: pairs is read as pairs. Check three pairs (+ chosen, - rejected), the loss in «»:" in said
+    assert "  <|bos|><|user|>Where is cup 0?<|assistant|>\n    + «On the table.<|eos|>»\n" in said
+    assert "    - «Find it yourself.<|eos|>»\n" in said
     assert f"prepare: warning: {loss}" in said
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tasks.config.names import COLUMNS
 from tasks.config.paths import ROOT
+from tasks.dataset.rows import messages
+from tasks.dataset.rows.contract import check_pair
 from tasks.dataset.rows.messages import check_turns
 from tasks.dataset.rows.preference import Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RejectedRow
@@ -120,7 +122,8 @@ def test_successive_turns_of_one_speaker_are_joined():
 def test_system_prompts_and_tools_belong_to_the_prompt():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
     assert read({**PAIR, "tools": json.dumps(tools)})[0].tools == tools
-    assert reject_reason({**PAIR, "tools": "look"}) == "not_text"
+    for strange in ("look", ["look"], [None], '{"name": "look"}'):
+        assert reject_reason({**PAIR, "tools": strange}) == "not_text"
     (one,) = read({**PAIR, "system": "Be brief.", "tools": tools})
     assert one.prompt == [turn("system", "Be brief."), *PROMPT]
     assert one.tools == tools
@@ -129,6 +132,61 @@ def test_system_prompts_and_tools_belong_to_the_prompt():
     assert [turn["role"] for turn in one.chosen] == ["assistant", "tool", "assistant"]
     assert one.chosen[0]["tool_calls"] == call["tool_calls"]
     check_turns(one.prompt, one.chosen)
+
+
+def test_reasoning_and_calls_are_read_under_each_of_their_names():
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        (one,) = read({**PAIR, "chosen": [{**GOOD[0], name: "so"}]})
+        assert one.chosen == [{**GOOD[0], "reasoning_content": "so"}]
+    function = {"name": "look", "arguments": '{"at": "x"}'}
+    calls = [{"type": "function", "function": function}]
+    old = {"role": "assistant", "content": None, "function_call": function}
+    stored = {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)}
+    short = {"role": "assistant", "tool_calls": calls}  # OpenAI's own files leave the content out
+    for call in (old, stored, short, {"role": "assistant", "function_call": function}):
+        assert read({**PAIR, "chosen": [call]})[0].chosen == [{"role": "assistant", "content": "", "tool_calls": calls}]
+    for strange in ("look", ["look"], [{"function": "look"}]):
+        assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "tool_calls": strange}]}) == "not_text"
+    assert reject_reason({**PAIR, "chosen": [{**GOOD[0], "thinking": ["so"]}]}) == "not_text"
+
+
+def test_answers_that_differ_in_reasoning_alone_are_a_pair():
+    (one,) = read({**PAIR, "chosen": [{**GOOD[0], "reasoning": "so"}], "rejected": GOOD})
+    assert check_pair(one, 100) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({**PAIR, "images": ["x.png"]}, "`images` of the row"),
+        ({**PAIR, "chosen": [{**GOOD[0], "audio": {"id": "x"}}]}, "`audio` of a message of chosen"),
+        ({**PAIR, "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "'image_url'"),
+        ({**PAIR, "prompt": [{**PROMPT[0], "content": [{"type": "text", "text": ""}, {"type": "image"}]}]}, "'image'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_text_is_rejected_by_name(row, named):
+    (rejected,) = read(row)
+    assert rejected.name == "unsupported_part"
+    assert named in str(rejected)
+    assert isinstance(read({**PAIR, "images": None, "audio": []})[0], Preference)
+
+
+def test_keys_of_messages_that_nothing_reads_are_known():
+    sides = {"chosen": [{**GOOD[0], "id": 7, "language": "en"}], "rejected": BAD}
+    assert list(messages.unread_keys({"prompt": [{**PROMPT[0], "id": 6, "toxic": False}], **sides})) == [
+        *("id", "id", "language")
+    ]
+    assert list(messages.unread_keys({"input": {"messages": [{**PROMPT[0], "state": "x"}]}, "n": 1})) == ["state"]
+    assert list(messages.unread_keys(PAIR)) == []
+
+
+def test_tools_belong_to_the_identity_of_a_pair():
+    plain, one, other = (
+        read({**PAIR, **tools})[0] for tools in ({}, {"tools": [{"name": "a"}]}, {"tools": [{"name": "b"}]})
+    )
+    assert len({plain.id, one.id, other.id}) == 3
+    assert plain.id == replace(one, tools=None).id == "c93e612930801ba1"
+    assert one.swapped_id == replace(one, chosen=one.rejected, rejected=one.chosen).id
 
 
 @pytest.mark.parametrize(
@@ -260,7 +318,7 @@ def test_columns_are_renamed_and_may_hold_numbers():
         ({**PAIR, "chosen": [{"role": "assistant"}]}, "missing_field"),
         ({**PAIR, "chosen": [turn("narrator", "hm")]}, "wrong_role"),
         ({**PAIR, "chosen": [{"role": ["assistant"], "content": "hm"}]}, "wrong_role"),
-        ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "not_text"),
+        ({**PAIR, "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "unsupported_part"),
         ({"chosen": "hello", "rejected": "\n\nHuman: x\n\nAssistant: c"}, "not_text"),
         ({"chosen": [*PROMPT, *GOOD], "rejected": [turn("user", "other"), *BAD]}, "no_shared_prompt"),
         ({"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *GOOD]}, "equal_answers"),

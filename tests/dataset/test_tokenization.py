@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.templates import CHATML, PLAIN, ChatTemplate, choose_template, encode
+from tasks.dataset.templates import CHATML, PLAIN, ChatTemplate, choose_template, configured_ends, encode
 from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
 
@@ -129,7 +129,7 @@ def test_a_merge_of_prompt_and_response_is_detected():
     (tokens,) = tokenize(template, [pair])
     assert tokens.merged
     assert template.tokenizer.decode(tokens.prompt_ids) == "hel"
-    assert template.tokenizer.decode(tokens.prompt_ids + tokens.chosen_ids) == "hello you"
+    assert template.tokenizer.decode(tokens.prompt_ids + tokens.chosen_ids) == "hello you<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,8 @@ def test_tools_reach_the_template():
 
 
 def test_a_template_that_raises_or_rewrites_the_prompt_rejects_the_row():
-    fussy = CHATML.replace("{{ message['content'] }}", "{{ raise_exception('no') if message.content == 'x' else 1 }}")
+    wanted = "{{ raise_exception('no') if message.content == 'x' else message.content }}"
+    fussy = CHATML.replace("{{ message['content'] }}", wanted)
     results = tokenize(make(fussy), [PAIR, Preference([turn("user", "x")], GOOD, BAD)])
     assert isinstance(results[0], TokenizedPair)
     assert isinstance(results[1], RejectedRow)
@@ -178,6 +179,14 @@ def test_a_template_that_raises_or_rewrites_the_prompt_rejects_the_row():
     (bad,) = tokenize(make("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"), [PAIR])
     assert isinstance(bad, RejectedRow)
     assert bad.name == "template_rewrites"
+
+
+def test_the_tokens_that_end_generation_are_those_of_the_model_folder(tmp_path):
+    assert configured_ends(tmp_path) == []
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert configured_ends(tmp_path) == [5]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert configured_ends(tmp_path) == [6, 7]
 
 
 def test_truncation_set_in_the_tokenizer_is_switched_off():

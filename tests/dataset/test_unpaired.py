@@ -8,9 +8,11 @@ import pytest
 
 from tasks.config.params import Layout
 from tasks.dataset import demo
+from tasks.dataset.card.preview import describe
 from tasks.dataset.pairs import pairs_file, read_pairs, read_rows
-from tasks.dataset.rows.layouts import decode, describe, find_layout
+from tasks.dataset.rows.layouts import decode, find_layout
 from tasks.dataset.rows.preference import RowLayout
+from tasks.dataset.templates import PLAIN
 from tasks.dataset.training_data import TrainingData
 from tasks.dataset.unpaired import next_with_other_prompt
 from tasks.errors import UserError
@@ -18,6 +20,7 @@ from tasks.prepare import prepare
 from tasks.source import source
 from tests.dataset.test_prepare import change, go, quarantined, report, rows, workspace  # noqa: F401
 from tests.dataset.test_row_shapes import EXAMPLES
+from tests.dataset.test_tokenization import make as template
 from tests.support.workspaces import write_data
 
 KTO = {"train__loss": {"kto": 1.0}}
@@ -46,7 +49,11 @@ def test_trl_rows_need_no_settings(up_down):
     assert found.shape == "unpaired"
     made = decode(given, found)
     assert [one.sign for one in made] == [1, -1, 1, -1]
-    assert describe(made[:2]) == ["Q 0?", "  + A 0", "Q 1?", "  - A 1"]
+    lines = list(describe(template(PLAIN), made[:2]))
+    assert lines == [
+        *("<s>User: Q 0? Assistant:", "  + « A 0<|im_end|>»"),
+        *("<s>User: Q 1? Assistant:", "  - « A 1<|im_end|>»"),
+    ]
 
 
 def test_messages_other_columns_and_other_labels():

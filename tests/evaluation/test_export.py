@@ -1,6 +1,7 @@
 """Exports of tiny models: merged, sharded, tied, as GGUF, each read back; and the checks that stop an export."""
 
 import json
+import shutil
 import urllib.request
 import weakref
 from pathlib import Path
@@ -11,13 +12,16 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tasks.dataset.rows.preference import Preference
+from tasks.dataset.templates import choose_template
+from tasks.dataset.tokenization import tokenize
 from tasks.release.lineage import licence
 from tasks.release.modelfile import modelfile
 from tasks.release.push import push
 from training.exporting import gguf, merging
 from training.models import adapters
 from training.models.adapters import prompt_logits
-from training.models.chat import chat_pieces
+from training.models.chat import chat_pieces, keep_template
 from training.models.loading import load_model
 from training.models.tokenizer import load_tokenizer
 
@@ -274,6 +278,26 @@ def test_the_modelfile_writes_what_the_chat_template_writes(tiny_base: Path):
     assert without == tokenizer.apply_chat_template(messages[1:], tokenize=False, add_generation_prompt=True)
     assert 'PARAMETER stop "<|eos|>"' in text
     assert "could not be put" in modelfile("m.gguf", None)
+
+
+def test_an_exported_model_renders_the_prompts_of_training(tiny_base: Path, tmp_path: Path):
+    shutil.copytree(tiny_base, folder := tmp_path / "model")
+    own = load_tokenizer(folder).chat_template
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    keep_template(folder, own, {})
+    keep_template(folder, {"default": own, "tool_use": own}, {})
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # nothing to change
+    arguments = {"thinking": False, "effort": 'a "low"', "levels": [1, None, {"deep": 2.5}]}
+    text = "{{ thinking }} {{ effort }} {{ levels }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    keep_template(folder, text, arguments)
+    told = [{"role": "user", "content": "Hi"}]
+    answers = [[{"role": "assistant", "content": word}] for word in ("yes", "no")]
+    tokenizer = load_tokenizer(folder)
+    expected = tokenizer.apply_chat_template(told, tokenize=False, chat_template=text, **arguments)
+    assert tokenizer.apply_chat_template(told, tokenize=False) == expected
+    assert tokenizer.apply_chat_template(told, tokenize=False, thinking=True).startswith("True a")
+    (prompt,) = tokenize(choose_template(load_tokenizer(tiny_base), text, arguments), [Preference(told, *answers)])
+    assert tokenizer(expected, add_special_tokens=False)["input_ids"] == prompt.prompt_ids
 
 
 def test_the_licence_comes_from_the_model_card_or_a_licence_file(tmp_path: Path):

@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM
 from tasks import api
 from tasks.config.params import Params, dotted, load_params, overlay, read_yaml, validate
 from tasks.dataset import demo
-from tasks.dataset.demonstrations import read_demonstration
+from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstrations, read_demonstration
 from tasks.dataset.pairs import PairTable, open_table, pairs_file
+from tasks.dataset.reading.readers import read_chunks
 from tasks.dataset.rows.reject_reasons import RejectedRow
+from tasks.dataset.templates import choose_template
 from tasks.dataset.training_data import TrainingData, chosen_answers
 from tasks.errors import UserError
 from tasks.sft import with_sft_as_train
 from tasks.trainer.driver import name_keys
 from tests.support.workspaces import GROUPS, NO_JUDGE, PROJECT, SMALL, make_workspace, refusal, run, write_data
+from training.models.tokenizer import load_tokenizer
 from training.rows.pair_columns import columns_of
 
 SETTINGS = {"learning_rate": 3.0e-3, "epochs": 2, "global_batch_size": 8, "logging_steps": 2}
@@ -41,6 +44,23 @@ ANSWER = {"role": "assistant", "content": "Here."}
 def test_rows_with_one_answer(row: dict) -> None:
     demonstration = read_demonstration(row)
     assert (demonstration.prompt, demonstration.chosen) == ([QUESTION], [ANSWER])
+
+
+def test_tools_reach_the_template_and_images_do_not_vanish() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert read_demonstration({"messages": [QUESTION, ANSWER], "tools": json.dumps(tools)}).tools == tools
+    with pytest.raises(RejectedRow, match="`images` of the row"):
+        read_demonstration({"messages": [QUESTION, ANSWER], "images": ["x.png"]})
+
+
+def test_a_template_that_drops_tools_of_demonstrations_names_the_setting(tmp_path: Path, tiny_base: Path) -> None:
+    rows = [{"messages": [QUESTION, ANSWER], "tools": [{"name": "look"}]} for _ in range(4)]
+    write_data(tmp_path / "rows.jsonl", rows)
+    template, params = choose_template(load_tokenizer(tiny_base), "auto"), make_params().prepare
+    chunks = read_chunks(tmp_path / "rows.jsonl", "rows.jsonl")
+    made = prepare_demonstrations(chunks, template, params, tmp_path)
+    with pytest.raises(UserError, match=r"4 template_drops.*`tools` \(tool 1\).*Set prepare\.tools to text"):
+        check_demonstrations(*made, params)
 
 
 def test_the_answer_is_the_last_turn_or_all_turns_after_the_question() -> None:

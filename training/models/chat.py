@@ -1,9 +1,13 @@
-"""Parts of a chat template, found by rendering a conversation of marker texts."""
+"""Parts of a chat template, found by rendering a conversation of marker texts; the template of an exported model."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from training.limits import bounded
+from training.models.tokenizer import load_tokenizer
 
 RENDER_SECONDS, RENDER_BYTES = 60.0, 1 << 30  # for one conversation, which normally takes a fraction of a second
 SYSTEM, USER = "0system0text0", "0user0text0"
@@ -38,6 +42,30 @@ def chat_pieces(tokenizer: Any) -> ChatPieces | None:
     except Exception:  # a template may reject a system message with any exception
         pass
     return ChatPieces(start, after, before_system, after_system, [tokenizer.eos_token])
+
+
+def keep_template(folder: Path, template: Any, arguments: Mapping[str, Any]) -> None:
+    """Whoever loads the folder's tokenizer renders prompts as training did, unless they pass other arguments."""
+    if not isinstance(template, str):  # a model's own templates by name, which are in the folder
+        return
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in arguments.items()
+    )
+    if load_tokenizer(folder).chat_template == defaults + template:
+        return
+    (folder / "chat_template.jinja").write_text(defaults + template)
+    if load_tokenizer(folder).chat_template != defaults + template:
+        raise ValueError("the chat template that training used could not be written into the exported model's folder")
+
+
+def _literal(value: Any) -> str:
+    """The value in Jinja's words, which are those of JSON but for null."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value)
 
 
 def render(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:

@@ -14,6 +14,7 @@ from tasks.config.params import Prepare
 from tasks.config.paths import home
 from tasks.dataset.card import pages, row_stats, shortcuts
 from tasks.dataset.card.histograms import histogram
+from tasks.dataset.card.notes import count_notes
 from tasks.dataset.card.preview import decode_pair
 from tasks.dataset.card.row_stats import RowStats
 from tasks.dataset.chunks import RowSource
@@ -48,6 +49,8 @@ def make_report(done: Processed, params: Prepare, template: ChatTemplate, addres
         "examples": stats.examples,
         "truncated": int(kept["truncated"].sum()),
         "tokenizer_merged_across_the_border": int(kept["merged"].sum()),
+        "notes": count_notes(kept["notes"]),
+        "unread_keys": dict(stats.unread.most_common()),
         "unpaired": _count_labels(kept["sign"]),
         "tokens": {part: _spread(_tokens(kept, part)) for part in ("prompt", "chosen", "rejected")},
         "shortcuts": facts,

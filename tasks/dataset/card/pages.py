@@ -1,10 +1,12 @@
 """The data card as HTML and Markdown, by the Jinja templates in templates/. Text from the data is always escaped."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tasks.dataset.card.histograms import lengths_figure, sources_figure
+from tasks.dataset.card.notes import sentences
+from tasks.dataset.card.preview import mark_loss
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS
 from tasks.system.markup import templates
 
@@ -29,14 +31,10 @@ def render_markdown(report: dict[str, Any], previews: list[Any], changes: list[l
 
 def _render(template: str, report: dict[str, Any], changes: list[list[str]], **values: Any) -> str:
     environment = templates(Path(__file__).parent / "templates", autoescape=template.endswith(".html.j2"))
-    environment.filters["marked"] = _mark_loss
+    environment.filters["marked"] = mark_loss
     return environment.get_template(template).render(
         source=report["source"], sections=_sections(report, changes), **values
     )
-
-
-def _mark_loss(pieces: Iterable[tuple[str, bool]]) -> str:
-    return "".join(f"«{text}»" if in_loss else text for text, in_loss in pieces)
 
 
 def _sections(report: dict[str, Any], changes: list[list[str]]) -> list[Section]:
@@ -47,6 +45,8 @@ def _sections(report: dict[str, Any], changes: list[list[str]]) -> list[Section]
             f"Unpaired rows: {counts['desirable']} desirable and {counts['undesirable']} undesirable answers. Below, "
             "chosen means desirable and rejected undesirable, and a pair is the n-th answer of each kind."
         )
+    if report.get("notes") or report.get("unread_keys"):
+        sections.append(("From turns to tokens", [*sentences(report["notes"], report["unread_keys"])]))
     if report["warnings"]:
         sections.append(("Warnings", [f"{warning[0].upper()}{warning[1:]}." for warning in report["warnings"]]))
     if changes:

@@ -1,20 +1,52 @@
-"""Prepared pairs as the model sees them, with the tokens in the loss highlighted: `dpo preview`, and the data card."""
+"""Pairs as the model sees them, decoded from their tokens, with those in the loss marked.
 
-from collections.abc import Mapping, Sequence
+`dpo preview` and the data card show prepared pairs, `prepare` and `dpo init` the first rows of each source.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from tasks.config.params import load_params
+from tasks.dataset.chunks import pair_row
 from tasks.dataset.pairs import pairs_file, read_rows
+from tasks.dataset.rows.messages import to_text
+from tasks.dataset.rows.preference import Preference
+from tasks.dataset.rows.reject_reasons import RejectedRow
+from tasks.dataset.templates import ChatTemplate
+from tasks.dataset.tokenization import tokenize
 from tasks.errors import UserError
 from tasks.models import source_folder
+from tasks.system.markup import printable, shortened
 
+WIDTH = 160  # characters of a line
+SIGNS = {"prompt": "", "chosen": "  + ", "rejected": "  - "}
 STYLES = {"prompt": "bold", "chosen": "bold green", "rejected": "bold red"}
 
 
 def decode_pair(tokenizer: Any, pair: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
     """Prompt and both responses as pieces of text, each with whether it is in the loss."""
     return {part: _pieces(tokenizer, *tokens) for part, tokens in _parts(pair).items()}
+
+
+def describe(template: ChatTemplate, preferences: Sequence[Preference]) -> Iterator[str]:
+    """A line for the prompt and each answer of these pairs, with the tokens in the loss in «»."""
+    for preference, tokens in zip(preferences, tokenize(template, preferences), strict=True):
+        if isinstance(tokens, RejectedRow):
+            yield shortened(_line(to_text(preference.prompt[-1:])), WIDTH)
+            yield f"  rejected: {_line(str(tokens))}"
+            continue
+        decoded = decode_pair(template.tokenizer, pair_row(preference, tokens, "", 1.0))
+        for part, pieces in decoded.items():
+            yield SIGNS[part] + shortened(_line(mark_loss(pieces)), WIDTH)
+
+
+def mark_loss(pieces: Iterable[tuple[str, bool]]) -> str:
+    return "".join(f"«{text}»" if in_loss else text for text, in_loss in pieces)
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text).split())
 
 
 def _parts(pair: Mapping[str, Any]) -> dict[str, tuple[list[int], list[int]]]:

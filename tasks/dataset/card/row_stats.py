@@ -27,12 +27,14 @@ class RowStats:
     rejected: dict[str, Counter] = field(default_factory=dict)
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     too_long: Counter = field(default_factory=Counter)  # see ChunkResult
+    unread: Counter = field(default_factory=Counter)
 
     def add(self, result: ChunkResult, source: str) -> None:
         self.rows[source] += result.rows
         self.candidates[source] += result.candidates
         self.rejected.setdefault(source, Counter()).update(result.rejected)
         self.too_long.update(result.too_long)
+        self.unread.update(result.unread)
         for name, examples in result.examples.items():
             self.add_examples(name, examples)
 

@@ -1,5 +1,6 @@
 """The different prompts of the training data, for the stage `sample`. A held-out prompt is never among them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,13 +31,14 @@ class Prompt:
 def read_prompts(template: ChatTemplate, params: Prepare, count: int | None, seed: int) -> list[Prompt]:
     """The prompts of data/raw outside the held-out set; `count` of them are drawn by a hash of seed and prompt."""
     held_out = {preference.hashed_prompt for preference in _read("source.eval", params)}
-    prompts: dict[int, Preference] = {}
+    prompts: dict[tuple[int, str], Preference] = {}  # by hash and tools
     for preference in _read("source.data", params):
-        prompts.setdefault(preference.hashed_prompt, preference)
+        tools = json.dumps(preference.tools, default=str) if preference.tools else ""
+        prompts.setdefault((preference.hashed_prompt, tools), preference)
     fraction = params.eval_fraction or 0.0
-    hashes = [hashed for hashed in prompts if hashed not in held_out and not is_held_out(hashed, fraction)]
-    drawn = {*sorted(hashes, key=lambda hashed: sample_rank(str(hashed), seed))[:count]}
-    chosen = [prompts[hashed] for hashed in hashes if hashed in drawn]
+    keys = [key for key in prompts if key[0] not in held_out and not is_held_out(key[0], fraction)]
+    drawn = {*sorted(keys, key=lambda key: sample_rank(f"{key[0]}{key[1]}", seed))[:count]}
+    chosen = [prompts[key] for key in keys if key in drawn]
     return [
         Prompt(preference.prompt, preference.prompt_text, tokens.prompt_ids, preference.tools)
         for preference, tokens in zip(chosen, tokenize(template, chosen), strict=True)

@@ -22,7 +22,7 @@ def check_pair(preference: Preference, max_characters: int) -> RejectedRow | Non
         return RejectedRow("empty_prompt")
     if not (chosen and rejected):
         return RejectedRow("empty_answer")
-    if chosen == rejected and not preference.sign:
+    if chosen == rejected and preference.chosen == preference.rejected and not preference.sign:
         return RejectedRow("equal_answers")
     return RejectedRow("absurd_length") if max(map(len, texts)) > max_characters else None
 

@@ -21,20 +21,17 @@ from tasks.dataset.rows.advice import (
     unread_values,
 )
 from tasks.dataset.rows.contract import check_pair
-from tasks.dataset.rows.messages import to_text
 from tasks.dataset.rows.preference import LABELS, PANDALM, Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RawRow
 from tasks.dataset.rows.row_shapes import SHAPES, detect_shape, has_column, rename_columns, to_preferences
 from tasks.dataset.rows.vote_values import is_fraction, vote_key
 from tasks.dataset.rows.votes import Verdict, answer_columns, count_values, known_votes, vote_columns
 from tasks.errors import UserError
-from tasks.system.markup import printable
 
 AUTO = Layout(format="auto", columns={})
 IN_PREPARE = Section()
 SAMPLE = 200  # rows to try a shape on
 UNKNOWN = 0.1  # largest share of unknown labels that still leaves the others evident
-WIDTH = 100  # characters of a decoded text
 
 
 def source_layout(name: str, rows: Sequence[RawRow], file: str, params: Prepare, others: bool = False) -> RowLayout:
@@ -140,17 +137,6 @@ def decode(rows: Iterable[RawRow], layout: RowLayout) -> list[Preference]:
     return [pair for pair in pairs if isinstance(pair, Preference) and check_pair(pair, sys.maxsize) is None]
 
 
-def describe(preferences: Iterable[Preference]) -> list[str]:
-    """Short lines for each: the prompt's last turn, then + the chosen and - the rejected answer."""
-    lines = []
-    for preference in preferences:
-        parts = {"": preference.prompt[-1:], "  + ": preference.chosen, "  - ": preference.rejected}
-        if preference.sign:
-            del parts["  - " if preference.sign > 0 else "  + "]
-        lines += [sign + _short(to_text(turns)) for sign, turns in parts.items()]
-    return lines
-
-
 def decided_by(rows: Sequence[RawRow], layout: RowLayout) -> str:
     """Which column decides between two answers, and how; its values as the file writes them."""
     if layout.shape != "votes":
@@ -178,8 +164,3 @@ def better_shape(rows: Sequence[RawRow], layout: RowLayout) -> str | None:
     if readable(layout.shape) >= 0.5:
         return None
     return next((shape for shape in SHAPES if shape not in (layout.shape, "unpaired") and readable(shape) >= 0.9), None)
-
-
-def _short(text: str) -> str:
-    line = " ".join(printable(text).split())
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, cycle, groupby, pairwise
 from operator import itemgetter
 from typing import Any
@@ -19,7 +20,10 @@ ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     "developer": "system",
 }
-EXTRA_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # a chat template may read these too
+EXTRA_KEYS = ("tool_calls", "tool_call_id", "name")  # a chat template may read these too
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field; the first is ours
+NOT_TEXT = ("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos")
+READ_KEYS = {"role", "from", "content", "value", "function_call", *EXTRA_KEYS, *REASONING}
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -153,18 +157,57 @@ def require_number(value: Any, column: str) -> float:
     return parsed
 
 
+def reject_media(holder: RawRow, where: str) -> None:
+    """Reject what has images, audio or video beside its text: nothing but text is trained."""
+    if name := next((name for name in NOT_TEXT if holder.get(name)), None):
+        raise RejectedRow("unsupported_part", f"`{name}` of {where}; remove it if the text can stand alone")
+
+
+def unread_keys(row: RawRow) -> Iterator[str]:
+    """The keys of a row's messages that nothing reads, such as an id or a language; once for each message."""
+    for value in row.values():
+        turns = value.get("messages") if isinstance(value, dict) and "messages" in value else value
+        for turn in turns if isinstance(turns, list) else [turns]:
+            if isinstance(turn, dict) and ("role" in turn or "from" in turn):
+                yield from (str(name) for name in turn if name not in READ_KEYS and turn[name])
+
+
 def _message(turn: Any, column: str) -> Message:
     if not isinstance(turn, dict):
         raise RejectedRow("not_text", f"a message of {column}")
+    if isinstance(call := turn.get("function_call"), dict) and not turn.get("tool_calls"):  # OpenAI's old format
+        turn = {**turn, "tool_calls": [{"type": "function", "function": call}]}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    plain = len(turn) == 2 and content is not None  # a role and a content, as in nearly all messages
+    if not plain:
+        reject_media(turn, f"a message of {column}")
     if role is None or (content is None and not turn.get("tool_calls")):
         raise RejectedRow("missing_field", f"a message of {column} has no role or no content")
     if not isinstance(role, str) or role not in ROLES:
         raise RejectedRow("wrong_role", f"{role!r} in {column}")
     if content is not None and not isinstance(content, str):
         content = _join_parts(content, column)
+    message = {"role": ROLES[role], "content": content or ""}
+    return message if plain else message | _extra(turn, column)
+
+
+def _extra(turn: RawRow, column: str) -> Message:
     extra = {name: turn[name] for name in EXTRA_KEYS if turn.get(name)}
-    return {"role": ROLES[role], "content": content or "", **extra}
+    if isinstance(calls := extra.get("tool_calls"), str):  # as tables hold them
+        with suppress(ValueError, RecursionError):
+            extra["tool_calls"] = calls = json.loads(calls)
+    if not calls:
+        extra.pop("tool_calls", None)
+    elif not (isinstance(calls, list) and all(map(_is_call, calls))):
+        raise RejectedRow("not_text", f"tool_calls of a message of {column}")
+    reasoning = next((turn[name] for name in REASONING if turn.get(name)), None)
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise RejectedRow("not_text", f"the reasoning of a message of {column}")
+    return {**extra, REASONING[0]: reasoning} if reasoning else extra
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function", call), dict)
 
 
 def _join_parts(content: Any, column: str) -> str:
@@ -177,5 +220,7 @@ def _part_text(part: Any, column: str) -> str:
     named = part if isinstance(part, dict) else {}
     text = named.get("value") if "text" not in named and named.get("type") == "text" else named.get("text")
     if not isinstance(text, str):
+        if (kind := named.get("type", "text")) != "text":
+            raise RejectedRow("unsupported_part", f"a part of the type {kind!r} in a message of {column}")
         raise RejectedRow("not_text", f"the content of a message of {column}")
     return text

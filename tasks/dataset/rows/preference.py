@@ -35,7 +35,8 @@ class Preference:
     @cached_property
     def id(self) -> str:
         """16 hex digits of a hash of the content."""
-        return _digest([self.prompt, _answer(self.chosen), self.sign or _answer(self.rejected)])
+        content = [self.prompt, _answer(self.chosen), self.sign or _answer(self.rejected)]
+        return _digest([*content, self.tools] if self.tools else content)
 
     @cached_property
     def swapped_id(self) -> str:

@@ -23,7 +23,9 @@ QUARANTINED = {
     "empty_answer": "an answer is empty",
     "equal_answers": "chosen and rejected are the same",
     "absurd_length": "a text is longer than prepare.max_characters",
+    "unsupported_part": "a message has a part that is not text, such as an image",
     "template_refused": "the chat template raises an error for these turns",
+    "template_drops": "the chat template does not write a part of the conversation",
     "template_rewrites": "the chat template changes the prompt once an answer follows",
     "nothing_left": "tokenization leaves nothing of the prompt or of an answer",
     "contradiction": "another row prefers the other answer to the same prompt, or rates the same answer the other way",
@@ -43,6 +45,8 @@ SKIPPED = {
 REJECT_REASONS = QUARANTINED | SKIPPED
 FIXES = {  # where most rows have the same fault
     "invalid_utf8": "Save it as UTF-8; for a file of an older Windows program: `iconv -f WINDOWS-1252 -t UTF-8`.",
+    "template_drops": "The first row names the part, and the setting that keeps it.",
+    "template_rewrites": "The first row names the setting that helps.",
     "invalid_json": "Write one JSON object per line, or give the file the suffix of its format, such as .csv.",
 }
 

@@ -66,6 +66,7 @@ def to_preferences(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     """The preferences of a row, or the reason why there are none. One pair of a row may be a tie and others not."""
     row = rename_columns(row, layout.columns)
     try:
+        messages.reject_media(row, "the row")
         pairs = SHAPES[layout.shape].read(row, layout)
         return [_add_fields(pair, row, layout.columns) if isinstance(pair, Preference) else pair for pair in pairs]
     except RejectedRow as rejected:
@@ -84,18 +85,18 @@ def _add_fields(preference: Preference, row: RawRow, columns: Mapping[str, str])
     if not 0.0 <= fields.get("label", 1.0) <= 1.0 or fields.get("weight", 1.0) < 0.0:
         raise RejectedRow("bad_number", f"label {fields.get('label')}, weight {fields.get('weight')}")
     if row.get("tools"):
-        fields["tools"] = _parse_tools(row["tools"])
+        fields["tools"] = parse_tools(row["tools"])
     return replace(preference, **fields) if fields else preference
 
 
-def _parse_tools(value: Any) -> list[Any]:
+def parse_tools(value: Any) -> list[Any]:
     """Tool descriptions; tables hold them as JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tools = None
-    if not isinstance(tools, list):
-        raise RejectedRow("not_text", "tools is not a list")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RejectedRow("not_text", "tools is not a list of objects")
     return tools
 
 
@@ -104,7 +105,7 @@ def _openai(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     request = row["input"]
     if not isinstance(request, dict) or "messages" not in request:
         raise RejectedRow("missing_field", "'input.messages'")
-    tools = request.get("tools") or None
+    tools = parse_tools(request["tools"]) if request.get("tools") else None
     sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
     prompt = messages.to_messages(request["messages"], "input.messages", "user")
     pair = _two_sides(prompt, {**row, **sides}, layout)
