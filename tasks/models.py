@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tasks.config.addresses import FILE, permitted
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, known_sha256, read_json, recall
@@ -73,8 +74,8 @@ def source_hash() -> str:
 
 def local_path(address: str) -> Path:
     """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
-    path = Path(address).expanduser()
-    return path if path.exists() else home() / path
+    path = Path(address.removeprefix(FILE)).expanduser()
+    return permitted(path if path.exists() else home() / path)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -36,7 +36,7 @@ NAMED = (
     *("AWS_SHARED_CREDENTIALS_FILE", "KUBECONFIG", "NETRC"),
 )
 SERVICES = ".services"  # of a checkout, where an earlier version kept these files
-FILES = ("signing*.key", "passwords.json", "tokens.json")
+FILES = ("signing*.key", "passwords*.json", "tokens*.json")
 SHORTEST = 8  # characters of a text in a private file that is a secret
 
 Identity = tuple[int, int]  # device and inode: the same under every spelling, link and mount
@@ -79,8 +79,8 @@ class Private:
                 return checkout.joinpath(*hidden)
         return next((place for step in (real, *real.parents) if (place := self.places.get(_identity(step)))), None)
 
-    def is_file(self, state: os.stat_result) -> bool:
-        """Whether a file is a private one under another name."""
+    def is_private(self, state: os.stat_result) -> bool:
+        """Whether this is a private file or folder under another name: a hard link, a mount."""
         return (state.st_dev, state.st_ino) in self.places
 
     def _places(self) -> Iterator[Path]:
@@ -89,7 +89,7 @@ class Private:
         yield from (Path(name).expanduser() for name in named if name)
         for checkout in self.checkouts:
             yield from (checkout / name for name in OF_CHECKOUT)
-        yield from _files(*self.checkouts)
+        yield from private_files(*self.checkouts)
 
 
 def _hidden(parts: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -106,7 +106,7 @@ def _identity(path: Path) -> Identity | None:
     return state.st_dev, state.st_ino
 
 
-def _files(*checkouts: Path) -> Iterator[Path]:
+def private_files(*checkouts: Path) -> Iterator[Path]:
     """The files with keys and passwords that exist."""
     folders = [user_folder(), *(user_folder() / "checkouts").glob("*"), *(root / SERVICES for root in checkouts)]
     yield from (path for folder in folders for pattern in FILES for path in folder.glob(pattern))
@@ -125,7 +125,7 @@ def forget_values() -> None:
 @cache
 def _read(config: str | None, checkout: str, key: str | None) -> frozenset[str]:
     named = [Path(key).expanduser()] if key and os.sep in key else []
-    values = {value for path in (*named, *_files(Path(checkout))) for value in _values(path)}
+    values = {value for path in (*named, *private_files(Path(checkout))) for value in _values(path)}
     for name in ENVIRONMENTS:
         with suppress(OSError, ValueError):
             lines = [line.partition("=") for line in (Path(checkout) / name).read_text().splitlines()]

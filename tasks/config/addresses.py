@@ -1,0 +1,80 @@
+"""What a configured path may lead to: every path that configuration names passes through `permitted`.
+
+Data, models, adapters and checkpoints come from others. A link in them, or an address, must not make a run copy what is
+the operator's (tasks/private.py).
+"""
+
+import configparser
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.config.paths import ROOT, home
+from tasks.errors import UserError
+from tasks.private import Private
+
+FILE = "file://"
+CACHED_BY_DVC = re.compile(r"files/md5/[0-9a-f]{2}/[0-9a-f]{30}")  # named by its content
+
+
+def permitted(path: Path) -> Path:
+    """The path itself; UserError if it, or what lies in the folder, leads to a private place or out of the folder."""
+    private = Private((home(), ROOT))
+    _refuse(path, private.contains(path))
+    if path.is_dir():
+        for entry in _entries(path):
+            _check_entry(entry, path.resolve(), private)
+    return path
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What lies in the folder and those below it, without following links. Hidden folders belong to tools."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield from _entries(Path(entry))
+
+
+def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> None:
+    path = Path(entry)
+    if entry.is_symlink():
+        target = path.resolve()
+        if not target.is_relative_to(folder) and not _is_in_a_cache(target, folder):
+            raise UserError(
+                f"{path} is a symbolic link to {target}, outside the folder {folder}. Copy the file into the folder, "
+                "or use its own address."
+            )
+        _refuse(path, private.contains(path))
+    elif private.is_private(entry.stat(follow_symlinks=False)):
+        _refuse(path, path)
+
+
+def _refuse(path: Path, place: Path | None) -> None:
+    if place:
+        raise UserError(
+            f"{path} leads to {place}: keys, passwords and the state of tools are no data and no model. Name another "
+            "file or folder; if it is data, copy it to a folder of its own."
+        )
+
+
+def _is_in_a_cache(target: Path, folder: Path) -> bool:
+    """Whether a link leads to where DVC or the hub's library keep the contents of the files of this folder."""
+    if any(CACHED_BY_DVC.fullmatch(_below(target, cache)) for cache in _dvc_caches()):
+        return True
+    snapshots = next((above for above in folder.parents if above.name == "snapshots"), None)
+    return snapshots is not None and target.parent == snapshots.parent / "blobs"
+
+
+def _below(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else ""
+
+
+def _dvc_caches() -> Iterator[Path]:
+    """DVC's cache of this checkout. With `cache.type: symlink`, a tracked file is a link into it."""
+    for root in {home(), ROOT}:
+        config = configparser.ConfigParser(interpolation=None, strict=False)
+        config.read([root / ".dvc" / "config", root / ".dvc" / "config.local"])
+        configured = config.get("cache", "dir", fallback="cache")  # relative to the file
+        yield (root / ".dvc" / configured).resolve()
