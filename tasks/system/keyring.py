@@ -66,9 +66,10 @@ def make_folder(folder: Path) -> None:
     """A private folder, and those above it up to the user's."""
     try:
         user_folder().parent.mkdir(parents=True, exist_ok=True)
-        for path in (user_folder(), *reversed(folder.relative_to(user_folder()).parents[:-1]), folder):
-            path.mkdir(mode=0o700, exist_ok=True)
-            path.chmod(0o700)
+        for path in (*reversed(folder.parents), folder):
+            if path.is_relative_to(user_folder()):
+                path.mkdir(mode=0o700, exist_ok=True)
+                path.chmod(0o700)
     except OSError as error:
         raise UserError(
             f"There is no folder for keys and passwords: {error}. Set XDG_CONFIG_HOME to a folder of yours, or "
