@@ -27,7 +27,7 @@ def model_folder(name: str | None) -> Path:
     if name is None:
         name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
     if (Path(name) / "config.json").exists():
-        return Path(name)
+        return local_path(name)
     if name == "base":
         return base_folder(load_params().source.model)
     if name.endswith("/base"):
