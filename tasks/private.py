@@ -73,7 +73,7 @@ class Private:
 
     def contains(self, path: Path) -> Path | None:
         """The private place that a path leads to, through links as well."""
-        real = path.resolve()
+        real = Path(os.path.realpath(path))  # `resolve` raises an error of its own for a loop of links
         for checkout in self.checkouts:
             if real.is_relative_to(checkout) and (hidden := _hidden(real.relative_to(checkout).parts)):
                 return checkout.joinpath(*hidden)
@@ -114,7 +114,8 @@ def private_files(*checkouts: Path) -> Iterator[Path]:
 
 def secret_values() -> frozenset[str]:
     """The keys, passwords and tokens in the files of this user and checkout, read once per process."""
-    return _read(os.environ.get("XDG_CONFIG_HOME"), os.environ.get("DPO_HOME", "."), os.environ.get("DPO_SIGNING_KEY"))
+    checkout = os.path.abspath(os.environ.get("DPO_HOME", "."))
+    return _read(os.environ.get("XDG_CONFIG_HOME"), checkout, os.environ.get("DPO_SIGNING_KEY"))
 
 
 def forget_values() -> None:

@@ -8,6 +8,7 @@ import configparser
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tasks.config.paths import ROOT, home
@@ -24,23 +25,26 @@ def permitted(path: Path) -> Path:
     _refuse(path, private.contains(path))
     if path.is_dir():
         for entry in _entries(path):
-            _check_entry(entry, path.resolve(), private)
+            _check_entry(entry, _real(path), private)
     return path
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What lies in the folder and those below it, without following links. Hidden folders belong to tools."""
-    with os.scandir(folder) as entries:
+    """What lies in the folder and those below it, without following links. Hidden folders belong to tools: nothing of
+    them is read, and neither is what cannot be."""
+    with suppress(PermissionError), os.scandir(folder) as entries:
         for entry in entries:
-            yield entry
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                yield from _entries(Path(entry))
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if not (is_folder and entry.name.startswith(".")):
+                yield entry
+                if is_folder:
+                    yield from _entries(Path(entry))
 
 
 def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> None:
     path = Path(entry)
     if entry.is_symlink():
-        target = path.resolve()
+        target = _real(path)
         if not target.is_relative_to(folder) and not _is_in_a_cache(target, folder):
             raise UserError(
                 f"{path} is a symbolic link to {target}, outside the folder {folder}. Copy the file into the folder, "
@@ -65,6 +69,10 @@ def _is_in_a_cache(target: Path, folder: Path) -> bool:
         return True
     snapshots = next((above for above in folder.parents if above.name == "snapshots"), None)
     return snapshots is not None and target.parent == snapshots.parent / "blobs"
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # `resolve` raises an error of its own for a loop of links
 
 
 def _below(path: Path, folder: Path) -> str:

@@ -218,6 +218,8 @@ def test_data_may_be_anywhere_else_and_links_stay_inside(workspace, tmp_path):
     (data / "sub" / "a.jsonl").write_text(ROW)
     (data / "b.jsonl").symlink_to("sub/a.jsonl")
     (data / "again").symlink_to("sub")
+    (data / "loop.jsonl").symlink_to("loop.jsonl")
+    (data / "gone.jsonl").symlink_to("never-there.jsonl")
     (tmp_path / "named").symlink_to(data)
     (workspace / ".scratch/open/run/data").mkdir(parents=True)
     (workspace / ".scratch/open/run/data/a.jsonl").write_text(ROW)
