@@ -29,7 +29,7 @@ URL_LOGIN = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s/?#@'\"]+@")
 VALUE = r"(?P<value>[^\s\"'&,;}]{8,})"
 ASSIGNMENT = re.compile(rf"(?<![\w.-])(?P<name>[A-Za-z][\w.-]*+[\"']?\s*+[=:]\s*+[\"']?){VALUE}")
 AUTHORIZATION = re.compile(rf"(?P<name>\b(?:bearer|basic)\s+){VALUE}", re.IGNORECASE)
-QUERY = re.compile(rf"(?P<name>[?&](?:sig|key|code|x-amz-signature|x-goog-signature)=){VALUE}", re.IGNORECASE)
+QUERY = re.compile(rf"(?P<name>[?&](?:sig|x-amz-signature|x-goog-signature)=){VALUE}", re.IGNORECASE)
 # Keys in a text, besides a shell's variables: fewer, because `cache_key: 8a0c...` is none.
 KEYS = re.compile(
     r"(?:password|passwd|passphrase|secret|token|credential|pwd|(?:api|access|secret|private|account)[_.-]?key)s?$",
@@ -127,18 +127,22 @@ def _parts(value: str) -> Iterator[str]:
         with suppress(ValueError):
             yield from _fields(json.loads(value))
             return
+    items = [item.strip() for item in re.split(r"[,;\n]", value) if item.strip()]
     if "://" in value:
-        scheme, _, rest = value.partition("://")
-        host, slash, path = rest.partition("/")
-        login, at, _ = host.rpartition("@")
-        yield login.partition(":")[2]
-        if scheme.startswith("http") and not at and len(path) >= SUBSTRING_LENGTH:
-            yield slash + path
+        yield from (part for url in {value, *items} if "://" in url for part in _url_parts(url))
         return
-    items = [item for item in re.split(r"[,;\n]", value) if item.strip()]
     pairs = {item: PAIR.split(item, 1) for item in items}
     chosen = [item for item in items if is_secret_name(pairs[item][0])] or items
-    yield from (pairs[item][-1] for item in chosen if len(items) == 1 or len(pairs[item][-1].strip()) >= PART_LENGTH)
+    yield from (pairs[item][-1] for item in chosen if len(items) == 1 or len(pairs[item][-1]) >= PART_LENGTH)
+
+
+def _url_parts(url: str) -> Iterator[str]:
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    login, at, _ = host.rpartition("@")
+    yield login.partition(":")[2]
+    if scheme.startswith("http") and not at and len(path) >= SUBSTRING_LENGTH:
+        yield from (url, slash + path)
 
 
 def _fields(content: Any) -> Iterator[str]:

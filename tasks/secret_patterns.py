@@ -11,9 +11,9 @@ from functools import lru_cache
 STRONG = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|(API|ACCESS|ACCOUNT|PRIVATE|SECRET|MASTER)KEY)S?$"
 )
-# Words that do so at the end of a name.
+# Words that do so at the end of a name, and pairs of words that do so everywhere.
 LAST = re.compile(
-    r"_(KEYS?|KEY_ID|COOKIES?|PATS?|JWTS?|DSN|PASS|PASSCODE|PW|PWD|SAS|CREDS|AUTH|AUTH_STRING|CONNECTION_STRING"
+    r"_(API|ACCESS|ACCOUNT|PRIVATE|SIGNING)_KEYS?_|_(KEYS?|KEY_ID|COOKIES?|PATS?|JWTS?|DSN|PASS|PASSCODE|PW|PWD|SAS|CREDS|AUTH|AUTH_STRING|CONNECTION_STRING"
     r"|CONNECTION_URL|DATABASE_URL)$"
 )
 # Words after them that tell several secrets apart, and those that describe a secret instead of holding it.
@@ -59,7 +59,7 @@ FORMATS = {
     "Doppler": r"dp\.(?:pt|st|ct|sa|scim|audit)\.[\w.-]{20,}",
     "Dropbox": r"sl\.[\w-]{60,}",
     "Dynatrace": r"dt0[a-z]\d\d\.[A-Z0-9]{24}\.[A-Z0-9]{64}",
-    "Fastly, Fly": r"fo1_[\w-]{40,}",
+    "Fly.io": r"fo1_[\w-]{40,}",
     "Figma": r"fig[dou]r?_[\w-]{36,}",
     "GitHub": r"gh[pousr]_[A-Za-z0-9]{20,}",
     "GitHub, fine-grained": r"github_pat_\w{20,}",

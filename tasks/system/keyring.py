@@ -45,6 +45,8 @@ def move(old: Path, new: Path) -> bool:
         old.unlink()
     except FileNotFoundError:  # another process was faster
         return True
+    except OSError as error:
+        raise UserError(f"{old} cannot be moved to {new}: {error}. Move it yourself.") from None
     forget_values()
     print(f"{old} is now {new}: keys and passwords are kept outside of the checkout.", file=sys.stderr, flush=True)
     return True

@@ -101,7 +101,8 @@ def test_addresses_assignments_and_headers(text, hidden):
 NAMES = """
 DPO_SERVE_TOKENS API_TOKENS SOME_SECRETS DB_PASSWORDS DB_PASS DB_PW DB_PWD STORAGE_SAS SLACK_WEBHOOK DPO_WEBHOOK_URL
 WEBHOOKS OPENAI_APIKEY APIKEY SESSION_COOKIE COOKIES GITHUB_PAT SENTRY_DSN PGPASSWORD GITHUB_TOKEN GITHUB_TOKEN_PROD
-GITHUB_NEW_TOKEN OPENAI_API_KEY_2 AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD RAY_AUTH_TOKEN
+GITHUB_NEW_TOKEN OPENAI_API_KEY_2 OPENAI_API_KEY_OF_CI AWS_ACCESS_KEY_ID
+AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD RAY_AUTH_TOKEN
 PREFECT_SERVER_API_AUTH_STRING GOOGLE_CREDENTIALS_JSON SECRET_KEY_BASE AZURE_STORAGE_CONNECTION_STRING DPO_SIGNING_KEY
 JUDGE_KEY MY_PASSPHRASE REDIS_AUTH SLURM_JWT STORAGE_ACCOUNTKEY DATABASE_URL KAGGLE_KEY
 """
@@ -136,6 +137,11 @@ def test_a_variable_with_another_name_stays(name, monkeypatch):
         (json.dumps({"type": "account", "private_key": "first-word"}), ["first-word"], ["type", "account"]),
         ("Endpoint=https;AccountKey=first-word==;Suffix=windows", ["first-word=="], ["https", "windows"]),
         ("ada:hunter2", ["hunter2"], ["ada"]),
+        (
+            "https://a.b/first-word,https://c.d/second-word",
+            ["/first-word", "https://c.d/second-word"],
+            ["https", "a.b"],
+        ),
         ("postgresql://ada:hunter2@db/prefect", ["hunter2"], ["prefect", "db"]),
     ],
 )
@@ -156,6 +162,7 @@ ORDINARY = [
     "data/reference/8a0ca03388c9c74285f30d57/shard-00001.arrow of run nightly-2026-11-19-qwen2.5-0.5b-full",
     "hub:HuggingFaceTB/SmolLM2-135M-Instruct@93efa2f097d58c2a74874c7e644dbc9b0cee75a2",
     "https://huggingface.co/datasets/Anthropic/hh-rlhf/resolve/main/harmless-base/train.jsonl.gz?download=true",
+    "https://host/download?key=data/pairs-2026.jsonl&code=python3.11",
     "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef0123456789abcdef?key=loss",
     "models:/dpo-demo@champion, version 12, gs://bucket/folder/pairs-2026.jsonl",
     "forward_pass: 12.5ms/step1 backward_pass=31.25ms/step1 monkey: banana12345678",
