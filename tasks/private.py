@@ -21,7 +21,7 @@ from pathlib import Path
 from tasks.secret_patterns import is_secret_name
 
 # In a checkout every hidden name is private, except those below; and so are these places, also under other names.
-OPEN = ((".scratch",), (".cache",), (".dvc", "cache"))
+OPEN = ((".scratch",), (".dvc", "cache"), (".cache",))  # the last where a home is the workspace (tasks/api.py)
 ENVIRONMENTS = ("infra/.env", "infra/k8s/secrets.env")
 OF_CHECKOUT = (".services", ".prefect", ".mlflow", ".git", "prefect.toml", *ENVIRONMENTS)
 # Where other programs keep keys and logins, below the user's home, and in the environment.
@@ -130,7 +130,7 @@ def _read(config: str | None, checkout: str, key: str | None) -> frozenset[str]:
     for name in ENVIRONMENTS:
         with suppress(OSError, ValueError):
             lines = [line.partition("=") for line in (Path(checkout) / name).read_text().splitlines()]
-            values |= {value.strip() for variable, _, value in lines if is_secret_name(variable.strip())}
+            values |= {value.strip().strip("'\"") for variable, _, value in lines if is_secret_name(variable.strip())}
     return frozenset(value for value in values if len(value) >= SHORTEST)
 
 

@@ -58,8 +58,8 @@ def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> Non
 def _refuse(path: Path, place: Path | None) -> None:
     if place:
         raise UserError(
-            f"{path} leads to {place}: keys, passwords and the state of tools are no data and no model. Name another "
-            "file or folder; if it is data, copy it to a folder of its own."
+            f"{path} leads to {place}, where keys, passwords or tools' own files are. Name another file or folder: data "
+            "and models cannot be in a hidden folder of the checkout."
         )
 
 

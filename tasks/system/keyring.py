@@ -14,9 +14,11 @@ from tasks.system.files import sync, temporary
 def private_file(name: str, checkout: Path) -> Path:
     """The path of a checkout's private file, whether it exists or not."""
     path, old = checkout_folder(checkout) / name, former_file(name, checkout)
-    if old.exists() and is_foreign(old):
+    if not os.path.exists(old):  # unlike Path.exists, False in a folder of another user
+        return path
+    if is_foreign(old):
         return old
-    if old.exists() and not move(old, path):  # from a backup, for example: it is the one that the user wants
+    if not move(old, path):  # from a backup, for example: it is the one that the user wants
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         os.replace(path, path.with_name(f"{path.stem}-{digest}{path.suffix}"))
         move(old, path)
@@ -67,6 +69,8 @@ def create(path: Path, text: str) -> None:
 def make_folder(folder: Path) -> None:
     """A private folder, and those above it up to the user's."""
     try:
+        if not user_folder().is_absolute():
+            raise FileNotFoundError("this user has no home")
         user_folder().parent.mkdir(parents=True, exist_ok=True)
         for path in (*reversed(folder.parents), folder):
             if path.is_relative_to(user_folder()):

@@ -81,7 +81,7 @@ def _private(secret: bytes | None = None) -> "Ed25519PrivateKey":
 
 def _other_keys() -> Iterator[str]:
     """The public keys of the user's other checkouts; none where the variable names the key."""
-    files = [] if os.environ.get(VARIABLE) else private_files()
+    files = [] if _named() else private_files()
     for text in (path.read_text().strip() for path in files if path.suffix == ".key"):
         if _is_key(text):
             yield _public(_private(bytes.fromhex(text)))
@@ -91,7 +91,7 @@ def _secret() -> bytes:
     path = _key_file()
     if path is None:
         return bytes.fromhex(os.environ[VARIABLE].strip())
-    if not os.environ.get(VARIABLE) and not path.exists():
+    if not _named() and not path.exists():
         keyring.create(path, secrets.token_hex(32) + "\n")
     try:
         text = path.read_text().strip()
@@ -105,9 +105,14 @@ def _secret() -> bytes:
     return bytes.fromhex(text)
 
 
+def _named() -> str:
+    """The key, or its file, as the variable names it."""
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def _key_file() -> Path | None:
     """The file with the key, which messages may name; None where the variable holds the key itself."""
-    value = os.environ.get(VARIABLE, "").strip()
+    value = _named()
     if _is_key(value):
         return None
     return Path(value).expanduser() if value else _default()
@@ -116,7 +121,7 @@ def _key_file() -> Path | None:
 def _default() -> Path:
     """The checkout's own key if it has one, else the user's."""
     own, of_user, old = checkout_folder(home()) / NAME, user_folder() / NAME, keyring.former_file(NAME, home())
-    if old.exists():
+    if os.path.exists(old):  # unlike Path.exists, False in a folder of another user
         if keyring.is_foreign(old):
             return old
         if not keyring.move(old, of_user):
