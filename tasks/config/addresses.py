@@ -1,4 +1,4 @@
-"""What a configured path may lead to: every path that configuration names passes through `permitted`.
+"""What a configured path may lead to: every path that parameters name passes through `local_path`.
 
 Data, models, adapters and checkpoints come from others. A link in them, or an address, must not make a run copy what is
 the operator's (tasks/private.py).
@@ -17,6 +17,12 @@ from tasks.private import Private
 
 FILE = "file://"
 CACHED_BY_DVC = re.compile(r"files/md5/[0-9a-f]{2}/[0-9a-f]{30}")  # named by its content
+
+
+def local_path(address: str) -> Path:
+    """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
+    path = Path(address.removeprefix(FILE)).expanduser()
+    return permitted(path if path.exists() else home() / path)
 
 
 def permitted(path: Path) -> Path:
@@ -58,8 +64,8 @@ def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> Non
 def _refuse(path: Path, place: Path | None) -> None:
     if place:
         raise UserError(
-            f"{path} leads to {place}, where keys, passwords or tools' own files are. Name another file or folder: data "
-            "and models cannot be in a hidden folder of the checkout."
+            f"{path} leads to {place}, where keys, passwords or tools' own files are. Name another file or folder: "
+            "data and models cannot be in a hidden folder of the checkout."
         )
 
 

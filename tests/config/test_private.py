@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 import pytest
 
+from tasks.config import access
 from tasks.config.cluster import SITE, Cluster, site_overlay
 from tasks.config.params import Params, Source, dotted, overlay
-from tasks.config.strict import all_keys
+from tasks.config.strict import all_keys, read_yaml
 from tasks.dataset import demo
 from tasks.dataset.reading.fetch import content_id, fetch
 from tasks.errors import UserError
@@ -195,6 +196,24 @@ def test_no_field_of_the_parameters_names_a_private_place(place, workspace):
         with pytest.raises(UserError, match="must use one protocol"):
             fetch("source.data", f"{remote}://{file}", 0, Path("fetched"))
         shutil.rmtree("fetched", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluate.harness": {"tasks": ["arc_easy"], "limit": None, "folder": ".services"}},
+        {"evaluate.judge": "reward", "evaluate.reward_model": {"model": ".services", "label": None}},
+        {"sample": {"judge": "reward", "reward_model": {"model": ".services", "label": None}}},
+        {"train.resume_from_checkpoint": ".services"},
+        {"sft": {"learning_rate": 1e-5, "resume_from_checkpoint": ".services"}},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_what_is_read_after_hours_is_checked_before_the_first_stage(changes, workspace):
+    private_file(".services")
+    params = Params.model_validate(overlay(read_yaml(Path("params.yaml")), dotted(changes)))
+    with pytest.raises(UserError, match="leads to"):
+        access.check(params)
 
 
 @pytest.mark.parametrize("place", [".services/x.yaml", ".git/x.yaml", "~/.config/dpo/x.yaml"])
