@@ -77,7 +77,8 @@ class Private:
         for checkout in self.checkouts:
             if real.is_relative_to(checkout) and (hidden := _hidden(real.relative_to(checkout).parts)):
                 return checkout.joinpath(*hidden)
-        return next((place for step in (real, *real.parents) if (place := self.places.get(_identity(step)))), None)
+        steps = filter(None, map(_identity, (real, *real.parents)))
+        return next((self.places[step] for step in steps if step in self.places), None)
 
     def is_private(self, state: os.stat_result) -> bool:
         """Whether this is a private file or folder under another name: a hard link, a mount."""
