@@ -59,11 +59,11 @@ def redact(text: str) -> str:
 
 
 def redacted(content: Any) -> Any:
-    """`redact` every string in nested lists and mappings."""
+    """`redact` every string in nested lists and mappings, and what has the name of a secret in a mapping."""
     if isinstance(content, str):
         return redact(content)
     if isinstance(content, dict):
-        return {name: redacted(value) for name, value in content.items()}
+        return {name: _redact_field(name, value) for name, value in content.items()}
     return [redacted(value) for value in content] if isinstance(content, list | tuple) else content
 
 
@@ -80,21 +80,33 @@ def hook(kind: type[BaseException], error: BaseException | None, trace: Tracebac
     print(redact("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="", flush=True)
 
 
+def _redact_field(name: Any, value: Any) -> Any:
+    if isinstance(value, str) and isinstance(name, str) and _names_secret(name):
+        return HIDDEN if _looks_secret(value) or (name.isupper() and len(value) >= SUBSTRING_LENGTH) else redact(value)
+    return redacted(value)
+
+
 def _redact_run(match: re.Match[str]) -> str:
     return TOKEN.sub(HIDDEN, match[0])
 
 
 def _redact_named(match: re.Match[str]) -> str:
     key = match["name"].rstrip("=: \t\r\n\"'")
-    secret = (key.isupper() or KEYS.search(key)) and is_secret_name(key)
-    return _redact_value(match) if secret or key.lower() in HEADERS else match[0]
+    return _redact_value(match) if _names_secret(key) or key.lower() in HEADERS else match[0]
+
+
+def _names_secret(key: str) -> bool:
+    return bool(key.isupper() or KEYS.search(key)) and is_secret_name(key)
 
 
 def _redact_value(match: re.Match[str]) -> str:
-    """The assignment without its value, unless that is clearly no secret: a number, a word as in `token: required`."""
-    value = match["value"]
+    return match["name"] + (HIDDEN if _looks_secret(match["value"]) else match["value"])
+
+
+def _looks_secret(value: str) -> bool:
+    """Not what is clearly none: a number, a word as in `token: required`, a token of a tokenizer."""
     mixed = any(char.isdigit() for char in value) and any(char.isalpha() for char in value)
-    return match["name"] + (HIDDEN if (mixed or len(value) >= 20) and value[:2] != "<|" else value)
+    return ((mixed and len(value) >= SUBSTRING_LENGTH) or len(value) >= 20) and value[:2] != "<|"
 
 
 def _values() -> frozenset[str]:

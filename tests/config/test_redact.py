@@ -180,6 +180,18 @@ def test_ordinary_text_stays(text):
     assert redact.redact(text) == text
 
 
+def test_a_field_with_the_name_of_a_secret_is_taken_out():
+    content = {"ray": {"env": {"HF_TOKEN": "plain-words-only", "NCCL_DEBUG": "INFO"}}, "api_key": "aB3aB3aB3", "n": 1}
+    hidden = {"ray": {"env": {"HF_TOKEN": "***", "NCCL_DEBUG": "INFO"}}, "api_key": "***", "n": 1}
+    assert redact.redacted(content) == hidden
+    kept = {
+        "pad_token": "<|endoftext|>",
+        "eos_token": "<|reserved_special_token_12|>",
+        "key_variable": "JUDGE_KEY_1234",
+    }
+    assert redact.redacted(kept) == kept
+
+
 def test_our_own_parameters_stay():
     params = demo_params()
     assert redact.redacted(params) == params
