@@ -80,9 +80,9 @@ class Private:
         steps = filter(None, map(_identity, (real, *real.parents)))
         return next((self.places[step] for step in steps if step in self.places), None)
 
-    def is_private(self, state: os.stat_result) -> bool:
-        """Whether this is a private file or folder under another name: a hard link, a mount."""
-        return (state.st_dev, state.st_ino) in self.places
+    def same_as(self, state: os.stat_result) -> Path | None:
+        """The private file or folder of which this is another name: a hard link, a mount."""
+        return self.places.get((state.st_dev, state.st_ino))
 
     def _places(self) -> Iterator[Path]:
         home, named = Path(os.path.expanduser("~")), (os.environ.get(name) for name in NAMED)

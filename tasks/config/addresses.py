@@ -30,8 +30,10 @@ def permitted(path: Path) -> Path:
     private = Private((home(), ROOT))
     _refuse(path, private.contains(path))
     if path.is_dir():
+        folder = _real(path)
         for entry in _entries(path):
-            _check_entry(entry, _real(path), private)
+            with suppress(FileNotFoundError):  # somebody deleted it meanwhile
+                _check_entry(entry, folder, private)
     return path
 
 
@@ -48,24 +50,23 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> None:
-    path = Path(entry)
-    if entry.is_symlink():
-        target = _real(path)
+    if not entry.is_symlink():
+        _refuse(entry, private.same_as(entry.stat(follow_symlinks=False)))
+    else:
+        path, target = Path(entry), _real(Path(entry))
         if not target.is_relative_to(folder) and not _is_in_a_cache(target, folder):
             raise UserError(
                 f"{path} is a symbolic link to {target}, outside the folder {folder}. Copy the file into the folder, "
                 "or use its own address."
             )
         _refuse(path, private.contains(path))
-    elif private.is_private(entry.stat(follow_symlinks=False)):
-        _refuse(path, path)
 
 
-def _refuse(path: Path, place: Path | None) -> None:
+def _refuse(path: os.PathLike[str], place: Path | None) -> None:
     if place:
         raise UserError(
-            f"{path} leads to {place}, where keys, passwords or tools' own files are. Name another file or folder: "
-            "data and models cannot be in a hidden folder of the checkout."
+            f"{os.fspath(path)} leads to {place}, where keys, passwords or tools' own files are. Name another file or "
+            "folder: data and models cannot be in a hidden folder of the checkout."
         )
 
 
