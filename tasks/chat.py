@@ -33,7 +33,7 @@ def model_folder(name: str | None) -> Path:
 def weights_folder(found: NamedModel) -> Path:
     """The folder with a model's weights; what this pipeline exported is verified against its signed manifest."""
     if found.kind == FOLDER:
-        return plain_folder(Path(found.name).expanduser())
+        return plain_folder(local_path(found.name))
     if found.kind == HUB_MODEL:
         with errors_of_stores(f"{found.name} could not be fetched from the hub", "Check the name and your network."):
             return hub_snapshot(*hub_address(found.name))

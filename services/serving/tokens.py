@@ -1,8 +1,8 @@
 """Bearer tokens of the gateway: who asks, and how often they may.
 
-`.services/tokens.json` holds {"NAME": "TOKEN"}, readable only by its owner; the first start makes a token. Edit it
-to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces
-the file, for containers.
+tokens.json in the checkout's private folder (tasks/private.py) holds {"NAME": "TOKEN"}; the first start makes a token.
+Edit it to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces the
+file, for containers.
 """
 
 import getpass
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.system.files import write_text
+from tasks.system.keyring import create, private_file
 
 VARIABLE = "DPO_SERVE_TOKENS"
 SHORTEST = 16  # characters
@@ -24,12 +24,10 @@ SHORTEST = 16  # characters
 
 class Tokens:
     def __init__(self) -> None:
-        self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
+        self.file: Path | None = None if VARIABLE in os.environ else private_file("tokens.json", home())
         self.origin = str(self.file or VARIABLE)  # for messages
         if self.file and not self.file.exists():
-            self.file.parent.mkdir(mode=0o700, exist_ok=True)
-            content = json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2)
-            write_text(self.file, f"{content}\n", mode=0o600)
+            create(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
         self.names = self._read()
 
     def owner(self, authorization: str) -> str | None:

@@ -6,9 +6,11 @@ The lists are `access` in infra/cluster.yaml and in the site overlay; recipes an
 import errno
 import ipaddress
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from tasks.config.addresses import local_path
 from tasks.config.cluster import Access, load_cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
@@ -37,6 +39,18 @@ def check(params: "Params") -> None:
             check_endpoint(endpoint, access)
     if params.promote.push:
         check_push(params.promote.push, access)
+    for address in _late_paths(params):
+        local_path(address)
+
+
+def _late_paths(params: "Params") -> Iterator[str]:
+    """What is read only after hours; the stage `source` checks its own addresses."""
+    yield from (section.resume_from_checkpoint for section in (params.sft, params.train) if section)
+    if params.evaluate.harness and params.evaluate.harness.folder:
+        yield params.evaluate.harness.folder
+    for judge in (params.evaluate.reward_model, params.sample and params.sample.reward_model):
+        if judge and not judge.model.startswith("hub:"):
+            yield judge.model
 
 
 def check_endpoint(endpoint: "Endpoint", access: Access) -> None:

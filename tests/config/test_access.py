@@ -1,5 +1,6 @@
 """What run parameters cannot reach unless the operator allows it: internal addresses, other protocols, push targets."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ import pytest
 import yaml
 
 from tasks.config.access import check_push, may_connect
-from tasks.config.cluster import RECIPE, load_cluster
-from tasks.dataset.reading.fetch import fetch, remote_version
+from tasks.config.cluster import OF_THIS_MACHINE, RECIPE, Cluster, load_cluster
+from tasks.config.strict import validate
+from tasks.dataset.reading import fetch as reading
+from tasks.dataset.reading.fetch import check_address, fetch, remote_version
 from tasks.errors import UserError
 from tests.support.workspaces import PROJECT, make_workspace, refusal, write_cluster
 
@@ -109,17 +112,71 @@ def test_data_over_http_comes_from_allowed_addresses_alone_after_a_redirect_too(
         assert {host for host, _ in asked} == {"127.0.0.1"}
 
 
-def test_a_data_set_of_the_hub_cannot_name_an_internal_address(root):
+def card(root: Path, files: str) -> str:
+    """A data set whose card names these files. The hub's library reads the folder as it would a repository."""
+    (root / "some/set").mkdir(parents=True, exist_ok=True)
+    (root / "some/set/README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{files}'}}]\n---\n")
+    return "hub:some/set"
+
+
+def test_a_data_set_of_the_hub_cannot_name_an_internal_address(root, monkeypatch):
+    monkeypatch.setattr(reading, "DATASETS", f"{root}/")
     with serving("127.0.0.1") as port:
-        (root / "set").mkdir()
-        files = f"http://127.0.0.1:{port}/a.jsonl"
-        (root / "set/README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: '{files}'}}]\n---\n")
-        with pytest.raises(UserError, match=r"source.data: the data set .*set .*could not be loaded"):
-            fetch("source.data", f"hub:{root}/set", 0, root / "data")
+        address = card(root, f"http://127.0.0.1:{port}/a.jsonl")
+        with pytest.raises(UserError, match=r"source.data: the data set some/set .*could not be loaded"):
+            fetch("source.data", address, 0, root / "data")
         assert asked == []
         write_cluster(root, {"access.networks": ["127.0.0.1"]})
-        fetch("source.data", f"hub:{root}/set", 0, root / "allowed")
+        fetch("source.data", address, 0, root / "allowed")
         assert asked != []
+
+
+def test_a_data_set_of_the_hub_cannot_name_a_file_of_this_machine(root, monkeypatch):
+    (root / "private.jsonl").write_bytes(ROWS)
+    for files in (f"{root}/private.jsonl", f"file://{root}/private.jsonl", "../../private.jsonl"):
+        monkeypatch.setattr(reading, "DATASETS", f"{root}/")
+        address = card(root, files)
+        with pytest.raises(
+            UserError, match=r"source.data: the (card of hub:some/set names|data set some/set .*could not)"
+        ):
+            fetch("source.data", address, 0, root / "data")
+        assert not list((root / "data").glob("*"))
+        shutil.rmtree(root / "data")
+    (root / "some/set/a.jsonl").write_bytes(ROWS)
+    card(root, "a.jsonl")
+    fetch("source.data", "hub:some/set", 0, root / "fetched")
+    assert (root / "fetched/rows.parquet").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(root)
+    for library in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"the data set some/set .*could not be loaded from the hub"):
+        fetch("source.data", "hub:some/set", 0, root / "never")  # it is a folder here, which is not what `hub:` means
+
+
+# Every other protocol of fsspec reads what is on other machines. Of a new one, this test asks which it is.
+REMOTE = {
+    *("abfs", "adl", "arrow_hdfs", "az", "box", "dbfs", "dropbox", "ftp", "gcs", "gdrive", "gist", "github", "gs"),
+    *("hdfs", "hf", "http", "https", "lakefs", "oci", "ocilake", "oss", "root", "s3", "s3a", "sftp", "smb", "ssh"),
+    *("tos", "tosfs", "wandb", "webdav", "webhdfs"),
+}
+
+
+def test_no_protocol_but_file_reads_files_of_this_machine(root):
+    from fsspec.registry import known_implementations
+
+    assert set(known_implementations) == REMOTE | OF_THIS_MACHINE | {"file"}
+    for protocol in OF_THIS_MACHINE:
+        with pytest.raises(UserError, match=f"must use one protocol|`{protocol}`"):
+            fetch("source.data", f"{protocol}://{root}/pairs.jsonl", 0, root / protocol)
+        with pytest.raises(UserError, match=f"access.*protocols: `{protocol}` reads files of this machine"):
+            validate(Cluster, {"access": {"protocols": [protocol]}}, Path("infra/cluster.yaml"))
+
+
+@pytest.mark.parametrize("name", ["/etc", "../set", "set", ".services/x", "a/b/c", "json", "a/.b"])
+def test_a_path_is_no_name_of_the_hub(name):
+    with pytest.raises(UserError, match="must name a data set of the hub as hub:OWNER/NAME"):
+        check_address("source.data", f"hub:{name}")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
+from tasks.private import checkout_folder
 from tests.support.workspaces import write_cluster
 
 
@@ -33,7 +34,7 @@ def workspace(tmp_path: Path, monkeypatch) -> Path:
 
 def test_the_first_start_makes_a_token_that_only_its_owner_can_read(workspace):
     made = Tokens()
-    file = workspace / ".services" / "tokens.json"
+    file = checkout_folder(workspace) / "tokens.json"
     ((name, token),) = json.loads(file.read_text()).items()
     assert (made.origin, file.stat().st_mode & 0o777) == (str(file), 0o600)
     assert made.owner(f"Bearer {token}") == name
@@ -42,7 +43,7 @@ def test_the_first_start_makes_a_token_that_only_its_owner_can_read(workspace):
 
 
 def test_an_edited_file_counts_at_once_and_a_mistake_in_it_locks_nobody_out(workspace):
-    known, file = Tokens(), workspace / ".services" / "tokens.json"
+    known, file = Tokens(), checkout_folder(workspace) / "tokens.json"
     file.write_text(json.dumps({"ann": "a" * 16}))
     assert known.owner("Bearer " + "a" * 16) == "ann"
     file.write_text("{")

@@ -57,7 +57,7 @@ class RejectedRow(ValueError):
     def __init__(self, name: str, detail: str = "", content: Any = None) -> None:
         super().__init__(name, detail, content)  # what a pickle, for another process, is made from
         self.name, self.detail = name, detail
-        self.content = content  # of a line that could not be parsed into a row
+        self.content = content  # in reports, in place of a line that could not be parsed into a row
 
     def __str__(self) -> str:
         return f"{REJECT_REASONS[self.name]}{f' ({self.detail})' if self.detail else ''}"
