@@ -120,7 +120,7 @@ def create_router(answers: ModelAnswers, journal: FeedbackJournal, *, token: str
 
     @router.get("/api/progress")
     def progress(results: bool = False, name: str = rater) -> dict[str, Any]:
-        """`results` costs a thousand resamples: the page asks for them only while they are open."""
+        """The page asks for `results` only while they are open."""
         return {**arena.progress(name), **(arena.results() if results else {})}
 
     @router.get("/api/next")

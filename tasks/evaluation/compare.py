@@ -20,7 +20,7 @@ from tasks.config.params import Evaluate, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.evaluation.answers import judged_metrics
-from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.intervals import mean_interval
 from tasks.evaluation.judges import outcomes
 from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.evaluation.sharding import evaluator_pool
@@ -48,9 +48,9 @@ class Paired:
         return numpy.asarray(sums / numpy.bincount(group))
 
 
-def summarize(params: Evaluate, paired: dict[str, Paired]) -> Comparison:
+def summarize(paired: dict[str, Paired]) -> Comparison:
     """By metric: both means over the shared prompts or pairs, the difference (ours - theirs) and its interval."""
-    return {name: _summary(values, params.seed) for name, values in paired.items()}
+    return {name: _summary(values) for name, values in paired.items()}
 
 
 def pair_up(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> dict[str, Paired]:
@@ -91,10 +91,10 @@ def _pair_up_answers(
     return paired
 
 
-def _summary(paired: Paired, seed: int) -> dict[str, float]:
+def _summary(paired: Paired) -> dict[str, float]:
     limits = None if paired.reach is None else (-paired.reach, paired.reach)
     differences = [ours - theirs for ours, theirs in zip(paired.ours, paired.theirs, strict=True)]
-    interval = mean_interval(differences, paired.prompts, seed, limits)
+    interval = mean_interval(differences, paired.prompts, limits)
     means = {"ours": round(fmean(paired.ours), 6), "theirs": round(fmean(paired.theirs), 6)}
     counts = {"count": len(differences), "prompts": len(set(paired.prompts))}
     return {**means, "difference": interval.mean, **interval.bounds(), **counts}
@@ -179,7 +179,7 @@ def print_comparison(name: str, first: str | None = None) -> None:
     ours = find_model(first)
     theirs = read_results(ours.results, "base") if name == "base" else _results_for(ours, find_model(name))
     params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
-    comparison = summarize(params, pair_up(params, read_results(ours.results), theirs))
+    comparison = summarize(pair_up(params, read_results(ours.results), theirs))
     if not comparison:
         needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if name == "base" else ""
         raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
