@@ -118,7 +118,7 @@ class EndpointJudge:
 
 
 def question(prompt: str, first: str, second: str) -> list[dict[str, str]]:
-    """The messages to the judge. The markers' code is a hash of the texts, so no text can contain it and end its part."""
+    """The messages to the judge. The code of the markers is a hash of the texts, so none of them can contain it."""
     code = fingerprint([prompt, *sorted((first, second))])
     parts = {"prompt": prompt, "A": first, "B": second}
     texts = "\n\n".join(f"<{name} {code}>\n{text}\n</{name} {code}>" for name, text in parts.items())
