@@ -1,6 +1,6 @@
-"""Prefect's server with two fixes: SQLite writes wait for their turn, and requests under other host names are rejected.
+"""Prefect's server with fixes: SQLite writes wait for their turn, other host names and half requests are rejected.
 
-Run as a module, it is Prefect's command line with both.
+Run as a module, it is Prefect's command line with them.
 
 Prefect begins transactions as a reader, also those that write later. If another transaction wrote in between, SQLite
 rejects the write at once ("database is locked"), whatever its timeout. After four such failures for one event Prefect
@@ -15,6 +15,7 @@ import os
 from functools import cache
 from typing import Any
 
+import uvicorn.config
 from fastapi import FastAPI
 from prefect.cli import app
 from prefect.server.api import server
@@ -22,6 +23,8 @@ from prefect.server.database.configurations import AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
+
+from tasks.system import http_limits
 
 LOOPBACK_NAMES = "127.0.0.1,localhost,[::1]"
 
@@ -65,4 +68,5 @@ server.create_app = _create_to_serve  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = http_limits.NAME  # Prefect passes no such option
     app()

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from services.arena.answers import ModelAnswers
 from services.arena.comparisons import Arena
 from tasks.errors import problems
-from tasks.feedback.events import Id
+from tasks.feedback.events import Id, Rater, person
 from tasks.feedback.journal import FeedbackJournal
 
 PATIENCE = 5.0  # seconds for answers that are being computed when the server stops
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 class Login(BaseModel):
-    name: Annotated[str, Field(pattern=r"^[\w .@+-]{1,40}$")]
+    name: Rater
     token: Annotated[str, Field(max_length=200)]
 
 
@@ -78,7 +78,7 @@ class Sessions:
         text = cookie.partition(".")[0]
         if not hmac.compare_digest(cookie.encode(), self._signed(text).encode()):
             raise HTTPException(401, "Log in with your name and the arena's token.")
-        return bytes.fromhex(text).decode()
+        return person(bytes.fromhex(text).decode())
 
 
 def create_router(answers: ModelAnswers, journal: FeedbackJournal, *, token: str, **options: Any) -> APIRouter:

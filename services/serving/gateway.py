@@ -18,7 +18,7 @@ from services.serving.answer_index import AnswerIndex
 from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
-from services.serving.tokens import RateLimit, Tokens
+from services.serving.tokens import RateLimit, Tokens, through
 from tasks.feedback.events import Answer, Feedback, Messages
 from tasks.feedback.journal import FeedbackJournal
 
@@ -84,7 +84,9 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     @app.post("/v1/feedback")
     async def give_feedback(request: Request, name: Caller) -> dict[str, str]:
         body = await read_body(request, FeedbackRequest)
-        vote = body.model_dump(include={"kind", "value", "other"})
+        if body.user != name and body.user in tokens.names:
+            raise HTTPException(403, f"{body.user} has a token, and votes with it.")
+        vote = body.model_dump(include={"kind", "value", "other"}) | {"through": through(name)}
         event = Feedback(id=uuid.uuid4().hex, time=time.time(), answer=body.answer_id, rater=body.user or name, **vote)
         for answer_id in filter(None, (event.answer, event.other)):
             if not await run_in_threadpool(index.knows, answer_id):

@@ -9,7 +9,7 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.errors import problems
-from tasks.feedback.events import Id, Name, OtherId
+from tasks.feedback.events import Id, OtherId, User
 
 LARGEST_BODY = 2**20  # bytes
 Count = Annotated[int, Field(ge=1)]
@@ -50,7 +50,7 @@ class ChatRequest(Input):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}  # usage is always sent
     n: Literal[1] = 1
-    user: Name = ""
+    user: User = ""
 
     def parameters(self, most_tokens: int) -> dict[str, Any]:
         """The parameters of generation, all of them explicit."""
@@ -66,7 +66,7 @@ class FeedbackRequest(Input):
     kind: Literal["thumb", "edit", "preference"]
     value: str
     other: OtherId = ""
-    user: Name = ""
+    user: User = ""
 
 
 async def read_body(request: Request, schema: type[T]) -> T:

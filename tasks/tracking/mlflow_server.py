@@ -17,6 +17,8 @@ import sys
 import tempfile
 from typing import Any
 
+from tasks.system import http_limits
+
 USERS = ("admin", "writer", "forwarder", "reader")
 GRANTS = {
     "writer": {"experiment": "MANAGE", "registered_model": "MANAGE"},
@@ -61,6 +63,7 @@ def configure(users: str) -> None:
         )
     os.environ |= {"MLFLOW_AUTH_CONFIG_PATH": name, "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true"}
     os.environ.setdefault("MLFLOW_FLASK_SERVER_SECRET_KEY", secrets.token_hex(32))
+    os.environ["UVICORN_HTTP"] = http_limits.NAME
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # nothing of ours runs on the server
 
 
