@@ -17,6 +17,7 @@ from tasks.tracking.model_names import registered_version
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
+    from training.models.prompt_tokens import PromptTokens
 
 BATCH = 16  # prompts whose answers are written to the file together
 HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
@@ -79,6 +80,12 @@ def load_chat_model(folder: Path) -> "ChatModel":
     from training.evaluation.chat import ChatModel  # torch: only once an answer is needed
 
     return ChatModel(folder)
+
+
+def load_prompt_tokens(folder: Path) -> "PromptTokens":
+    from training.models.prompt_tokens import PromptTokens
+
+    return PromptTokens(folder)
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -1,10 +1,11 @@
 """The gateway: an OpenAI-compatible endpoint in front of the engines that keeps answers and takes feedback by id."""
 
+import asyncio
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens, through
+from services.serving.watchdog import Watchdog
 from tasks.feedback.events import Answer, Feedback, Messages
 from tasks.feedback.journal import FeedbackJournal
 
@@ -33,6 +35,7 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     client = httpx.AsyncClient(timeout=UPSTREAM, limits=limits, trust_env=False)
     index, started = AnswerIndex(journal.folder), int(time.time())
+    watchdog = Watchdog(lambda engine: one_word(engine, client))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -72,13 +75,14 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     @app.post("/v1/chat/completions")
     async def complete(request: Request, name: Caller) -> Response:
         chat = await read_body(request, ChatRequest)
-        chunks = answer(fleet, client, journal, chat, name, chat.parameters(most_tokens))
-        first = await anext(chunks)
+        chunks = answer(fleet, client, watchdog, journal, chat, name, most_tokens)
+        first = await unless_gone(request, anext(chunks))
+        content = first if first is None or chat.stream else await unless_gone(request, whole_answer(first, chunks))
+        if first is None or content is None:
+            return Response(status_code=499)  # the client has gone
         headers = {"X-DPO-Answer-Id": first["id"]}
         if chat.stream:
             return StreamingResponse(as_events(first, chunks), media_type="text/event-stream", headers=headers)
-        if (content := await whole_answer(request, first, chunks)) is None:
-            return Response(status_code=499)  # the client has gone
         return JSONResponse(content, headers=headers)
 
     @app.post("/v1/feedback")
@@ -108,7 +112,13 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
 
 async def answer(
-    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, sampling: Sampling
+    fleet: Fleet,
+    client: httpx.AsyncClient,
+    watchdog: Watchdog,
+    journal: FeedbackJournal,
+    chat: ChatRequest,
+    name: str,
+    most_tokens: int,
 ) -> Chunks:
     """One answer in OpenAI's chunks. The last comes after the answer is in the journal, so that feedback finds it."""
     began, clock, text, last = time.time(), time.monotonic(), list[str](), None
@@ -116,15 +126,20 @@ async def answer(
     with fleet.lease(chat.model, chat.user) as (role, engine):
         target = engine.target
         identity = {"id": uuid.uuid4().hex, "model": target.name}
-        async with aclosing(ask(engine, client, messages, sampling)) as upstream:
-            async for chunk in upstream:
-                usage = chunk.get("usage") or usage
-                choice = (chunk["choices"] or [{}])[0]
-                text.append(choice.get("delta", {}).get("content") or "")
-                if choice.get("finish_reason"):
-                    last = chunk
-                elif choice:
-                    yield chunk | identity
+        sampling = chat.parameters(most_tokens, await prompt_tokens(engine, messages), engine.prompts.context)
+        try:
+            async with aclosing(ask(engine, client, messages, sampling)) as upstream:
+                async for chunk in upstream:
+                    usage = chunk.get("usage") or usage
+                    choice = (chunk["choices"] or [{}])[0]
+                    text.append(choice.get("delta", {}).get("content") or "")
+                    if choice.get("finish_reason"):
+                        last = chunk
+                    elif choice:
+                        yield chunk | identity
+        finally:
+            if last is None:  # the client has left, or the gateway gave up
+                watchdog.client_left(engine)
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
@@ -158,9 +173,31 @@ async def ask(engine: Engine, client: httpx.AsyncClient, messages: Messages, sam
                     chunk = json.loads(line.removeprefix("data: "))
                     if "error" in chunk:
                         raise HTTPException(502, f"The engine of {engine.target.name} failed: {chunk['error']}")
+                    engine.words += is_word(chunk)
                     yield chunk
     except (httpx.TransportError, ValueError) as error:
         raise unavailable(engine.target, ENDED) from error
+
+
+async def one_word(engine: Engine, client: httpx.AsyncClient) -> None:
+    question, sampling = [{"role": "user", "content": "Hi"}], {"max_tokens": 1, "temperature": 0.0, "top_p": 1.0}
+    async with aclosing(ask(engine, client, question, sampling)) as chunks:
+        async for chunk in chunks:
+            if is_word(chunk):
+                return
+
+
+def is_word(chunk: dict[str, Any]) -> bool:
+    """Whether the model wrote it: transformers' server sends a first chunk before the model begins."""
+    choice = (chunk["choices"] or [{}])[0]
+    return bool(choice.get("delta", {}).get("content") or choice.get("finish_reason"))
+
+
+async def prompt_tokens(engine: Engine, messages: Messages) -> int:
+    try:
+        return await run_in_threadpool(engine.prompts.count, messages)
+    except ValueError as error:
+        raise HTTPException(400, f"{engine.target.name}: {error}.") from None
 
 
 def keep(journal: FeedbackJournal, record: Answer) -> None:
@@ -187,13 +224,27 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) -> dict[str, Any] | None:
-    """One chat completion of all chunks; None if the client disconnects."""
+async def unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the work gives; it is cancelled, and this is None, as soon as the client disconnects."""
+    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else None
+    finally:
+        for task in (result, gone):
+            task.cancel()
+        await asyncio.gather(result, gone, return_exceptions=True)
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole_answer(first: dict[str, Any], chunks: Chunks) -> dict[str, Any]:
+    """One chat completion of all chunks."""
     text, last = [first["choices"][0]["delta"].get("content") or ""], first
     async for last in chunks:
-        if await request.is_disconnected():
-            await chunks.aclose()
-            return None
         text.append(last["choices"][0]["delta"].get("content") or "")
     finish = last["choices"][0].get("finish_reason")
     message = {"role": "assistant", "content": "".join(text)}
@@ -204,4 +255,5 @@ async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) 
 
 def error_content(error: AnyHTTPException) -> dict[str, Any]:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return {"error": {"message": error.detail, "type": kind, "code": error.status_code}}
+    code = getattr(error, "code", error.status_code)
+    return {"error": {"message": error.detail, "type": kind, "code": code}}

@@ -1,10 +1,12 @@
 """The parts of the gateway that need no engine: tokens, rate limit, requests, routing, the index of answers."""
 
+import asyncio
 import json
 import shutil
 import sys
 import unicodedata
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 from fastapi import HTTPException
 
 from services.arena.app import Login
-from services.serving import answer_index, engine, tokens
+from services.serving import answer_index, engine, tokens, watchdog
 from services.serving.answer_index import AnswerIndex, wilson
 from services.serving.engine import Target
 from services.serving.fleet import CHALLENGER, CHAMPION, Fleet
@@ -26,6 +28,7 @@ from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback, check, person
 from tasks.feedback.journal import FeedbackJournal
 from tests.support.workspaces import write_cluster
+from training.models.prompt_tokens import PromptTokens, context_length
 
 
 @pytest.fixture
@@ -89,8 +92,14 @@ def test_a_request_has_explicit_parameters_and_null_means_absent():
     }
     chat = ChatRequest.model_validate_json(json.dumps({**content, "seed": 3}))
     assert chat.messages[0].plain() == {"role": "user", "content": "x"}
-    assert chat.parameters(7) == {"max_tokens": 7, "temperature": 1.0, "top_p": 1.0, "seed": 3}
-    assert ChatRequest(**content, max_completion_tokens=2, max_tokens=5).parameters(7)["max_tokens"] == 2
+    assert chat.parameters(7, 9, 99) == {"max_tokens": 7, "temperature": 1.0, "top_p": 1.0, "seed": 3}
+    assert chat.parameters(7, 9, None)["max_tokens"] == 7
+    assert chat.parameters(7, 95, 99)["max_tokens"] == 4  # what is left of the context
+    assert ChatRequest(**content, max_completion_tokens=2, max_tokens=5).parameters(7, 9, 99)["max_tokens"] == 2
+    with pytest.raises(HTTPException, match="The messages have 99 tokens, and the model's context 99"):
+        chat.parameters(7, 99, 99)
+    with pytest.raises(HTTPException, match="have 95 tokens and max_tokens asks for 5, and the model's context 99"):
+        ChatRequest(**content, max_tokens=5).parameters(7, 95, 99)
 
 
 def fleet(share: float) -> Fleet:
@@ -177,6 +186,57 @@ def test_an_answer_whose_journal_was_sent_and_deleted_is_found_in_mlflow(workspa
     (workspace / ".mlflow").rename(workspace / "away")
     (workspace / ".mlflow").touch()  # the store cannot be used
     assert index.knows("0" * 32)
+
+
+class Stuck:
+    """An engine that gives one word to others, and then nothing."""
+
+    def __init__(self, others: int) -> None:
+        self.target, self.words, self.is_alive, self.others = Target("m", "1", "", ""), 0, True, others
+        self.asked, self.stopped = 0, 0
+
+    def stop(self) -> None:
+        self.is_alive, self.stopped = False, self.stopped + 1
+
+    async def answer(self, free_after: float) -> None:
+        self.asked += 1
+        for _ in range(self.others):
+            await asyncio.sleep(0.15)
+            self.words += 1
+        await asyncio.sleep(free_after)
+
+
+@pytest.mark.parametrize(("others", "free_after", "stopped"), [(0, 9, 1), (0, 0.05, 0), (4, 0.05, 0), (4, 9, 1)])
+def test_an_engine_that_answers_nobody_after_a_client_left_is_ended(monkeypatch, others, free_after, stopped):
+    """One that goes on answering others is not, and a second client that leaves meanwhile is asked about, too."""
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.3)
+    engine: Any = Stuck(others)
+
+    async def run() -> None:
+        dog = watchdog.Watchdog(lambda one: one.answer(free_after))
+        dog.client_left(engine)
+        await asyncio.sleep(0.02)
+        dog.client_left(engine)
+        while dog.tasks:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert (engine.stopped, engine.asked) == (stopped, 1 if stopped else 2)
+
+
+def test_tokens_are_counted_with_the_models_template_and_its_context_is_read(tiny_base, tmp_path):
+    prompts, messages = PromptTokens(tiny_base), [{"role": "user", "content": "hello"}]
+    text = prompts.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompts.count(messages) == len(prompts.tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert prompts.context == 1024
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(prompts.count, [messages] * 100))) == 1
+    config = json.loads((tiny_base / "config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    assert context_length(tmp_path) == 4096
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert context_length(tmp_path) is None
 
 
 def refused(make: Any, *values: Any, **fields: Any) -> bool:
