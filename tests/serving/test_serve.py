@@ -223,9 +223,11 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_reaches_the_engine(gat
 
 def test_an_engine_that_stays_busy_after_its_client_left_is_started_again(gateway):
     (engine,) = gateway.engines()
-    engine.suspend()  # as in a long computation: it takes connections and answers nothing
+    port = int(engine.cmdline()[engine.cmdline().index("--port") + 1])
+    (server,) = {one.pid for one in psutil.net_connections("tcp") if one.laddr[1] == port and one.status == "LISTEN"}
+    psutil.Process(server).suspend()  # as in a long computation: it takes connections and answers nothing
     with pytest.raises(httpx.ReadTimeout):
-        gateway.ask(timeout=2)
+        gateway.call("POST", "/v1/chat/completions", json={"messages": HELLO}, timeout=2)
     wait_for(lambda: "answered nobody for 20 s after a client had left" in gateway.said(), 60)
     wait_for(lambda: gateway.ask().status_code == 200, 240)
     assert engine.pid not in {process.pid for process in gateway.engines()}
