@@ -204,10 +204,6 @@ def application(registry: CollectorRegistry, password: str) -> FastAPI:
     def health() -> Response:
         return PlainTextResponse("ok\n")
 
-    @app.get("/{path:path}")
-    def other(path: str) -> Response:
-        return PlainTextResponse("Try /metrics\n", 404)
-
     return app
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
@@ -16,18 +16,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from services.serving.answer_index import AnswerIndex
-from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
 from services.serving.tokens import RateLimit, Tokens, through
+from services.serving.upstream import ENDED, UPSTREAM, Chunks, ask, one_word, prompt_tokens
 from services.serving.watchdog import Watchdog
-from tasks.feedback.events import Answer, Feedback, Messages
+from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
-
-UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
-ENDED = "ended during the answer"
-Sampling = dict[str, Any]  # the parameters of a request
-Chunks = AsyncGenerator[dict[str, Any], None]
 
 
 def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: RateLimit, most_tokens: int) -> FastAPI:
@@ -157,47 +152,6 @@ async def answer(
     )
     await run_in_threadpool(keep, journal, record)
     yield last | identity | {"usage": usage}
-
-
-async def ask(engine: Engine, client: httpx.AsyncClient, messages: Messages, sampling: Sampling) -> Chunks:
-    """The engine's own chunks. Closing this generator closes the connection, and the engine stops generating."""
-    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, sampling)
-    try:
-        async with client.stream("POST", address, json=body) as response:
-            if response.status_code >= 400:
-                reason = (await response.aread()).decode(errors="replace")[:500]
-                status = 400 if response.status_code < 500 else 502
-                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {reason}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise HTTPException(502, f"The engine of {engine.target.name} failed: {chunk['error']}")
-                    engine.words += is_word(chunk)
-                    yield chunk
-    except (httpx.TransportError, ValueError) as error:
-        raise unavailable(engine.target, ENDED) from error
-
-
-async def one_word(engine: Engine, client: httpx.AsyncClient) -> None:
-    question, sampling = [{"role": "user", "content": "Hi"}], {"max_tokens": 1, "temperature": 0.0, "top_p": 1.0}
-    async with aclosing(ask(engine, client, question, sampling)) as chunks:
-        async for chunk in chunks:
-            if is_word(chunk):
-                return
-
-
-def is_word(chunk: dict[str, Any]) -> bool:
-    """Whether the model wrote it: transformers' server sends a first chunk before the model begins."""
-    choice = (chunk["choices"] or [{}])[0]
-    return bool(choice.get("delta", {}).get("content") or choice.get("finish_reason"))
-
-
-async def prompt_tokens(engine: Engine, messages: Messages) -> int:
-    try:
-        return await run_in_threadpool(engine.prompts.count, messages)
-    except ValueError as error:
-        raise HTTPException(400, f"{engine.target.name}: {error}.") from None
 
 
 def keep(journal: FeedbackJournal, record: Answer) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Any
 
 import uvicorn
 
@@ -37,8 +36,14 @@ def serve(
             log = home() / ".scratch" / "serving" / "sender.log"
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
             with log.open("w") as output, processes.spawn(sender, home(), env, output):
-                options: Any = {"http": LimitedProtocol, "timeout_graceful_shutdown": DRAIN}
-                uvicorn.run(app, host=host, port=port, log_level="warning", **options)
+                uvicorn.run(
+                    app,
+                    host=host,
+                    port=port,
+                    log_level="warning",
+                    http=LimitedProtocol,
+                    timeout_graceful_shutdown=DRAIN,
+                )
     finally:
         fleet.close()
 

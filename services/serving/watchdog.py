@@ -39,6 +39,7 @@ class Watchdog:
                     )
                     await run_in_threadpool(engine.stop)
         finally:
+            self.left.discard(engine)
             del self.tasks[engine]
 
     async def _answers(self, engine: Engine) -> bool:
