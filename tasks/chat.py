@@ -18,6 +18,7 @@ from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, registered
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
+    from training.models.prompt_tokens import PromptTokens
 
 BATCH = 16  # prompts whose answers are written to the file together
 HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
@@ -93,6 +94,12 @@ def load_chat_model(folder: Path) -> "ChatModel":
         return ChatModel(folder)
     except ValueError as error:
         raise UserError(f"The model in {folder} cannot be used: {error}.") from error
+
+
+def load_prompt_tokens(folder: Path) -> "PromptTokens":
+    from training.models.prompt_tokens import PromptTokens
+
+    return PromptTokens(folder)
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

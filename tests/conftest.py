@@ -271,6 +271,7 @@ ON_PREFECT = (
     "test_runs",
     "test_end_to_end",
     "test_shared_registry",
+    "test_http_limits",
 )
 LONGEST = (
     "test_services",

@@ -1,5 +1,6 @@
 """What run parameters cannot reach unless the operator allows it: internal addresses, other protocols, push targets."""
 
+import ipaddress
 import shutil
 import threading
 from collections.abc import Iterator
@@ -36,16 +37,75 @@ ROWS = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
         ("::ffff:127.0.0.1", [], False),
         ("64:ff9b::7f00:1", [], False),
         ("2002:7f00:1::", [], False),
+        ("::127.0.0.1", [], False),
+        ("::8.8.8.8", [], False),  # deprecated
+        ("::ffff:0:127.0.0.1", [], False),
+        ("::ffff:0:0:7f00:1", [], False),
+        ("64:ff9b:1::7f00:1", [], False),
+        ("64:ff9b:1:7f00:0:100::", [], False),  # the same with a prefix of 48 bits
+        ("64:ff9b:1::808:808", [], False),  # a site's own gateway may send it anywhere
+        ("fec0::1", [], False),
+        ("fec0::1%eth0", [], False),
+        ("2001:0:808:808:0:0:80ff:fffe", [], False),  # Teredo, the client 127.0.0.1
+        ("2606:4700::5efe:7f00:1", [], False),  # ISATAP
+        ("2606:4700::200:5efe:a00:1", [], False),
+        ("192.0.0.192", [], False),  # Oracle's metadata service
+        ("ff0e::1", [], False),
+        ("224.0.0.251", [], False),
+        ("4000::1", [], False),
         ("1.1.1.1", [], True),
         ("2606:4700:4700::1111", [], True),
         ("64:ff9b::101:101", [], True),
         ("10.1.2.3", ["10.0.0.0/8"], True),
         ("10.1.2.3", ["10.1.2.4"], False),
         ("::ffff:127.0.0.1", ["127.0.0.1"], True),
+        ("::ffff:1.1.1.1", [], True),
+        ("2002:101:101::1", [], True),
+        ("2606:4700::5efe:808:808", [], True),
+        ("64:ff9b::a00:1", ["10.0.0.0/8"], True),
+        ("64:ff9b:1::a00:1", ["64:ff9b:1::/48"], True),
+        ("fec0::1", ["fec0::/10"], True),
     ],
 )
 def test_only_public_addresses_and_the_operators_are_connected_to(address, networks, may):
     assert may_connect(address, networks) == may
+
+
+# IANA's registries of special-purpose addresses (RFC 6890), as of 2026: the rows that are not globally reachable, and
+# fec0::/10 and 192.88.99.0/24, which are deprecated.
+# fmt: off
+UNREACHABLE = [
+    "0.0.0.0/8", "0.0.0.0/32", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+    "192.0.0.0/24", "192.0.0.0/29", "192.0.0.8/32", "192.0.0.170/32", "192.0.0.171/32", "192.0.2.0/24",
+    "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "240.0.0.0/4",
+    "255.255.255.255/32", "::1/128", "::/128", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64", "2001::/23",
+    "2001::/32", "2001:2::/48", "2001:10::/28", "2001:db8::/32", "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10",
+    "fec0::/10",
+]
+# fmt: on
+REACHABLE = ["192.31.196.0/24", "192.52.193.0/24", "192.175.48.0/24", "2620:4f:8000::/48"]
+
+
+@pytest.mark.parametrize("row", UNREACHABLE)
+def test_no_special_purpose_address_is_public_in_whatever_form(row):
+    """The first, the last and some other addresses of a row; IPv4 ones also mapped, translated and tunneled."""
+    network = ipaddress.ip_network(row)
+    first, last = int(network[0]), int(network[-1])
+    for number in {first, last, *(first + (last - first) * part // 7 for part in range(7))}:
+        address = type(network[0])(number)
+        forms = [str(address)]
+        if address.version == 4:
+            forms += [f"::ffff:{address}", f"::{address}", f"64:ff9b::{address}", f"64:ff9b:1::{address}"]
+            forms += [f"2606:4700::5efe:{address}", str(ipaddress.IPv6Address((0x2002 << 112) + (number << 80) + 1))]
+            forms += [str(ipaddress.IPv6Address((0x20010000 << 96) + (0x08080808 << 64) + (number ^ 0xFFFFFFFF)))]
+        assert [form for form in forms if may_connect(form, [])] == []
+
+
+@pytest.mark.parametrize("row", REACHABLE)
+def test_special_purpose_addresses_that_anybody_reaches_are_public(row):
+    network = ipaddress.ip_network(row)
+    assert may_connect(str(network[0]), [])
+    assert may_connect(str(network[-1]), [])
 
 
 class Handler(BaseHTTPRequestHandler):

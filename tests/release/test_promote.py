@@ -458,7 +458,7 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
         name = model_registry.versions()[0].tags["run"]
     for model in ("challenger", "1", name, f"{NAME}/1", f"{NAME}/challenger", f"{name}/1", "demo/1"):
         paired = pair_up(load_params().evaluate, ours, read_results(find_model(model).results))
-        kind = summarize(load_params().evaluate, paired)["samples/policy/kind"]
+        kind = summarize(paired)["samples/policy/kind"]
         assert (kind["ours"], kind["theirs"], kind["difference"]) == (1.0, 0.75, 0.25)
         assert kind["low"] < 0.25 < kind["high"]
     with pytest.raises(UserError, match=f"{NAME} has no champion: no version passed the gate.* as in {NAME}/1"):
