@@ -13,6 +13,7 @@ import hmac
 import os
 import re
 import sys
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
@@ -50,9 +51,10 @@ class Gate:
 
 def _routes(app: FastAPI) -> list[re.Pattern[str]]:
     """All paths but those of the pages' files: the API, and what FastAPI or a new version of Prefect adds beside it."""
-    (pages,) = (mount.app for mount in app.routes if isinstance(mount, Mount) and not mount.path)
-    found = [context for one in (app, pages) for context in iter_route_contexts(one.routes) if context.path]
-    return [compile_path(one.path if one.methods else f"{one.path}/{{below:path}}")[0] for one in found]
+    pages: Any = next(mount.app for mount in app.routes if isinstance(mount, Mount) and not mount.path)
+    contexts = [*iter_route_contexts(app.routes), *iter_route_contexts(pages.routes)]
+    paths = [(context.path, context.methods) for context in contexts]
+    return [compile_path(path if methods else f"{path}/{{below:path}}")[0] for path, methods in paths if path]
 
 
 def guarded(app: FastAPI) -> ASGIApp:

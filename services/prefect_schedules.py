@@ -13,6 +13,7 @@ from prefect.server.models import deployments
 from prefect.utilities.schema_tools import ValidationError, validate
 
 Store = Callable[..., Awaitable[Any]]
+read_deployment: Any = deployments.read_deployment
 
 
 def _checking(store: Store) -> Store:
@@ -20,7 +21,7 @@ def _checking(store: Store) -> Store:
     async def checked(**given: Any) -> Any:
         for schedule in given["schedules"] if "schedules" in given else [given["schedule"]]:
             if schedule.parameters:
-                deployment = await deployments.read_deployment(given["session"], given["deployment_id"])
+                deployment = await read_deployment(given["session"], given["deployment_id"])
                 _check(deployment, schedule.parameters)
         return await store(**given)
 

@@ -53,9 +53,9 @@ class Gate:
 
     def route(self, method: str, path: str) -> Route | None:
         """What would serve the request. FastAPI's own routes come first, and Flask has the rest."""
-        for methods, pattern, rule in self.native:
+        for methods, pattern, native in self.native:
             if method in methods and pattern.match(path):
-                return method, rule
+                return method, native
         try:
             rule, _ = self.rules.match(path, method, return_rule=True)
         except HTTPException:  # nothing, or a redirect to another spelling
@@ -75,8 +75,8 @@ class Gate:
 
 def native_routes(app: FastAPI) -> list[tuple[set[str], re.Pattern[str], str]]:
     """FastAPI's routes in their order; without the mount of Flask, which takes every path."""
-    contexts = [context for context in iter_route_contexts(app.routes) if context.path]
-    return [(context.methods or set(), compile_path(context.path)[0], context.path) for context in contexts]
+    routes = [(context.methods or set(), context.path) for context in iter_route_contexts(app.routes)]
+    return [(methods, compile_path(path)[0], path) for methods, path in routes if path]
 
 
 def _refuse(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> Response:
