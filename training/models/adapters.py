@@ -173,15 +173,15 @@ class AdaptedWeight(NamedTuple):
 
 
 def adapted_weights(model: nn.Module) -> Iterator[AdaptedWeight]:
-    layers: Iterator[tuple[str, Any]] = model.named_modules()
-    for path, layer in layers:
+    for path, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             owner, rank = path.removeprefix("base_model.model.").replace(".base_layer", ""), layer.r["default"]
             if isinstance(layer, ParamWrapper):  # of a layer with several tensors, one around another
                 size = layer.get_param().numel()
                 yield AdaptedWeight(f"{owner}.{layer.parameter_name}", rank, layer.num_experts, size)
             else:
-                yield AdaptedWeight(f"{owner}.weight", rank, 0, layer.get_base_layer().weight.numel())
+                base: Any = layer.get_base_layer()
+                yield AdaptedWeight(f"{owner}.weight", rank, 0, base.weight.numel())
 
 
 def scale_adapter(model: nn.Module, factor: float) -> None:
