@@ -29,6 +29,7 @@ from tasks.dataset.rows.row_shapes import to_preferences
 from tasks.dataset.templates import choose_template
 from tasks.dataset.tokenization import tokenize
 from tasks.errors import UserError
+from tasks.models import model_links
 from tasks.source import check_addresses
 from tasks.system import limited_child
 from tests.support.workspaces import PROJECT
@@ -261,3 +262,5 @@ def test_a_configuration_that_names_a_hub_kernel_is_refused(tiny_base, tmp_path,
         load_model(tmp_path / "model", "float32")
     with pytest.raises(ValueError, match="names the kernel"):
         scores(tmp_path / "model", None, [("p", "a")], "float32", None)
+    with pytest.raises(UserError, match="names the kernel"), model_links(tmp_path / "model"):  # for `dpo serve`
+        pass
