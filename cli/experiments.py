@@ -54,7 +54,7 @@ def sweep(
 
 
 def compare(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"base, or {VERSION}")] = "champion",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"base, MODEL/base, or {VERSION}")] = "champion",
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="The second model, named like the first.")
     ] = None,

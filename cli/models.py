@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-MODEL = "champion, base, 3, a run, a folder, or MODEL/champion, MODEL/3 and MODEL/base of another registered model"
+MODEL = (
+    "champion, base, 3, a run, a folder, hub:owner/name, or MODEL/champion, MODEL/3 and MODEL/base of another "
+    "registered model"
+)
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]

@@ -1,7 +1,7 @@
-"""`dpo plan`: which stages would run and why, with the time and memory that they took before."""
+"""`dpo plan`: which stages would run and why, with the time and memory that they took before, or an estimate."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ def plan(recipe: Recipe = None, set_: Set = None) -> None:
 
 def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
     from tasks.config.params import Params, load_cluster, validate
+    from tasks.init.times import estimate_here
     from tasks.lifecycle.plan import MAY_RUN, RUNS
     from tasks.reports import cost
     from tasks.runs import records
@@ -35,40 +36,55 @@ def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
     cluster = load_cluster(ROOT, *(files.get(str(path), {}) for path in (RECIPE, OVERRIDES)))
+    runs, run = records.runs_folder(), [plan.stage for plan in plans if plan.state in (RUNS, MAY_RUN)]
+    measured = {stage: estimates.measured(runs, params, stage) for stage in run}
+    unmeasured = any(needs.seconds is None for needs in measured.values())
+    expected, longest = (estimate_here(params, cluster) if unmeasured else None) or ({}, 0)
+    seconds = {
+        stage: expected.get(stage) if needs.seconds is None else needs.seconds for stage, needs in measured.items()
+    }
+    gpu_seconds = sum((value or 0) * cost.gpus(cluster, stage) for stage, value in seconds.items())
     rows: list[tuple[str, ...]] = []
-    seconds: list[float | None] = []
-    gpu_seconds = 0.0
     for stage in plans:
         time, memory, (reason, *more) = "", "", stage.reasons or [""]
-        if stage.state in (RUNS, MAY_RUN):
-            measured = estimates.measured(records.runs_folder(), params, stage.stage)
-            seconds.append(measured.seconds)
-            time = "unknown" if measured.seconds is None else f"about {_duration(measured.seconds)}"
-            memory = _memory(measured.gib, estimates.worker_memory(params, cluster, ROOT, stage.stage))
-            gpu_seconds += (measured.seconds or 0) * cost.gpus(cluster, stage.stage)
+        if needs := measured.get(stage.stage):
+            time = _time(needs.seconds, expected.get(stage.stage))
+            memory = _memory(needs.gib, estimates.worker_memory(params, cluster, ROOT, stage.stage, longest))
         rows += [(stage.stage, stage.state, time, memory, reason), *(("", "", "", "", reason) for reason in more)]
     print(records.text_table(rows, ("stage", "", "time", "memory", "why")))
+    trains = any(stage.stage == "train" and stage.state in (RUNS, MAY_RUN) for stage in plans)
+    if trains and (adapter := estimates.adapter(params, ROOT)):
+        print(f"\n{adapter}")
     price = f"; {cost.in_words(cluster, gpu_seconds / 3600)}" if gpu_seconds else ""
-    print("\n" + _total(seconds, price))
+    is_estimate = {measured[stage].seconds is None for stage, value in seconds.items() if value is not None}
+    print("\n" + _total(seconds.values(), price, is_estimate))
 
 
-def _total(seconds: Sequence[float | None], price: str) -> str:
+def _time(measured: float | None, estimated: float | None) -> str:
+    if measured is not None:
+        return f"about {_duration(measured)}"
+    return "unknown" if estimated is None else f"about {_duration(estimated)}, estimated"
+
+
+def _total(seconds: Collection[float | None], price: str, is_estimate: set[bool]) -> str:
     known = [value for value in seconds if value is not None]
     if not seconds:
         return "Nothing to run."
     if not known:
         return (
-            "In total: unknown, because no run has used this data and model yet. "
+            "In total: unknown, because no run has used this data and model yet, and they cannot be examined here. "
             "`dpo init` prints an estimate for a new recipe."
         )
     total = _duration(sum(known))
     total = total if len(known) == len(seconds) else f"at least {total}, some unknown"
-    return f"In total: {total}{price}, estimated from runs on the same data and model."
+    by_runs, by_facts = "runs on the same data and model", "the data, the model and this machine's speed"
+    origin = by_runs if is_estimate == {False} else by_facts if is_estimate == {True} else f"{by_runs}, or {by_facts}"
+    return f"In total: {total}{price}, estimated from {origin}."
 
 
 def _memory(measured: float | None, estimated: float | None) -> str:
     parts = ((measured, "measured"), (estimated, "per worker estimated"))
-    return ", ".join(f"{gib:.1f} GiB {how}" for gib, how in parts if gib is not None) or "unknown"
+    return ", ".join(f"{gib:.1f} GiB {how}" for gib, how in parts if gib is not None)
 
 
 def _duration(seconds: float) -> str:

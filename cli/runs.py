@@ -25,9 +25,13 @@ def open_(
 ) -> None:
     """Check out a run's code, parameters, data and model in a folder."""
     from tasks.runs.open_run import open_run
+    from tasks.runs.records import WORKTREES
 
     opened = open_run(name, folder)
-    print(f"{name} is in {opened}\n`git worktree remove --force {opened}` removes it again.")
+    remove = f"`git worktree remove --force {opened}` removes it again."
+    if opened.is_relative_to(WORKTREES):
+        remove = f"It is the worktree of an unfinished run and stays until `dpo resume {opened.name}` has finished it."
+    print(f"{name} is in {opened}\n{remove}")
 
 
 open_.__name__ = "open"

@@ -23,7 +23,14 @@ from flows.retrain import RetrainCheck
 from flows.stage import stage
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.lifecycle.run_workspace import change_configuration, close_workspace, new_record, open_workspace
+from tasks.lifecycle.run_workspace import (
+    change_configuration,
+    check_free,
+    close_workspace,
+    commit_results,
+    new_record,
+    open_workspace,
+)
 from tasks.runs import commits, records, run_config
 from tasks.runs.records import RunRecord
 from tasks.runs.workspace import Workspace, ray_kept
@@ -65,6 +72,7 @@ def dpo(
         with artifacts.recorded(workspace, {} if resume else {"recipe": recipe or "none"}) as states:
             checks = {"prepare": lambda: check.check_drift(workspace)} if only_if_new else {}
             last = run_stages(workspace, states, checks)
+            commit_results(workspace)
             if registered:
                 states.append(promote.promote(workspace, wait_for=last))
             artifacts.publish(workspace, states)
@@ -178,6 +186,8 @@ def run_here(
             overrides = {}
     else:
         run_config.changed_files(recipe, overrides)
+        if name:
+            check_free(name)
     with terminal.attached():
         result: dict[str, Any] = dpo(recipe=recipe, overrides=overrides or {}, name=name, resume=resume, **options)  # type: ignore[assignment]
     if "nothing_new" not in result:

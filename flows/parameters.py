@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
@@ -21,15 +21,23 @@ from tasks.config.paths import ROOT
 from tasks.config.strict import all_keys
 from tasks.errors import UserError
 from tasks.redact import redact
+from tasks.runs.names import NAME, check_name
 
 # A form offers a choice or a text field only for values that cannot be null. These stand for null.
 NO_RECIPE, NO_NAME = "none", ""
 CHOICES = [NO_RECIPE, *sorted(path.stem for path in RECIPES.glob("*.yaml"))]
-NAME = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$"
+NAME_OR_NONE = rf"^$(?!\n)|{NAME}"
 
 
 def _null_for(word: str) -> AfterValidator:
     return AfterValidator(lambda value: None if value == word else value)
+
+
+def _valid_name(name: str | None) -> str | None:
+    try:
+        return check_name(name) if name else None
+    except UserError as error:
+        raise ValueError(str(error)) from None
 
 
 if TYPE_CHECKING:
@@ -39,9 +47,9 @@ else:
         Literal[tuple(CHOICES)] | None, _null_for(NO_RECIPE), WithJsonSchema({"type": "string", "enum": CHOICES})
     ]
 Name = Annotated[
-    Annotated[str, Field(pattern=NAME)] | None,
-    _null_for(NO_NAME),
-    WithJsonSchema({"type": "string", "pattern": NAME}),
+    str | None,
+    AfterValidator(_valid_name),
+    WithJsonSchema({"type": "string", "pattern": NAME_OR_NONE}),
 ]
 
 

@@ -25,6 +25,7 @@ from tasks.models import REGISTRY, registered_name
 from tasks.release.start_model import start_version
 from tasks.reports import rounds_table
 from tasks.runs import records, run_config
+from tasks.runs.names import check_name
 from tasks.system.files import fingerprint, recall, write_json
 
 FOLDER = ROOT / ".scratch" / "rounds"
@@ -80,6 +81,7 @@ def plan(
     if (saved := recall(path)) and saved["content"] != digest:
         raise UserError(f"There are other rounds named {name}: their parameters differ. Choose another --name.")
     seed = params.sample.seed if params.sample else 0
+    check_name(f"{name}-{count}")  # of the last round
     work = Rounds(name, digest, champion, base, reference, recipe, values, seed, saved.get("starts", {}))
     run_config.changed_files(recipe, {**values, **work.values(1, f"{REGISTRY}{champion}|{base or 'demo'}")})
     return work

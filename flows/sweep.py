@@ -17,7 +17,8 @@ from prefect import flow, get_run_logger
 
 from flows import cancellation, embedded_server, sweep_artifacts, terminal
 from flows.child_runs import environment, execute, resume_command, run_command
-from flows.sweep_trials import FOLDER, Trial, plan, run_trials
+from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
+from flows.sweep_trials import FOLDER, Trial, plan, promotion_of, run_trials
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import sweep_table
@@ -38,9 +39,9 @@ def sweep(
     runs_at_once: int = 2,
     random: int | None = None,
     seed: int = 0,
-    recipe: str | None = None,
-    overrides: dict[str, Any] | None = None,
-    name: str | None = None,
+    recipe: Recipe = NO_RECIPE,
+    overrides: Overrides = {},  # noqa: B006 (None would make a form that asks for a type)
+    name: Name = NO_NAME,
     promote: bool = False,
 ) -> dict[str, Any]:
     """Many runs that share one reference: a table, a figure, and the best run.
@@ -153,7 +154,7 @@ class Sweep:
 
     def _promotion(self, best: Mapping[str, Any]) -> tuple[str, list[str]]:
         """The name of the run that promotes the model of the best trial's row, and its command."""
-        name = f"{best['name']}-promoted"
+        name = promotion_of(best["name"])
         return name, run_command(name, self.recipe, {**self.overrides, **best["values"]})
 
     def _row(self, trial: Trial) -> dict[str, Any]:

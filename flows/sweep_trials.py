@@ -13,6 +13,7 @@ from flows.terminal import PROGRESS
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import run_config
+from tasks.runs.names import check_name
 from tasks.runs.search_space import Space, combinations
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, write_json
@@ -44,13 +45,20 @@ def plan(
             planned.append((values, params))
     content = fingerprint({"params": [params for _, params in planned], "code": retrain.code_hashes(ROOT)})
     name = name or f"sweep-{content[:6]}"
-    _check_same_sweep(name, content)
     width = len(str(len(planned)))
     trials = [
         Trial(number, f"{name}-{number:0{width}d}-{_slug(values)}", values)
         for number, (values, _) in enumerate(planned, start=1)
     ]
+    for trial in trials:
+        check_name(promotion_of(trial.name))
+    _check_same_sweep(name, content)
     return trials, name
+
+
+def promotion_of(trial: str) -> str:
+    """The name of the run that promotes the model of that trial."""
+    return f"{trial}-promoted"
 
 
 def _check_same_sweep(name: str, content: str) -> None:

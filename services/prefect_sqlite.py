@@ -1,17 +1,13 @@
-"""Prefect's server with two fixes: SQLite writes wait for their turn, and requests under other host names are rejected.
+"""Prefect's server with three changes: SQLite writes wait for their turn, a gate checks requests (prefect_gate.py), and
+schedules hold only parameters that their deployment takes (prefect_schedules.py).
 
-Run as a module, it is Prefect's command line with both.
+Run as a module, it is Prefect's command line with them.
 
 Prefect begins transactions as a reader, also those that write later. If another transaction wrote in between, SQLite
 rejects the write at once ("database is locked"), whatever its timeout. After four such failures for one event Prefect
 drops its automation, and nobody learns that a run failed. A transaction that begins as a writer waits instead.
-
-A web page whose host name resolves to 127.0.0.1 (DNS rebinding) can reach this server through a visitor's browser,
-with the page's host name in its requests. DPO_ALLOWED_HOSTS lists the accepted names, separated by commas; loopback by
-default.
 """
 
-import os
 from functools import cache
 from typing import Any
 
@@ -20,10 +16,10 @@ from prefect.cli import app
 from prefect.server.api import server
 from prefect.server.database.configurations import AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
-LOOPBACK_NAMES = "127.0.0.1,localhost,[::1]"
+from services import prefect_schedules  # noqa: F401 (checks what Prefect stores)
+from services.prefect_gate import guarded
 
 _begin = AioSqliteConfiguration.begin_transaction
 
@@ -39,12 +35,7 @@ _create = server.create_app
 
 
 def create_app() -> ASGIApp:
-    return _check_hosts(_create())
-
-
-def _check_hosts(api: FastAPI) -> ASGIApp:
-    hosts = [name.strip() for name in (os.environ.get("DPO_ALLOWED_HOSTS") or LOOPBACK_NAMES).split(",")]
-    return TrustedHostMiddleware(api, allowed_hosts=hosts, www_redirect=False)
+    return guarded(_create())
 
 
 @cache
@@ -58,7 +49,7 @@ def _create_to_serve(*args: Any, **kwargs: Any) -> ASGIApp:
     if not args and not kwargs:
         return _in_memory()
     api = _create(*args, **kwargs)
-    return _check_hosts(api) if kwargs.get("final") else api
+    return guarded(api) if kwargs.get("final") else api
 
 
 server.create_app = _create_to_serve  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -79,11 +79,19 @@ def deploy(client: SyncPrefectClient, access: Mapping[str, str], timezone: str) 
     if done.returncode:
         output = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise UserError(f"Prefect could not deploy {FILE}:\n{output}\nFix the cause, then run the same command again.")
+    for name in before:
+        _refuse_unknown_parameters(client, client.read_deployment_by_name(name))
     for deployment in filter(None, before.values()):
         _restore_schedules(client, deployment)
     background.make_folder()
     DEPLOYED.write_text(content)
     return True
+
+
+def _refuse_unknown_parameters(client: SyncPrefectClient, deployment: DeploymentResponse) -> None:
+    """The schema that Prefect makes of a flow lets parameters pass that the flow does not have."""
+    schema = {**(deployment.parameter_openapi_schema or {}), "additionalProperties": False}
+    client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema))
 
 
 def deployment_names() -> list[str]:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
+from tasks.dataset.reading.fetch import errors_of_stores
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path
-from tasks.release.verify import require_intact_version
+from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
+from tasks.release.verify import require_intact, require_intact_version
+from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model
 from tasks.runs.open_run import open_run, weights_of
-from tasks.system.files import read_json
 from tasks.system.progress import Bar
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, registered_version
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
@@ -24,31 +25,41 @@ HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
 
 def model_folder(name: str | None) -> Path:
     """The folder with a model's weights. Without a name: this workspace's export, or else the champion."""
-    if name is None:
-        name = str(MODEL) if any(MODEL.glob("*.safetensors")) else "champion"
-    if (Path(name) / "config.json").exists():
-        return Path(name)
-    if name == "base":
-        return base_folder(load_params().source.model)
-    if name.endswith("/base"):
-        return _base_of(name.removesuffix("/base"))
-    worktree = home() / ".scratch" / "worktrees" / name / MODEL
-    if any(worktree.glob("*.safetensors")):
-        return worktree
-    with registered_version(name) as (_, models, version):
-        require_intact_version(models, version)
-        return weights_of(models, version)
+    if name is None and not any(MODEL.glob("*.safetensors")):
+        name = "champion"
+    return weights_folder(named_model(name))
 
 
-def _base_of(name: str) -> Path:
-    """The folder of a registered model's base model."""
-    with registered_version(name) as (_, models, version):
-        manifest = read_json(models.fetch(version, "model", "manifest.json"))
+def weights_folder(found: NamedModel) -> Path:
+    """The folder with a model's weights; what this pipeline exported is verified against its signed manifest."""
+    if found.kind == FOLDER:
+        return plain_folder(Path(found.name).expanduser())
+    if found.kind == HUB_MODEL:
+        with errors_of_stores(f"{found.name} could not be fetched from the hub", "Check the name and your network."):
+            return hub_snapshot(*hub_address(found.name))
+    if found.kind == BASE_MODEL:
+        is_here = not (found.version or found.run)
+        return base_folder(load_params().source.model) if is_here else _base_of(found)
+    if found.kind == HERE:
+        return MODEL
+    if found.version:
+        with registered_version(f"{found.model}/{found.version}") as (_, models, version):
+            require_intact_version(models, version)
+            return weights_of(models, version)
+    worktree = home() / ".scratch" / "worktrees" / found.run / MODEL
+    folder = worktree if any(worktree.glob("*.safetensors")) else open_run(found.run) / MODEL
+    require_intact(folder)
+    return folder
+
+
+def _base_of(found: NamedModel) -> Path:
+    """The folder of the base model of a version or run."""
+    manifest = manifest_of(found)
     if "sft" in manifest:
-        return open_run(version.tags["run"]) / SFT
+        return open_run(found.run) / SFT
     address, made_by_source = manifest["base"]["model"], manifest["params"]["source"]["adapter"] is not None
     if address == "demo" or address.startswith(REGISTRY) or made_by_source:
-        return open_run(version.tags["run"]) / BASE
+        return open_run(found.run) / BASE
     if address.startswith(HUB):
         return hub_snapshot(hub_address(address)[0], manifest["base"]["revision"], local_files_only=True)
     return local_path(address)
@@ -78,7 +89,10 @@ def _load(names: Sequence[str | None]) -> "dict[str, ChatModel]":
 def load_chat_model(folder: Path) -> "ChatModel":
     from training.evaluation.chat import ChatModel  # torch: only once an answer is needed
 
-    return ChatModel(folder)
+    try:
+        return ChatModel(folder)
+    except ValueError as error:
+        raise UserError(f"The model in {folder} cannot be used: {error}.") from error
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -1,11 +1,15 @@
 """The base model's files: where they are, and whether they still have the hashes that `source` recorded."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.config.paths import BASE, SFT, home
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, known_sha256, read_json, recall
+from training.models.model_files import ADAPTER, embedded_adapter, loadable, model_files
+from training.models.remote_code import check_configuration
 
 HUB = "hub:"
 REGISTRY = "registry:"  # of a registered version: registry:champion, registry:champion|ADDRESS
@@ -29,11 +33,16 @@ def source_folder(address: str) -> Path:
             "that takes a model also takes that of a registered one: MODEL/base."
         )
     manifest = read_json(BASE / "manifest.json")
-    return _checked(_source_path(address, manifest), manifest)
+    return _checked(source_path(address, manifest), manifest)
 
 
 def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
     origin = "sft stage wrote" if folder == SFT else "source stage read"
+    if added := sorted(set(_model_files(folder)) - manifest["files"].keys()):
+        raise UserError(
+            f"{folder / added[0]} was not there when the {origin} this model. Remove it, or run `dvc repro` to use the "
+            "model as it is now."
+        )
     for name, size in manifest["sizes"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or known_sha256(path) != manifest["files"][name]:
@@ -50,7 +59,7 @@ def reference_folder(address: str) -> Path:
     manifest = recall(OTHER_REFERENCE / "manifest.json")
     if not manifest:
         return base_folder(address)
-    return _checked(_source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
+    return _checked(source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
 
 
 def reference_hash() -> str:
@@ -78,9 +87,42 @@ def local_path(address: str) -> Path:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """sha256 of each file of a model folder. Names that start with a dot belong to tools and are ignored."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
-    return {path.name: known_sha256(path) for path in files}
+    """sha256 of each file of a model folder that is ever read, by its name. Others cannot change a result."""
+    return {name: known_sha256(folder / name) for name in _model_files(folder)}
+
+
+def _model_files(folder: Path) -> list[str]:
+    try:
+        return model_files(folder)
+    except ValueError as error:
+        raise UserError(f"The model in {folder} cannot be used: {error}.") from None
+
+
+@contextmanager
+def model_links(folder: Path) -> Iterator[Path]:
+    """A folder with links to the model's files, for another program; UserError if it could run code of the hub."""
+    with ExitStack() as stack:
+        try:
+            check_configuration(folder)
+            files = stack.enter_context(loadable(folder))
+        except ValueError as error:
+            raise UserError(f"The model in {folder} cannot be used: {error}.") from None
+        yield files
+
+
+def plain_folder(folder: Path) -> Path:
+    """The folder of a model that is used as it is; UserError if it also holds an adapter."""
+    if found := embedded_adapter(folder):
+        raise UserError(
+            f"{folder} also holds an adapter ({found}), which would be left out. Merge it with peft's "
+            "`merge_and_unload`, or move the adapter's files away."
+        )
+    return folder
+
+
+def adapter_hashes(folder: Path) -> dict[str, str]:
+    """The same for the folder of an adapter."""
+    return {name: known_sha256(folder / name) for name in ADAPTER if (folder / name).is_file()}
 
 
 def model_hashes(folder: Path) -> dict[str, Any]:
@@ -108,7 +150,7 @@ def registered_name(address: str) -> tuple[str, str | None]:
     return name, first or None
 
 
-def _source_path(address: str, manifest: dict[str, Any], written: Path = BASE) -> Path:
+def source_path(address: str, manifest: dict[str, Any], written: Path = BASE) -> Path:
     """The folder of a model: `written` for files that the stage `source` wrote, else where they were."""
     address = manifest["model"] if address.startswith(REGISTRY) else address  # the version, or what stands in for it
     if address == "demo" or address.startswith(REGISTRY) or manifest.get("adapter"):

@@ -5,7 +5,6 @@ takes the place of the base model: the reference model of DPO, and the start of 
 data/sft holds an empty manifest.
 """
 
-import shutil
 from pathlib import Path
 
 from tasks import stage
@@ -63,13 +62,8 @@ def with_sft_as_train(params: Params) -> Params:
 def _write_model(base: Path, policy: Path, out: Path) -> None:
     """The tuned model with its tokenizer."""
     from training.models.adapters import merge_folders  # heavy: torch, peft
-    from training.models.tokenizer import load_tokenizer
 
-    if (policy / "adapter_config.json").exists():
-        merge_folders(base, policy, out)
-    else:
-        shutil.copytree(policy, out, dirs_exist_ok=True)
-        load_tokenizer(base).save_pretrained(out)
+    merge_folders(base, policy, out)
 
 
 def skip() -> None:

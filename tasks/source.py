@@ -5,10 +5,11 @@ holds only a manifest with the hash of each file.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks import stage
+from tasks import adapters, stage
 from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
@@ -19,31 +20,39 @@ from tasks.models import (
     HUB,
     OTHER_REFERENCE,
     REGISTRY,
+    adapter_hashes,
     file_hashes,
     hub_address,
     hub_snapshot,
     local_path,
     model_hashes,
     registered_name,
+    source_path,
 )
 from tasks.release.start_model import start_version
+from tasks.system import limited_child
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
+from training.models.adapter_config import adapter_options
 
 SFT_KEY = "source.sft"
 PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
+CHECK_SECONDS, CHECK_MEMORY = 120.0, 4 << 30  # of the check of a model's folder; 19,000 tensors take four seconds
 
 
 def source(run: Run) -> None:
-    params, template = load_params().source, load_params().prepare.template
+    whole = load_params()
+    params, template = whole.source, whole.prepare.template
     check_addresses(params, template)
     with publish(RAW) as raw, publish(BASE) as base:
         data = fetch_data(params, raw)
         model = fetch_model(params, base, template)
-        if load_params().train.reference_model == "base" and model["model"].startswith(REGISTRY):
+        if params.model != "demo":  # whose layers take every adapter
+            adapters.check(source_path(params.model, model, base), whole)
+        if whole.train.reference_model == "base" and model["model"].startswith(REGISTRY):
             _fetch_reference(params, base, template)
     print(f"source: {data['rows']} rows from {data['source']}, model {model['model']} ({model['sha256'][:12]})")
     run.dataset("raw", digest=data["sha256"], source=data["source"])
@@ -68,34 +77,49 @@ def check_addresses(params: Source, template: str = "auto") -> None:
             )
         if not list(folder.glob("*.safetensors")):
             raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
-        _check_model(folder, model, template)
-    if params.adapter and not (local_path(params.adapter) / "adapter_config.json").is_file():
+        _check_model(folder, model, template, params.adapter)
+    if params.adapter:
+        _check_adapter(params.adapter)
+
+
+def _check_adapter(adapter: str) -> None:
+    if not (local_path(adapter) / "adapter_config.json").is_file():
         raise UserError(
-            f"source.adapter: there is no adapter in {params.adapter} (no adapter_config.json). Set a folder that "
+            f"source.adapter: there is no adapter in {adapter} (no adapter_config.json). Set a folder that "
             "peft's `save_pretrained` wrote, or null."
         )
-    if params.adapter and not (local_path(params.adapter) / "adapter_model.safetensors").is_file():
+    if not (local_path(adapter) / "adapter_model.safetensors").is_file():
         raise UserError(
-            f"source.adapter: {params.adapter} has no adapter_model.safetensors. Other formats can run code when they "
-            "are loaded. Save it as safetensors."
+            f"source.adapter: {adapter} has no adapter_model.safetensors. Other formats can run code when they are "
+            "loaded. Save it as safetensors."
         )
+    try:
+        adapter_options(local_path(adapter))
+    except ValueError as error:
+        raise UserError(f"source.adapter: {adapter} cannot be used: {error}.") from None
 
 
-def _check_model(folder: Path, model: str, template: str) -> None:
+def _check_model(folder: Path, model: str, template: str, adapter: str | None) -> None:
     """UserError within seconds if the model cannot be trained. Code that comes with a model is never run."""
     from training.models.folder_checks import check_folder  # heavy: torch, transformers
-    from training.models.remote_code import needs_remote_code, reject_hub_kernels
+    from training.models.remote_code import needs_remote_code
 
     if part := needs_remote_code(folder):
         raise UserError(
             f"source.model: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
             "comes with a model is never run. Choose a model that transformers supports, or convert it."
         )
+    is_adapter = adapter is not None and local_path(adapter).resolve() == folder.resolve()
     try:
-        reject_hub_kernels(folder)
-        check_folder(folder, template)
+        notes = _call_limited(check_folder, str(folder), template, is_adapter)
     except ValueError as error:
         raise UserError(f"source.model: {model} cannot be used: {error}.") from None
+    for note in notes:
+        print(f"note: source.model: {note}")
+
+
+def _call_limited(check: Callable[..., Any], *args: Any) -> Any:
+    return limited_child.call(check, *args, seconds=CHECK_SECONDS, memory=CHECK_MEMORY)
 
 
 def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
@@ -154,12 +178,13 @@ def fetch_model(params: Source, base: Path, template: str = "auto") -> dict[str,
         address, revision = version or (str(registered_name(address)[1]), None)  # the revision is the manifest's hash
     if address == "demo":
         make_demo_model(base, params.seed)
-    folder = base if address == "demo" or address.startswith(REGISTRY) else model_folder(address, template)
+    is_made = address == "demo" or address.startswith(REGISTRY)
+    folder = base if is_made else model_folder(address, template, params.adapter)
     if address.startswith(HUB):
         revision = folder.name  # the cache names a snapshot by its commit
     origin = {"model": address, "revision": revision, "origin": fingerprint(file_hashes(folder))}
     if params.adapter:
-        origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(file_hashes(local_path(params.adapter)))}
+        origin |= {"adapter": params.adapter, "adapter_sha256": fingerprint(adapter_hashes(local_path(params.adapter)))}
         _merge(folder, local_path(params.adapter), base)
         folder = base
     manifest = origin | model_hashes(folder)
@@ -184,9 +209,10 @@ def _fetch_reference(params: Source, base: Path, template: str) -> None:
 
 def _merge(folder: Path, adapter: Path, base: Path) -> None:
     """After fine-tuning with LoRA, base and reference model are the model with that adapter merged."""
-    from training.models.adapters import merge_folders  # heavy: torch, peft
+    from training.models.adapters import check_targets, merge_folders  # heavy: torch, peft
 
     try:
+        _call_limited(check_targets, str(folder), str(adapter))
         merge_folders(folder, adapter, base)
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(
@@ -195,7 +221,7 @@ def _merge(folder: Path, adapter: Path, base: Path) -> None:
         ) from error
 
 
-def model_folder(address: str, template: str) -> Path:
+def model_folder(address: str, template: str, adapter: str | None = None) -> Path:
     """The folder of a model other than the demo's; a model of the hub is fetched."""
     if not address.startswith(HUB):
         return local_path(address)
@@ -203,7 +229,7 @@ def model_folder(address: str, template: str) -> Path:
     failure = f"source.model: {name} (revision {revision or 'newest'}) could not be fetched from the hub"
     with errors_of_stores(failure, "Check the name, your network and HF_TOKEN."):
         folder = hub_snapshot(name, revision)
-    _check_model(folder, address, template)
+    _check_model(folder, address, template, adapter)
     return folder
 
 

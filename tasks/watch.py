@@ -14,7 +14,7 @@ from tasks.config.params import Source, load_params
 from tasks.config.paths import WATCH, home
 from tasks.dataset.reading.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, file_hashes, local_path, registered_name
+from tasks.models import HUB, REGISTRY, adapter_hashes, file_hashes, local_path, registered_name
 from tasks.release.start_model import start_version
 from tasks.system.files import fingerprint, recall, write_json, write_text
 
@@ -81,7 +81,7 @@ def _model_id(key: str, address: str) -> str:
         return remote_version(key, address, "model")
     if not (folder := local_path(address)).is_dir():
         raise UserError(f"{key}: there is no folder {address}. Restore it, or correct {key} in params.yaml.")
-    return fingerprint(file_hashes(folder))
+    return fingerprint(adapter_hashes(folder) if key == "source.adapter" else file_hashes(folder))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def prefect_store(once: Once, prefect_forks: dict[str, str]) -> Path:
 
     def make(folder: Path) -> None:
         env = {**fork_server.clean_environment(), **prefect_forks, **embedded_server.SERVER}
-        env |= {"PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1"}
+        env |= {"PREFECT_HOME": str(folder / "home"), "DO_NOT_TRACK": "1", embedded_server.PASSWORD: "tests:a-password"}
         env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
         command = [sys.executable, *embedded_server.COMMAND, "--port", str(port := free_port())]
         with (folder / "server.log").open("w") as log, processes.spawn(command, PROJECT, env, log) as process:
@@ -121,7 +121,8 @@ def prefect_api(
     home = Path(shutil.copytree(prefect_store, tmp_path_factory.mktemp("prefect") / "home"))
     api = f"http://127.0.0.1:{(port := free_port())}/api"
     env = {**fork_server.clean_environment(), **prefect_forks, "PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
-    env["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+    env |= dict.fromkeys(("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"), "tests:a-password")
+    env |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_SERVER_METRICS_ENABLED": "true"}
     env["PREFECT_SERVER_UI_API_URL"] = api  # for the pages
     command = [
         sys.executable,
@@ -258,6 +259,7 @@ def trained(once: Once, referenced: Path) -> Path:
 # Tests of these files need a Prefect server. One process runs them all, so that one server serves them.
 ON_PREFECT = (
     "test_flow",
+    "test_prefect_routes",
     "test_retrain",
     "test_rounds",
     "test_sweep",

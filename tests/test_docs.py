@@ -11,9 +11,11 @@ import typer
 import yaml
 
 from cli.main import app
+from flows.parameters import known_and_typed
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.strict import all_keys
+from tasks.config.strict import all_keys, parse_overrides
+from tasks.runs import search_space
 from training.objectives.options import LOSS_OPTIONS
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -92,6 +94,61 @@ def test_commands_of_dpo_exist_with_their_options(page):
             options = {option for parameter in commands[name].params for option in parameter.opts}
             unknown = set(re.findall(r"(?<=[\s\[])--?[a-z][a-z-]*", arguments)) - options
             assert not unknown, f"{page.name}: `dpo {name}` has no option {', '.join(unknown)}: {line}"
+
+
+EXAMPLE = re.compile(r"(?<![\w.-])(--set|-s|--space)[\s=](?:'([^'\n]+)'|([\w.]+=[^\s`'\")\]]+))")
+SECTIONS = "|".join(["cluster", *Params.model_fields])
+BARE = re.compile(rf"(?<![\w.-])((?:{SECTIONS})(?:\.\w+)+=[^\s`'{{]+)")
+
+
+def examples(text: str) -> list[tuple[str, str]]:
+    """What a text gives as values for `--set` and `--space`."""
+    return [(option, quoted or plain) for option, quoted, plain in EXAMPLE.findall(text)]
+
+
+def help_texts() -> dict[str, str]:
+    """Of each command and each of its options."""
+    found = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        found[name] = command.help or ""
+        found |= {f"{name} {option.opts[0]}": getattr(option, "help", "") or "" for option in command.params}
+    return found
+
+
+def in_help(option: str, text: str) -> list[tuple[str, str]]:
+    """The help of an option shows its values alone."""
+    kind = "--space" if option.endswith("--space") else "--set"
+    return [*examples(text), *((kind, value.rstrip(".,")) for value in BARE.findall(EXAMPLE.sub("", text)))]
+
+
+EXAMPLES = {
+    **{page.name: examples(page.read_text()) for page in PAGES},
+    **{name: found for name, text in help_texts().items() if (found := in_help(name, text))},
+}
+
+
+@pytest.mark.parametrize("place", [name for name, found in EXAMPLES.items() if found])
+def test_a_value_that_an_example_gives_is_accepted(place):
+    """By the parser of the command line, and then by the type of its key."""
+    for option, text in EXAMPLES[place]:
+        text = text.replace("{NAME: 1.0", "{ipo: 1.0")  # of CONTRIBUTING's own loss
+        if text in ("KEY=VALUE", "key=value"):
+            continue
+        if option == "--space":
+            key, values = search_space.parse(text)
+            values = [values.low, values.high] if isinstance(values, search_space.Range) else values
+            assert all(known_and_typed({key: value}) for value in values), (place, text)
+        else:
+            assert known_and_typed(parse_overrides([text])), (place, text)
+
+
+def test_examples_are_found():
+    assert len(EXAMPLES["README.md"]) >= 9
+    assert ("--space", "train.learning_rate=log:1e-5..1e-3") in EXAMPLES["sweep --space"]
+    assert EXAMPLES["run --set"] == [("--set", "train.beta=0.2")]
+    assert ("--set", "train.loss={ipo: 1.0}") in EXAMPLES["run"]
+    with pytest.raises(ValueError, match=r"`train\.beta` is 'high'"):
+        known_and_typed(parse_overrides([text for _, text in examples("x --set train.beta=high")]))
 
 
 def test_our_side_of_the_table_for_roll_and_colossalai_exists():

@@ -24,8 +24,8 @@ LAYERS = {
 HOMES = {
     "prefect": {"flows", "services", "cli"},
     "mlflow": {
-        *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "mlflow_server")),
-        "tasks/tracking/artifact_store.py",
+        *(f"tasks/tracking/{name}.py" for name in ("mlflow_writer", "registry", "experiment", "artifact_store")),
+        *(f"tasks/tracking/{name}.py" for name in ("mlflow_server", "mlflow_gate")),
         "tasks/feedback/traces.py",
     },
     "ray": {"tasks/cluster", "tasks/trainer/driver.py", "tasks/trainer/worker.py"},

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from tasks.chat import load_chat_model, model_folder
+from tasks.chat import load_chat_model, weights_folder
 from tasks.config.params import load_params
-from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.feedback.answer_cache import cache_folder
 from tasks.feedback.events import Answer, Messages
+from tasks.runs.named_model import RUN, named_model
 from tasks.system.files import known_sha256, recall, write_json
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import VERSION
 
 ARENA = "arena"  # the parameter that marks answers of an arena
 WEIGHTS = (".safetensors", ".json", ".jinja")  # files that determine an answer
@@ -71,14 +71,11 @@ def sides(
 
 
 def _side(role: str, name: str, sampling: dict[str, Any], unregistered: str | None) -> Side:
-    folder = model_folder(name)
-    default = unregistered or load_params().promote.model_name
-    if (Path(name) / "config.json").exists() or name == "base" or name.endswith("/base"):
-        return Side(role, name, folder, sampling, default)
-    if folder.is_relative_to(home() / ".scratch" / "worktrees"):  # a run that has not registered its model
-        return Side(role, name, folder, sampling, default, run=name)
-    with registered_version(name) as (promote, _, version):
-        return Side(role, name, folder, sampling, promote.model_name, version.number, version.tags.get("run", ""))
+    found = named_model(name)
+    folder, default = weights_folder(found), unregistered or load_params().promote.model_name
+    if found.kind == VERSION:
+        return Side(role, name, folder, sampling, found.model, found.version, found.run)
+    return Side(role, name, folder, sampling, default, run=found.run if found.kind == RUN else "")
 
 
 class ModelAnswers:

@@ -20,10 +20,12 @@ from services.background import is_healthy
 from tasks.chat import model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
+from tasks.models import model_links
 from tasks.release.verify import require_intact
+from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
 from tasks.system.ports import free_port
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import FOLDER, VERSION
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -46,11 +48,11 @@ class Target:
 
 def find_target(name: str) -> Target:
     """The version that a name means now: an alias may have moved since the last call."""
-    is_folder = (Path(name) / "config.json").exists()
-    if is_folder or name.rpartition("/")[2] == "base":
-        return Target(_plain(Path(name).resolve().name if is_folder else name), "", "", name)
-    with registered_version(name) as (_, models, version):
-        return Target(models.name, version.number, version.tags.get("run", ""), f"{models.name}/{version.number}")
+    found = named_model(name)
+    if found.kind == VERSION:
+        return Target(found.model, found.version, found.run, f"{found.model}/{found.version}")
+    shown = Path(name).expanduser().resolve().name if found.kind == FOLDER else name
+    return Target(_plain(shown), "", found.run if found.kind == RUN else "", name)
 
 
 def _plain(name: str) -> str:
@@ -72,6 +74,7 @@ class Engine:
 
     def __init__(self, target: Target, folder: Path, memory_share: float) -> None:
         self.target, self.folder, self.running, self.stack = target, folder, 0, ExitStack()
+        self.files = self.stack.enter_context(model_links(folder))  # the model alone, whatever else lies in its folder
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
         self.log = home() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
@@ -80,7 +83,7 @@ class Engine:
             self.log.replace(self.log.with_suffix(".log.1"))
         env = {name: value for name, value in os.environ.items() if not name.startswith(SECRET)} | OFFLINE
         output = self.stack.enter_context(self.log.open("w"))
-        command = engine_command(self.folder, port, memory_share)
+        command = engine_command(self.files, port, memory_share)
         self.process = self.stack.enter_context(processes.spawn(command, home(), env, output))
 
     @property
@@ -99,7 +102,7 @@ class Engine:
 
     def body(self, messages: list[dict[str, str]], parameters: dict[str, Any]) -> dict[str, Any]:
         """A request in the engine's own format, always as a stream: closing it ends the generation."""
-        body: dict[str, Any] = {"model": str(self.folder), "messages": messages, "stream": True}
+        body: dict[str, Any] = {"model": str(self.files), "messages": messages, "stream": True}
         if uses_vllm():
             return {**body, **parameters, "stream_options": {"include_usage": True}}
         # transformers' server ignores `temperature` unless do_sample is set, and samples among 50 tokens by default.

@@ -266,6 +266,7 @@ class Params(Section):
     def check(self) -> None:
         self._check_secrets()
         self._check_quantization()
+        self._check_dtypes()
         self._check_data_sources()
         self._check_judge_and_metrics()
         self._check_reference_model()
@@ -293,6 +294,16 @@ class Params(Section):
             raise ValueError(
                 "`evaluate.engine` vllm loads no adapter with `modules_to_save`: set evaluate.engine to auto or "
                 "transformers"
+            )
+
+    def _check_dtypes(self) -> None:
+        """The values of policy and reference are subtracted: rounding of different kinds adds up to nats."""
+        dtypes = {name: getattr(self, name).dtype for name in ("reference", "train", "evaluate")}
+        if self.train.needs_reference and len(set(dtypes.values())) > 1:
+            named = ", ".join(f"{name}.dtype is {dtype}" for name, dtype in dtypes.items())
+            raise ValueError(
+                "policy and reference must be computed in one precision: over long answers, rounding of two kinds "
+                f"differs by nats. {named}: set all of them to {self.train.dtype}"
             )
 
     def _check_data_sources(self) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_origin
@@ -33,6 +34,28 @@ class Section(BaseModel):
 def parse_yaml(text: str) -> Any:
     """yaml.safe_load, in C where PyYAML has it: a run reads its configuration dozens of times."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # tests/config/test_security.py forbids yaml.load
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+class _CommandLine(yaml.SafeLoader):
+    """YAML in which `1e-5` is a number, as in YAML 1.2. PyYAML follows 1.1, as DVC does when it reads params.yaml."""
+
+
+_CommandLine.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_value(text: str) -> Any:
+    """A value of the command line."""
+    if re.fullmatch(r"\w+:", text):  # the address `feedback:`, in which YAML sees a mapping
+        return text
+    loader = _CommandLine(text)
     try:
         return loader.get_single_data()
     finally:
@@ -181,7 +204,7 @@ def _is_number(text: str) -> bool:
 
 
 def parse_overrides(texts: Iterable[str] | None) -> dict[str, Any]:
-    """KEY=VALUE options of a command line; each value is YAML."""
+    """KEY=VALUE options of a command line; each value is YAML, and may be a number such as 1e-5."""
     return dict(_override(text) for text in texts or ())
 
 
@@ -190,6 +213,6 @@ def _override(text: str) -> tuple[str, Any]:
     if not key or not equals:
         raise UserError(f"--set takes KEY=VALUE, as in --set train.beta=0.2, not '{text}'.")
     try:
-        return key, yaml.safe_load(value)
+        return key, parse_value(value)
     except yaml.YAMLError:
         raise UserError(f"--set {key}: '{value}' is not valid YAML.") from None

@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.doctor.report import Report
@@ -59,7 +60,9 @@ def fit(report: Report, params: Params, cluster: Cluster) -> None:
     from training.trainer.memory import model_sizes
 
     adapter = params.train.adapter.model_dump() if params.train.adapter else None
-    disk(report, params, cluster, model_sizes(folder, adapter, params.train.quantization))
+    with adapters.errors_of("train"):
+        sizes = model_sizes(folder, adapter, params.train.quantization)
+    disk(report, params, cluster, sizes)
     _memory(report, params, cluster, folder)
 
 
@@ -84,7 +87,10 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
         group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
         weights /= group.num_workers if group.zero_stage == 3 else 1
         sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, plus activations,"
-        advice = f"set {name}.dtype to bfloat16, or {name}.zero_stage in infra/cluster.yaml to 3 with several workers"
+        advice = (
+            f"set the dtype of reference, train and evaluate to bfloat16, or {name}.zero_stage in infra/cluster.yaml "
+            "to 3 with several workers"
+        )
         _check_memory(report, cluster, name, sentence, weights, advice)
 
 

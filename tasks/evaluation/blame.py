@@ -74,6 +74,8 @@ class Blamer(Evaluator):
 def blame(run: str | None, against: str | None, count: int) -> None:
     """Print the most harmful pairs, and write the scores of all."""
     other = find_model(against) if against else None
+    if other and other.answers_of == "base":
+        raise UserError(f"--against {against}: a base model has no margins. Name a trained model, such as champion.")
     if run:
         os.environ["DPO_HOME"] = str(home())
         os.chdir(open_run(run))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 
@@ -24,9 +24,10 @@ from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.judges import outcomes
 from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.evaluation.sharding import evaluator_pool
+from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model, workspace_of
 from tasks.runs.open_run import open_run, weights_of
 from tasks.system.files import read_json, read_json_lines
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, registered_version
 from tasks.tracking.registry import Registry, Version
 
 Comparison = dict[str, dict[str, float]]
@@ -109,13 +110,17 @@ def read_results(folder: Path, model: str = "policy") -> ModelResults:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluated model: its manifest, the folder of its samples.jsonl and pairs.jsonl, and where its weights are."""
+    """An evaluated model: its manifest, the folder of its samples.jsonl and pairs.jsonl, and where its weights are.
+
+    Or the base model that a trained one was compared with there: `answers_of` says whose answers count.
+    """
 
     name: str
     manifest: dict[str, Any]
     results: Path
     weights: Callable[[], Path]
     run: str = ""  # that made it
+    answers_of: Literal["policy", "base"] = "policy"
 
 
 def evaluated_version(models: Registry, version: Version) -> Evaluated:
@@ -155,17 +160,39 @@ def eval_file(manifest: dict[str, Any]) -> str:
 
 
 def find_model(name: str | None) -> Evaluated:
-    """The model of this workspace, of a run, or a registered version."""
-    if name is None:
-        if not (MODEL / "manifest.json").exists():
-            raise UserError(f"There is no model in {MODEL}. Name two models, as in `dpo compare RUN champion`.")
-        return Evaluated("this model", read_json(MODEL / "manifest.json"), METRICS, lambda: MODEL)
-    for root in (home() / load_cluster().logging_dir / name / "results", home() / ".scratch" / "worktrees" / name):
-        if (root / MODEL / "manifest.json").exists():
-            manifest = read_json(root / MODEL / "manifest.json")
-            return Evaluated(name, manifest, root / METRICS, lambda: open_run(name) / MODEL, name)
-    with registered_version(name) as (_, models, version):
-        return replace(evaluated_version(models, version), name=name)
+    """The model of this workspace, of a run, a registered version, or the base model of one of them."""
+    if name == "base":
+        return replace(find_model(None), name=name, answers_of="base")
+    found = named_model(name)
+    if found.kind == HUB_MODEL or (found.kind == FOLDER and not _is_export(Path(found.name))):
+        raise UserError(
+            f"'{name}' is {found.kind} without an evaluation, so there is nothing to compare. Name the run or the "
+            "registered version of a model that was evaluated; `dpo chat` and `dpo generate` take any model."
+        )
+    if found.version:
+        with registered_version(f"{found.model}/{found.version}") as (_, models, version):
+            model = replace(evaluated_version(models, version), name=found.name)
+    elif found.run:
+        root, run = workspace_of(found.run) or Path(), found.run
+        model = Evaluated(found.name, manifest_of(found), root / METRICS, lambda: open_run(run) / MODEL, run)
+    else:
+        model = _in_workspace(found)
+    return replace(model, answers_of="base") if found.kind == BASE_MODEL else model
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether it is the data/model of a workspace, which has its evaluation."""
+    root = folder.resolve().parents[1]
+    return folder.resolve() == root / MODEL and (root / METRICS / "pairs.jsonl").exists()
+
+
+def _in_workspace(found: NamedModel) -> Evaluated:
+    """The export of this workspace, or the one in the folder of another."""
+    folder = MODEL if found.kind == HERE else Path(found.name)
+    if not (folder / "manifest.json").exists():
+        raise UserError(f"There is no model in {folder}. Name two models, as in `dpo compare RUN champion`.")
+    results = METRICS if found.kind == HERE else folder.resolve().parents[1] / METRICS
+    return Evaluated(found.name, read_json(folder / "manifest.json"), results, lambda: folder)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -175,13 +202,20 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def print_comparison(name: str, first: str | None = None) -> None:
-    """Compare this workspace's model, or the model `first`, with the model `name`."""
-    ours = find_model(first)
-    theirs = read_results(ours.results, "base") if name == "base" else _results_for(ours, find_model(name))
+    """Compare this workspace's model, or the model `first`, with the model `name`. `base` is the other one's."""
+    if name == "base":
+        ours = find_model(first)
+        theirs = replace(ours, name=name, answers_of="base")
+    else:
+        theirs = find_model(name)
+        ours = replace(theirs, name="base", answers_of="base") if first == "base" else find_model(first)
+    ours, theirs = _beside(ours, theirs), _beside(theirs, ours)
+    compared = read_results(ours.results, ours.answers_of), _results_for(ours, theirs)
     params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
-    comparison = summarize(params, pair_up(params, read_results(ours.results), theirs))
+    comparison = summarize(params, pair_up(params, *compared))
     if not comparison:
-        needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if name == "base" else ""
+        with_base = "base" in (ours.answers_of, theirs.answers_of)
+        needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if with_base else ""
         raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
     width = max(map(len, comparison))
     print(f"{'':{width}} {ours.name[:14]:>14} {name[:14]:>14}  difference (95% interval)")
@@ -190,9 +224,22 @@ def print_comparison(name: str, first: str | None = None) -> None:
         print(f"{metric:{width}} {row['ours']:14.4f} {row['theirs']:14.4f}  {change}")
 
 
+def _beside(model: Evaluated, other: Evaluated) -> Evaluated:
+    """A base model by the answers that the evaluation of the other model has of it, if it is that one's base too."""
+    bases = {side.manifest["base"]["sha256"] for side in (model, other)}
+    if model.answers_of == "policy" or len(bases) > 1:
+        return model
+    return replace(model, manifest=other.manifest, results=other.results)
+
+
 def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
-    if not _difference(ours.manifest, theirs.manifest):
-        return read_results(theirs.results)
+    if not (difference := _difference(ours.manifest, theirs.manifest)):
+        return read_results(theirs.results, theirs.answers_of)
+    if "base" in (ours.answers_of, theirs.answers_of):
+        raise UserError(
+            f"{ours.name} and {theirs.name} cannot be compared: they were evaluated apart ({difference}), and a base "
+            "model is not evaluated again. Compare a base model with a model that was trained from it."
+        )
     if ours.run:
         os.environ["DPO_HOME"] = str(home())
         os.chdir(open_run(ours.run))  # for its pairs, reference values and base model

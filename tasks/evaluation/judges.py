@@ -13,7 +13,7 @@ from tasks.config.params import Evaluate
 from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.evaluation.endpoint import EndpointJudge
-from tasks.models import HUB, hub_address, hub_snapshot, local_path
+from tasks.models import HUB, hub_address, hub_snapshot, local_path, plain_folder
 
 EXCHANGES = 64  # per task of a reward model
 
@@ -73,4 +73,4 @@ def reward_folder(params: Evaluate) -> Path:
             f"evaluate.reward_model.model: {address} contains no model (no config.json). Set it to the folder of a "
             "sequence-classification model, or to `hub:owner/name@revision`."
         )
-    return folder
+    return plain_folder(folder)

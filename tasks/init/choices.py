@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ from tasks.config.params import Params, load_cluster, overlay, validate
 from tasks.config.paths import ROOT
 from tasks.config.strict import dotted, read_yaml
 from tasks.init.data_facts import DataFacts
+from tasks.init.facts import Facts
 from tasks.init.machine import GIB, Machine, ModelFacts
+from tasks.trainer.estimates import training_memory
 
 MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep
@@ -48,13 +50,12 @@ def limits(model: ModelFacts) -> list[int]:
 def choose(
     addresses: tuple[str, str],
     name: str,
-    data: DataFacts,
-    model: ModelFacts,
-    machine: Machine,
+    facts: Facts,
     full: bool,
     overrides: dict[str, Any],
 ) -> Plan:
     """The first variant that fits the machine; the smallest if none does."""
+    data, model, machine = facts.data, facts.model, facts.machine
     fixed = [
         Choice(key if key.startswith("cluster.") else f"params.{key}", value, "given with --set")
         for key, value in overrides.items()
@@ -62,7 +63,7 @@ def choose(
     choices = [*_source(addresses, data, model), *_values(name, data, model, machine, full, overrides)]
     for variant in _variants(machine, full):
         free = [choice for choice in (*choices, *variant) if not any(_overlap(choice.key, key) for key, *_ in fixed)]
-        plan = _plan([*free, *fixed], data, model, machine)
+        plan = _plan([*free, *fixed], facts)
         if plan.fits:
             break
     return plan
@@ -73,19 +74,12 @@ def _overlap(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def _plan(choices: list[Choice], data: DataFacts, model: ModelFacts, machine: Machine) -> Plan:
-    from tasks.trainer.driver import make_settings
-    from training.trainer import memory
-
+def _plan(choices: list[Choice], facts: Facts) -> Plan:
     nested = dotted({choice.key: choice.value for choice in choices})
     content = overlay(read_yaml(ROOT / "params.yaml"), nested["params"])
     params, cluster = validate(Params, content, ROOT / "params.yaml"), load_cluster(ROOT, nested["cluster"])
-    settings = make_settings(params, cluster, model.folder, ROOT / cluster.output_dir, origin={})
-    kept = data.lengths <= params.prepare.max_tokens
-    longest = int((data.prompts + data.chosen + data.rejected)[kept].max(initial=0))
-    settings = replace(settings, row_tokens=max(settings.row_tokens, longest))  # a longer pair is a row of its own
-    needed = memory.estimate(settings, cluster.actor_train.num_workers).total
-    workers = cluster.actor_train.num_workers
+    needed = training_memory(params, cluster, facts.model.folder, facts.data.longest_within(params.prepare.max_tokens))
+    workers, machine = cluster.actor_train.num_workers, facts.machine
     available = machine.worker_memory if machine.gpus else machine.worker_memory * machine.workers / workers
     return Plan(choices, params, cluster, needed, needed <= available)
 

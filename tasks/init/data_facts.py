@@ -58,6 +58,11 @@ class DataFacts:
     def share_within(self, max_tokens: int) -> float:
         return float((self.lengths <= max_tokens).mean())
 
+    def longest_within(self, max_tokens: int) -> int:
+        """Tokens of the longest pair that the limit keeps."""
+        kept = self.lengths <= max_tokens
+        return int((self.prompts + self.chosen + self.rejected)[kept].max(initial=0))
+
     def tokens_within(self, max_tokens: int) -> float:
         """Mean tokens of a pair, whose prompt is computed once, among the pairs that the limit keeps."""
         kept = self.lengths <= max_tokens

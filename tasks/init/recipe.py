@@ -5,22 +5,21 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from tasks import adapters
 from tasks.config.cluster import groups
-from tasks.config.params import RECIPES, Params, Prepare, dotted, overlay, read_yaml, validate
+from tasks.config.params import RECIPES, Params, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
 from tasks.config.strict import to_yaml
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
-from tasks.dataset.templates import ChatTemplate, template_of
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
-from tasks.init.data_facts import DataFacts, examine_data
-from tasks.init.machine import GIB, Machine, ModelFacts, examine_machine, examine_model
-from tasks.init.times import run_seconds, short_trial
+from tasks.init.facts import Facts, examine
+from tasks.init.machine import GIB
+from tasks.init.times import measured_speed, run_seconds, short_trial
 from tasks.models import HUB
 from tasks.source import check_addresses, model_folder
 from tasks.system.files import write_text
-from training.evaluation.hardware import operations_per_second
 
 NAME = re.compile(r"\w[\w.-]*")
 LONG = 30 * 60.0  # seconds; before a longer run, a short trial is worth its time
@@ -34,14 +33,17 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     path = _recipe_path(name, force)
     params = _params(data, model, overrides)
     check_addresses(params.source, params.prepare.template)
-    template, model_facts = _examine_model(model_folder(model, params.prepare.template), params.prepare)
-    facts, machine = examine_data(params, template), examine_machine()
-    plan = choose((data, model), name, facts, model_facts, machine, full, overrides)
+    facts = examine(params, model_folder(model, params.prepare.template))
+    with adapters.errors_of("train"):
+        plan = choose((data, model), name, facts, full, overrides)
+    adapters.check(facts.model.folder, plan.params)
     options = " --full" if full else ""
     options += "".join(f" --set {shlex.quote(f'{key}={to_yaml(value)}')}" for key, value in overrides.items())
     write_text(path, render(plan.choices, f"dpo init {data} {model}{options}", name))
-    _show(facts, model_facts, machine, template, plan.params.prepare.max_tokens)
-    _show_next(plan, facts, model_facts, machine, name)
+    _show(facts, plan.params.prepare.max_tokens)
+    if adapter := adapters.describe(facts.model.folder, "train", plan.params.train):
+        print(f"Adapter  {adapter}")
+    _show_next(plan, facts, name)
 
 
 def _from_checkout(address: str) -> str:
@@ -71,14 +73,6 @@ def _params(data: str, model: str, overrides: dict[str, Any]) -> Params:
     return validate(Params, content, Path("params.yaml with overrides" if overrides else "params.yaml"))
 
 
-def _examine_model(folder: Path, options: Prepare) -> tuple[ChatTemplate, ModelFacts]:
-    from training.models.tokenizer import load_tokenizer  # heavy: transformers
-
-    tokenizer = load_tokenizer(folder)
-    facts = examine_model(folder, tokenizer)
-    return template_of(tokenizer, folder, options), facts
-
-
 def render(choices: list[Choice], command: str, name: str) -> str:
     """The recipe as YAML, each value with its reason."""
     lines = [f"# Written by `{command}`. Change what you like: `dpo check-config {name}` checks it."]
@@ -93,7 +87,8 @@ def render(choices: list[Choice], command: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTemplate, max_tokens: int) -> None:
+def _show(facts: Facts, max_tokens: int) -> None:
+    data, model = facts.data, facts.model
     sample = f", of which {len(data.lengths)} were examined" if len(data.lengths) < data.pairs else ""
     print(f"\nData     {data.rows} rows of the shape {data.shape}, {data.pairs} usable pairs{sample}")
     for reason, count in data.reject_reasons.most_common(4):
@@ -106,23 +101,23 @@ def _show(data: DataFacts, model: ModelFacts, machine: Machine, template: ChatTe
     kept = ", ".join(f"{limit}: {data.share_within(limit):.1%}" for limit in sorted({*limits(model), max_tokens}))
     print(f"         pairs that each max_tokens keeps: {kept}")
     context = f", up to {model.context} tokens" if model.context else ""
-    print(f"Model    {model.millions} parameters, stored in {model.dtype}{context}; {template.name}")
-    print(f"Machine  {machine}")
+    print(f"Model    {model.millions} parameters, stored in {model.dtype}{context}; {facts.template}")
+    print(f"Machine  {facts.machine}")
 
 
-def _show_next(plan: Plan, data: DataFacts, model: ModelFacts, machine: Machine, name: str) -> None:
+def _show_next(plan: Plan, facts: Facts, name: str) -> None:
     print(f"\nWrote flows/recipes/{name}.yaml, with a reason for each value.")
     workers = plan.cluster.actor_train.num_workers
     needs = f"{plan.memory / GIB:.1f} GiB on each of {workers} training workers"
     if not plan.fits:
         ways = f"{'--lora, ' if plan.params.train.adapter is None else ''}a smaller model, or a cluster"
         print(f"warning: this needs about {needs}, more than this machine has. Use {ways}.")
-    speed = operations_per_second(plan.params.train.dtype, machine.cores) * (len(machine.gpus) or 1)
-    seconds = run_seconds(plan, data, model, machine, speed)
+    speed = measured_speed(plan.params, facts.machine)
+    seconds = run_seconds(plan.params, plan.cluster, facts, speed)
     print(f"Next: `dpo run --recipe {name}` (about {_in_words(seconds)} if nothing else runs here, {needs}).")
     trial, options = short_trial(plan)
     if seconds > LONG and options:
-        command, shorter = f"dpo run --recipe {name}{options}", run_seconds(trial, data, model, machine, speed)
+        command, shorter = f"dpo run --recipe {name}{options}", run_seconds(trial.params, trial.cluster, facts, speed)
         print(f"A short trial first, to see that everything works: `{command}` (about {_in_words(shorter)}).")
 
 

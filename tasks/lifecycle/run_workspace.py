@@ -1,8 +1,9 @@
 """Creates, opens and closes workspaces of runs: a git worktree, or the checkout for `dpo run` without options.
 
 A worktree is made from a snapshot commit (uncommitted changes included, the branch untouched) and shares the
-checkout's DVC cache. A finished run is the commit `runs/<name>`, its artifacts are in the cache, and its worktree is
-removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo resume NAME` continues there.
+checkout's DVC cache. When its stages are done, the run is the commit `runs/<name>` and its artifacts are in the cache;
+when it ends, its worktree is removed. A run that failed, was stopped or crashed keeps its worktree, and `dpo resume
+NAME` continues there.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle import reuse
 from tasks.runs import commits, crash_recovery, records, run_config
-from tasks.runs.commits import git
+from tasks.runs.commits import find_commit, git
+from tasks.runs.names import check_name
 from tasks.runs.records import RunRecord
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace, check_out_results, remove_worktree, worktrees_lock
@@ -31,7 +33,7 @@ def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) 
         existing = records.read_record(name)
         if existing and flow_run in existing.flow_runs:
             return existing
-        _check_name(name)
+        check_free(name)
         if not worktree:
             return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
         record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
@@ -55,16 +57,22 @@ def _write_files(root: Path, files: ConfigFiles) -> None:
         write_text(root / path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def _check_name(name: str) -> None:
-    invalid = run(["git", "check-ref-format", "--branch", f"runs/{name}"], capture_output=True).returncode
-    if invalid or "/" in name or name.startswith((".", "-")):
-        raise UserError(f"A run cannot be named '{name}'. Use letters, digits, dots and dashes.")
-    if (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or commits.find_commit(name):
-        record = records.read_record(name)
-        resume = f"continue it with `dpo resume {name}`, " if record and record.state != records.FINISHED else ""
-        raise UserError(
-            f"There is a run named '{name}' already. Choose another name, {resume}or look at it with `dpo runs`."
-        )
+def check_free(name: str) -> None:
+    """UserError if no new run can have this name."""
+    record = records.read_record(check_name(name))
+    if record or (records.runs_folder() / name).exists() or (records.WORKTREES / name).exists() or find_commit(name):
+        raise UserError(f"There is a run named '{name}' already. {_instead(record)}, or choose another name.")
+
+
+def _instead(record: RunRecord | None) -> str:
+    """What to do with a run that has the name already."""
+    if record is None:  # DVC's stages by hand, or what an old run left
+        return "Look at it with `dpo runs`"
+    if (state := record.current_state) == records.RUNNING:
+        return f"It is running in process {record.pid} since {record.since}: wait until it ends"
+    if state == records.FINISHED:
+        return "It is finished: look at it with `dpo runs` and `dpo open`"
+    return f"It has not finished ({state}): continue it with `dpo resume {record.name}`"
 
 
 @contextmanager
@@ -81,11 +89,6 @@ def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
         state = records.STOPPED  # by Ctrl-C, by Prefect, or by a signal
         try:
             yield workspace
-            if record.has_worktree:
-                commits.commit_run(root, record.name)
-            else:
-                with suppress(UserError):  # a checkout without any commit works too
-                    commits.commit_checkout_run(record.name)
             records.keep_results(record)
             state = records.FINISHED
         except Exception:
@@ -94,6 +97,15 @@ def open_workspace(record: RunRecord, flow_run: str) -> Iterator[Workspace]:
         finally:
             crash_recovery.repair(root)  # Ctrl-C kills DVC, which leaves its lock
             record.write(state=state, until=records.timestamp())
+
+
+def commit_results(workspace: Workspace) -> None:
+    """Make the run a commit once its stages are done, before a registered version or the champion leads to it."""
+    if workspace.is_worktree:
+        commits.commit_run(workspace.root, workspace.run_name)
+    else:
+        with suppress(UserError):  # a checkout without any commit works too
+            commits.commit_checkout_run(workspace.run_name)
 
 
 def close_workspace(workspace: Workspace) -> Path:

@@ -10,17 +10,19 @@ from tasks.runs.commits import find_commit, get_commit, git, resolve
 from tasks.runs.dvc_lock import outs, read_lock
 from tasks.runs.workspace import Workspace, check_out_results
 from tasks.system.files import sha256
-from tasks.tracking.model_names import registered_version
+from tasks.tracking.model_names import plain_name, registered_version
 from tasks.tracking.registry import Registry, Version
 
 OPENED = ROOT / ".scratch" / "open"
 
 
 def open_run(name: str, folder: Path | None = None) -> Path:
-    """The folder with the run's files: an unfinished run still has its worktree, for a finished one we create it."""
+    """The folder with the run's files. A run without a commit has no other than its worktree, if that stays for now."""
+    name = plain_name(name)
     name = name if records.read_record(name) or find_commit(name) else _run_of_version(name)
     record = records.read_record(name)
     if record and find_commit(name) is None and record.has_worktree and Path(record.root).exists():
+        _require_lasting(record, folder)
         return Path(record.root)
     target = folder.resolve() if folder else OPENED / name.replace("/", "-")
     commit = get_commit(name)
@@ -34,6 +36,21 @@ def open_run(name: str, folder: Path | None = None) -> Path:
     check_out_results(workspace)
     _fetch_missing(workspace, name)
     return target
+
+
+def _require_lasting(record: records.RunRecord, folder: Path | None) -> None:
+    """UserError if the worktree of an unfinished run goes away with the run, or is not the folder to create."""
+    state, retry = record.current_state, f"`dpo open {record.name}{f' {folder}' if folder else ''}`"
+    if state == records.RUNNING:
+        raise UserError(
+            f"The run {record.name} is still at work in {record.root}, which is removed when it ends. Its stages must "
+            f"be done first; then {retry} checks out its files."
+        )
+    if folder:
+        raise UserError(
+            f"The run {record.name} ended ({state}) before its stages were done, so its files are in its worktree "
+            f"alone: {record.root}. `dpo resume {record.name}` finishes it; then {retry} checks them out."
+        )
 
 
 def _run_of_version(name: str) -> str:

@@ -47,7 +47,8 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        return self.commit is not None
+        done = self.record is None or self.record.state == records.FINISHED
+        return done and self.commit is not None
 
     @property
     def is_damaged(self) -> bool:

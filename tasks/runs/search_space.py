@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tasks.config.strict import parse_value
 from tasks.errors import UserError
 
 RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^.,\[{][^,\[{]*?)\.\.(?P<high>[^,\[{]+)")
@@ -49,7 +50,7 @@ def parse(text: str) -> tuple[str, Values]:
     try:
         if match := RANGE.fullmatch(choices.strip()):
             return key, Range(low=float(match["low"]), high=float(match["high"]), log=bool(match["log"]))
-        values = yaml.safe_load(f"[{choices}]")
+        values = parse_value(f"[{choices}]")
     except ValidationError as error:
         raise UserError(f"--space {key}: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -1,67 +1,48 @@
-"""MLflow's server with logins, by MLflow's own basic authentication.
+"""MLflow's server with logins, by MLflow's own basic authentication and our gate in front of it (mlflow_gate.py).
 
 `python -m tasks.tracking.mlflow_server` takes the options of `mlflow server`. DPO_MLFLOW_USERS names the user database;
 by default it is MLFLOW_BACKEND_STORE_URI, where they have tables of their own. DPO_MLFLOW_<USER>_PASSWORD holds the
-password of each user:
+password of each user; mlflow_routes.py lists what each may do:
 
-    admin      everything, users included
+    admin      everything that is served, users included
     writer     everything but users: the commands of this repository
-    forwarder  runs, their metrics and artifacts, no registry: tasks/tracking/uploader.py
+    forwarder  runs, their metrics and artifacts, traces, no registry: tasks/tracking/uploader.py
     reader     reads, and changes nothing
+
+Nobody reaches what runs code or holds keys on the server: assistant, gateway, secrets, jobs, scorers.
 """
 
 import os
-import re
 import secrets
 import sys
 import tempfile
-from typing import Any
+from pathlib import Path
 
 USERS = ("admin", "writer", "forwarder", "reader")
+APP = "dpo = tasks.tracking.mlflow_gate:create_app"
 GRANTS = {
     "writer": {"experiment": "MANAGE", "registered_model": "MANAGE"},
     "forwarder": {"experiment": "EDIT"},
 }
-READS = ("GET", "HEAD", "OPTIONS")
-# Paths that MLflow's pages read with POST.
-SEARCHES = re.compile(r"/(search|search-[a-z-]+|batchGet\w*|batch-get|query|metrics|graphql|get-history-bulk[a-z-]*)$")
-REGISTRY = re.compile(r"/mlflow/(registered-models|model-versions|model-registry)(/|$)")
-ACCOUNTS = re.compile(r"/mlflow/(users|roles|webhooks)(/|$)|^/signup")
-
-
-def may(user: str, method: str, path: str) -> bool:
-    """Beyond MLflow's own permissions, which let every user create experiments and registered models."""
-    if user == "admin" or method in READS:
-        return True
-    if user == "reader" or ACCOUNTS.search(path):
-        return bool(SEARCHES.search(path))
-    return user != "forwarder" or not REGISTRY.search(path) or bool(SEARCHES.search(path))
-
-
-def authenticate() -> Any:
-    """MLflow's `authorization_function`: the login of a request, or a refusal."""
-    from flask import Response, request
-    from mlflow.server.auth import authenticate_request_basic_auth, make_forbidden_response
-
-    login = authenticate_request_basic_auth()
-    if isinstance(login, Response) or may(str(login.username), request.method, request.path):
-        return login
-    return make_forbidden_response()
 
 
 def configure(users: str) -> None:
-    """MLflow's configuration of logins, in a file of mode 600: the database's address may hold a password."""
-    handle, name = tempfile.mkstemp(prefix="mlflow-auth-", suffix=".ini")
-    with os.fdopen(handle, "w") as file:
-        file.write(
-            f"[mlflow]\ndefault_permission = READ\ndatabase_uri = {users.replace('%', '%%')}\nadmin_username = admin\n"
-            "authorization_function = tasks.tracking.mlflow_server:authenticate\n"
-            "grant_default_workspace_access = false\n"
-            "auth_cache_ttl_seconds = 300\n"  # otherwise every request costs 0.4 s of password hashing
-        )
-    os.environ |= {"MLFLOW_AUTH_CONFIG_PATH": name, "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true"}
+    """MLflow's configuration of logins, in a private folder: the database's address may hold a password.
+
+    The folder also tells `mlflow server` of the app `dpo`, as an installed package would; images do not install ours.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mlflow-auth-"))
+    (folder / "auth.ini").write_text(
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = {users.replace('%', '%%')}\nadmin_username = admin\n"
+        "grant_default_workspace_access = false\n"
+        "auth_cache_ttl_seconds = 300\n"  # otherwise every request costs 0.4 s of password hashing
+    )
+    (folder / "dpo_mlflow-0.dist-info").mkdir()
+    (folder / "dpo_mlflow-0.dist-info" / "entry_points.txt").write_text(f"[mlflow.app]\n{APP}\n")
+    sys.path.append(str(folder))
+    os.environ |= {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"), "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true"}
     os.environ.setdefault("MLFLOW_FLASK_SERVER_SECRET_KEY", secrets.token_hex(32))
-    os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # nothing of ours runs on the server
+    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # nothing runs on the server
 
 
 def make_users(passwords: dict[str, str]) -> None:
@@ -91,7 +72,7 @@ def main() -> None:
     make_users(passwords)
     from mlflow.cli import cli
 
-    cli(["server", "--app-name", "basic-auth", *sys.argv[1:]], prog_name="mlflow")
+    cli(["server", "--app-name", "dpo", *sys.argv[1:]], prog_name="mlflow")
 
 
 if __name__ == "__main__":

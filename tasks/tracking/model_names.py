@@ -1,17 +1,47 @@
 """The names that commands take for a model: `champion`, `3`, `MODEL/champion`, `MODEL/3`, a run, or MODEL alone.
 
 MODEL is a registered model, or a recipe or run that registers one. Without MODEL it is promote.model_name of
-params.yaml; MODEL alone is its champion.
+params.yaml; MODEL alone is its champion. Names that are no version's: a folder, `hub:owner/name`, `base`, `MODEL/base`
+(tasks/runs/named_model.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tasks.config.params import RECIPES, Promote, load_cluster, load_params, read_recipe
 from tasks.config.paths import home
+from tasks.errors import UserError
+from tasks.models import HUB, REGISTRY
 from tasks.system.files import recall
 from tasks.tracking.registry import NotRegistered, Registry, Version, is_registered, registry
+
+VERSION, FOLDER, HUB_MODEL, BASE_MODEL = "a registered version", "a folder", "a model of the hub", "a base model"
+BRANCH = "runs/"  # of a run: runs/NAME
+
+
+def read_name(name: str) -> tuple[str, str]:
+    """What kind of model a name means; of a version or base model also the name of the version, or of its model."""
+    if name.startswith(HUB):
+        return HUB_MODEL, name
+    if (Path(name).expanduser() / "config.json").exists():
+        return FOLDER, name
+    if name.startswith(("/", "./", "../", "~")):
+        raise UserError(f"There is no model in {name} (no config.json). Name the folder of a model.")
+    plain = plain_name(name)
+    if plain == "base" or plain.endswith("/base"):
+        return BASE_MODEL, plain.removesuffix("base").rstrip("/")
+    return VERSION, plain
+
+
+def plain_name(name: str) -> str:
+    """A run by its branch and a version by its address are the run and the version."""
+    name = name.removeprefix(REGISTRY)
+    run = name.removeprefix(BRANCH)
+    if run == name or not (home() / load_cluster().logging_dir / run.partition("/")[0]).is_dir():
+        return name
+    return run
 
 
 def promote_params(name: str | None) -> Promote:
@@ -32,7 +62,12 @@ def promote_params(name: str | None) -> Promote:
 @contextmanager
 def registered_version(name: str) -> Iterator[tuple[Promote, Registry, Version]]:
     """The version that a name means, with its registry and the section `promote` of its model."""
-    params, version_name = _resolve(name)
+    kind, plain = read_name(name)
+    if kind != VERSION:
+        raise UserError(
+            f"'{name}' is {kind}, and this needs a registered version: champion, 3, a run, MODEL/champion or MODEL/3."
+        )
+    params, version_name = _resolve(plain)
     with registry(load_cluster(), params.model_name) as models:
         if version := _find(models, version_name):
             yield params, models, version

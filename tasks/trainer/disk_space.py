@@ -57,7 +57,10 @@ def check_training(stage: str, params: Params, cluster: Cluster, model: Path, fo
 
 
 def _parameters_at_most(params: Params, model: Path) -> Parameters:
-    """From the shapes in the weight files, as if an adapter had all matrices as its targets."""
+    """From the shapes in the weight files, as if an adapter had all matrices as its targets.
+
+    peft gives experts' fused matrices the rank of each part: twice the rank on the joined outputs.
+    """
     adapter, parameters, trainable = params.train.adapter, 0, 0
     for path in model.glob("*.safetensors"):
         with safe_open(path, "np") as file:
@@ -72,7 +75,8 @@ def _parameters_at_most(params: Params, model: Path) -> Parameters:
                     parameters, trainable = parameters + size, trainable + size
                 elif len(shape) > 1:
                     *experts, outputs, inputs = shape
-                    trainable += prod(experts) * (adapter.rank * (outputs + inputs) + outputs)  # DoRA's magnitudes
+                    rank = adapter.rank * (2 if "expert" in name else 1)
+                    trainable += prod(experts) * (rank * (outputs + inputs) + outputs)  # DoRA's magnitudes
     return Parameters(parameters, trainable)
 
 

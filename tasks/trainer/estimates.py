@@ -1,9 +1,10 @@
 """What a stage will need: time and memory from earlier runs on the same data and model, training memory from shapes."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
@@ -41,24 +42,44 @@ def _same_source(path: Path, params: Params) -> bool:
     return path.exists() and read_json(path).get("source") == params.source.model_dump()
 
 
-def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str) -> float | None:
+def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str, longest: int = 0) -> float | None:
     """GiB per worker of train (all of it) and evaluate (the weights alone), computed from the model's shapes.
 
     None for other stages, and where the model is not on this machine.
     """
     from training.trainer import memory  # loads torch, which takes seconds
 
-    address = params.source.model
-    folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
-    if address.startswith(HUB):
-        folder = _cached_snapshot(address) or folder
-    if stage not in ("train", "evaluate") or not (folder / "config.json").exists():
+    folder = model_on_machine(params.source.model, root)
+    if stage not in ("train", "evaluate") or folder is None:
         return None
     if stage == "evaluate":
         weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
         return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
+    return training_memory(params, cluster, folder, longest) / 2**30
+
+
+def training_memory(params: Params, cluster: Cluster, folder: Path, longest: int = 0) -> float:
+    """Bytes per worker of train. A pair that is longer than a row's tokens, such as `longest`, is a row of its own."""
+    from training.trainer import memory  # loads torch, which takes seconds
+
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
-    return memory.estimate(settings, cluster.actor_train.num_workers).total / 2**30
+    settings = replace(settings, row_tokens=max(settings.row_tokens, longest))
+    with adapters.errors_of("train"):
+        return float(memory.estimate(settings, cluster.actor_train.num_workers).total)
+
+
+def adapter(params: Params, root: Path) -> str | None:
+    """What train.adapter trains; None without one, or where the model is not on this machine."""
+    folder = model_on_machine(params.source.model, root)
+    return adapters.describe(folder, "train", params.train) if folder else None
+
+
+def model_on_machine(address: str, root: Path) -> Path | None:
+    """The folder of a base model that needs no download."""
+    folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
+    if address.startswith(HUB):
+        folder = _cached_snapshot(address) or folder
+    return folder if (folder / "config.json").exists() else None
 
 
 def _cached_snapshot(address: str) -> Path | None:

@@ -4,7 +4,7 @@
 
 Both sides have the same number of threads. Their runs alternate, and the figures are medians over the rounds, so that a
 temporarily busy machine does not decide. Pairs per CPU second exclude the time of other processes. Each side uses its
-best setting: ours of several row budgets, TRL of several micro-batches.
+best setting: ours of several row budgets, TRL of several micro-batches, in random order and grouped by length.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.job import SIDES, Job, check_peer, job_of, run
+from tests.benchmarks.job import PEERS, SIDES, Job, check_peer, job_of, run
 from tests.benchmarks.table import markdown
 
 NAME = ("variant", "side", "size")
@@ -54,7 +54,7 @@ def _jobs(args: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], 
     count = (args.warmup + args.steps) * args.batch
     rows = read_rows(args.data) if args.data else demo.rows(0)
     pairs = write_pairs(tokenised(rows, folder / "model", count, LONGEST), folder / "pairs")
-    sizes = [("ours", size) for size in args.row_tokens] + [("trl", size) for size in args.micro_batches]
+    sizes = [("ours", size) for size in args.row_tokens] + list(product(PEERS, args.micro_batches))
     return {
         (variant, side, size): job_of(
             args,
@@ -79,11 +79,13 @@ def table(results: dict[tuple[str, str, int], list[dict[str, Any]]]) -> str:
             for name, repeats in results.items()
             if name[0] == variant
         }
-        (ours, row), (peer, micro) = (
-            max((value, size) for (side, size), value in medians.items() if side == which) for which in SIDES
-        )
-        rows.append([variant, what, ours, peer, ours / peer, row, micro])
-    return markdown(["variant", "what", "ours", "TRL", "ratio", "row tokens", "TRL's micro-batch"], rows)
+        best = {
+            which: max((value, size) for (side, size), value in medians.items() if side == which) for which in SIDES
+        }
+        ours, row = best.pop("ours")
+        for side, (peer, micro) in best.items():
+            rows.append([variant, what, PEERS[side], ours, peer, ours / peer, row, micro])
+    return markdown(["variant", "what", "peer", "ours", "peer's", "ratio", "row tokens", "peer's micro-batch"], rows)
 
 
 def _figures(result: dict[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.job import SIDES, check_peer, job_of, run
+from tests.benchmarks.job import PEERS, SIDES, check_peer, job_of, run
 from tests.benchmarks.table import markdown, versus
 from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, SHAPES
 
@@ -61,7 +61,7 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
     drawn = make_pairs(lengths, count, config_of(shape).get_text_config().vocab_size)
     pairs = write_pairs(drawn, args.scratch / f"{shape}-{lengths}.pickle")
     model = make_model_in_subprocess(shape, dtype, args.scratch)
-    sizes = {"ours": args.row_tokens, "trl": args.micro_batches}
+    sizes = {"ours": args.row_tokens, **dict.fromkeys(PEERS, args.micro_batches)}
     for variant, side in product(args.variants, sides):
         for size in sizes[side]:
             name = {"shape": shape, "lengths": lengths, "variant": variant, "side": side, "size": size}
@@ -74,7 +74,7 @@ def _jobs(args: argparse.Namespace, sides: list[str], shape: str, lengths: str) 
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """One row per shape, lengths and variant: the fastest result of each side, and their ratio."""
+    """One row per shape, lengths, variant and measured peer: the fastest result of each side, and their ratio."""
     figures = {
         "pairs/s": "pairs_per_second",
         "peak GiB": "peak_gib",
@@ -83,12 +83,15 @@ def table(lines: list[dict[str, Any]]) -> str:
         "TFLOP/s": "tflops",
     }
     rows = []
-    for key in dict.fromkeys((line["shape"], line["lengths"], line["variant"]) for line in lines):
-        ours, peer = (_fastest(lines, key, side) for side in SIDES)
+    keys = dict.fromkeys((line["shape"], line["lengths"], line["variant"]) for line in lines)
+    for key, side in product(keys, [side for side in PEERS if any(line["side"] == side for line in lines)] or ["trl"]):
+        ours, peer = _fastest(lines, key, "ours"), _fastest(lines, key, side)
         sizes = f"{ours.get('size', '-')} tokens / {peer.get('size', '-')} pairs"
         compared = [versus(ours.get(name), peer.get(name)) for name in figures.values()]
-        rows.append([", ".join(key), *compared, versus(ours.get("tflops"), ours.get("matrix_tflops")), sizes])
-    return "ours / TRL = ratio\n\n" + markdown(["shape, lengths, variant", *figures, "of matrix peak", "rows"], rows)
+        share = versus(ours.get("tflops"), ours.get("matrix_tflops"))
+        rows.append([", ".join(key), PEERS[side], *compared, share, sizes])
+    heads = ["shape, lengths, variant", "peer", *figures, "of matrix peak", "rows"]
+    return "ours / peer = ratio\n\n" + markdown(heads, rows)
 
 
 def memory(lines: list[dict[str, Any]]) -> str:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-SIDES = ("ours", "trl")
+# TRL with pairs in random order, which is its default, and with micro-batches of similar lengths, which is faster.
+PEERS = {"trl": "TRL", "trl-grouped": "TRL grouped by length"}
+SIDES = ("ours", *PEERS)
 
 
 @dataclass(frozen=True)
 class Job:
-    side: str  # ours | trl
+    side: str  # one of SIDES
     model: str  # folder
     pairs: str  # a pickled list of exactly (warmup + steps) x batch pairs
     batch: int  # pairs per update
@@ -129,7 +131,7 @@ def matrix_peak() -> float:
 
 def check_peer(sides: list[str]) -> None:
     """Exit before any measurement if TRL is missing."""
-    if "trl" in sides and importlib.util.find_spec("trl") is None:
+    if PEERS.keys() & set(sides) and importlib.util.find_spec("trl") is None:
         sys.exit(
             "error: TRL is not installed. Run `pip install -r tests/benchmarks/requirements.txt`, or measure only our "
             "side with `--sides ours` (GPU benchmark)."
@@ -174,7 +176,7 @@ def _measure(job: Job) -> dict[str, Any]:
     peak = matrix_peak()
     pairs = pickle.loads(Path(job.pairs).read_bytes())
     assert len(pairs) == job.total * job.batch, f"{len(pairs)} pairs for {job.total} steps of {job.batch}"
-    result = {"ours": ours, "trl": peer}[job.side].measure(job, pairs)
+    result = (ours if job.side == "ours" else peer).measure(job, pairs)
     # Per weight and token: forward 2, backward 4, of which frozen weights (LoRA) need only half.
     flops = (4 if job.lora else 6) * result["parameters"] * result["tokens_per_pair"]
     memory = {}

@@ -1,7 +1,8 @@
 """TRL's side of a measurement: its DPOTrainer with its fastest options.
 
-It gets the same tokens in the same order, with a precomputed reference and, on a GPU, Liger's kernels. Its weights and
-moments are bf16, where ours keeps float32 masters: that favours TRL in time and memory.
+It gets the same tokens, with a precomputed reference and, on a GPU, Liger's kernels. `trl` has our order of pairs.
+`trl-grouped` has micro-batches of similar lengths, as its users get by `train_sampling_strategy="group_by_length"`.
+Its weights and moments are bf16, where ours keeps float32 masters: that favours TRL in time and memory.
 """
 
 import importlib.util
@@ -21,6 +22,8 @@ from training.rows.pair import Pair
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:
     pairs = in_order(job, pairs)
+    if job.side == "trl-grouped":
+        pairs = grouped_by_length(pairs, job.warmup * job.batch)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
         trainer = make_trainer(job, pairs, folder)
         if torch.cuda.is_available():
@@ -133,11 +136,23 @@ def _lora() -> Any:
     )
 
 
+def grouped_by_length(pairs: Sequence[Pair], warmup: int) -> list[Pair]:
+    """The warm-up's pairs, then the measured ones, each sorted by length, longest first.
+
+    transformers' sampler does the same with 50 global batches at a time, but on a small data set with fewer. The option
+    itself would therefore pad more in a measurement of a few steps than in a whole epoch.
+    """
+    return [pair for part in (pairs[:warmup], pairs[warmup:]) for pair in sorted(part, key=_longer_side, reverse=True)]
+
+
+def _longer_side(pair: Pair) -> int:
+    return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+
+
 def padded_tokens(pairs: Sequence[Pair], micro_batch: int) -> int:
     """The tokens that TRL computes: prompts twice, and every sequence padded to the longest of its micro-batch."""
     total = 0
     for start in range(0, len(pairs), micro_batch):
         members = pairs[start : start + micro_batch]
-        longest = max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in members)
-        total += 2 * len(members) * longest
+        total += 2 * len(members) * max(map(_longer_side, members))
     return total

@@ -1,21 +1,39 @@
 """`dpo init`: a recipe from data, model and machine."""
 
+import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tasks.config.params import Params, load_cluster, overlay, read_yaml, validate
+from tasks.config.params import (
+    Cluster,
+    Params,
+    dotted,
+    load_cluster,
+    load_params,
+    overlay,
+    read_yaml,
+    validate,
+)
 from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.init import recipe
 from tasks.init.choices import choose
 from tasks.init.data_facts import DataFacts, languages
+from tasks.init.facts import Facts
 from tasks.init.machine import GIB, Machine, ModelFacts
-from tasks.init.times import run_seconds, short_trial
+from tasks.init.times import Estimate, estimate_here, run_seconds, short_trial
+from tasks.runs import run_config
+from tasks.trainer.estimates import adapter as adapter_of
+from tasks.trainer.estimates import worker_memory
 from tests.benchmarks.workload import qwen_config
+from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data
+from training.models.tokenizer import load_tokenizer
 from training.trainer.memory import Sizes, model_sizes
 
 CPU = Machine([], 4, 16 * GIB, False)
@@ -78,6 +96,36 @@ def test_what_cannot_work_is_one_sentence_and_writes_nothing(recipes: Path, tiny
     assert not list(recipes.glob("*.yaml"))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_the_adapter_trains_is_said_or_refused(recipes: Path, tiny_base: Path, capsys) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:50])
+    init(recipes / "pairs.jsonl", tiny_base)
+    printed = re.search(
+        r"Adapter  LoRA of rank 16: (\S+) trained parameters, .* on q_proj, .*; frozen: embed_tokens",
+        (capsys.readouterr().out),
+    )
+    lora = {**load_params().train.adapter.model_dump(), "rank": 16}
+    assert int(printed[1].replace(",", "")) == model_sizes(tiny_base, lora).trainable
+    experts, shape = recipes / "experts", {**ALL["Qwen3Moe"], "vocab_size": 520}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(experts)
+    load_tokenizer(tiny_base).save_pretrained(experts)
+    for key, value in {"dropout": 0.1, "use_dora": True, "init": "pissa"}.items():
+        with pytest.raises(UserError, match=rf"params.yaml: train\.adapter\.{key}: .* does not work on the experts"):
+            init(recipes / "pairs.jsonl", experts, force=True, **{f"train__adapter__{key}": value})
+    sft = {"sft": {"learning_rate": 1e-4, "adapter": {**lora, "use_dora": True}}}
+    with pytest.raises(
+        UserError, match=r"params.yaml: sft\.adapter\.use_dora: true does not work .* or sft\.adapter\.targets"
+    ):
+        init(recipes / "pairs.jsonl", experts, force=True, **sft)
+    init(recipes / "pairs.jsonl", experts, force=True)
+    assert "experts, router; frozen: " in capsys.readouterr().out
+    changes = {"source.data": "pairs.jsonl", "source.model": str(experts), "train.adapter.dropout": 0.1}
+    params = validate(Params, overlay(read_yaml(PROJECT / "params.yaml"), dotted(changes)), Path("params.yaml"))
+    for estimate in (adapter_of, partial(worker_memory, cluster=load_cluster(PROJECT), stage="train")):  # `dpo plan`
+        with pytest.raises(UserError, match=r"train\.adapter\.dropout: 0\.1 does not work"):
+            estimate(params=params, root=recipes)
+
+
 def facts(pairs: int, tokens: int) -> DataFacts:
     from collections import Counter
 
@@ -87,7 +135,7 @@ def facts(pairs: int, tokens: int) -> DataFacts:
 
 def chosen(folder: Path, machine: Machine, data: DataFacts, sizes: Sizes | None = None, full: bool = False):
     model = ModelFacts(folder, sizes or model_sizes(folder, None), "bfloat16", 4096, True)
-    return choose(("pairs.jsonl", str(folder)), "mine", data, model, machine, full, {})
+    return choose(("pairs.jsonl", str(folder)), "mine", Facts(data, model, machine, "template"), full, {})
 
 
 def test_values_follow_the_data(tiny_base: Path) -> None:
@@ -103,8 +151,8 @@ def test_a_model_without_a_chat_template_learns_to_answer_first(tiny_base: Path)
     sizes = model_sizes(tiny_base, None)
 
     def plan(machine: Machine, full: bool = False, **given: object) -> Params:
-        model = ModelFacts(tiny_base, sizes, "bfloat16", 4096, False)
-        return choose(("pairs.jsonl", "base"), "mine", facts(300, 800), model, machine, full, given).params
+        known = Facts(facts(300, 800), ModelFacts(tiny_base, sizes, "bfloat16", 4096, False), machine, "plain")
+        return choose(("pairs.jsonl", "base"), "mine", known, full, given).params
 
     assert chosen(tiny_base, CPU, facts(300, 800)).params.sft is None
     assert (plan(CPU).sft.learning_rate, plan(CPU).sft.adapter.rank) == (5.0e-4, 16)
@@ -153,13 +201,14 @@ def test_placement_follows_the_machine(tiny_base: Path) -> None:
 
 
 def test_the_estimated_time_follows_the_limits_of_a_run(tiny_base: Path) -> None:
-    data, model = facts(2000, 400), ModelFacts(tiny_base, model_sizes(tiny_base, None), "float32", 4096, True)
+    model = ModelFacts(tiny_base, model_sizes(tiny_base, None), "float32", 4096, True)
+    known = Facts(facts(2000, 400), model, CPU, "template")
     speed = 2.0 * model.sizes.parameters * 100  # scores 45 tokens a second
 
     def seconds(**values: object) -> float:
         given = {key.replace("__", "."): value for key, value in values.items()}
-        plan = choose(("pairs.jsonl", str(tiny_base)), "mine", data, model, CPU, False, given)
-        return run_seconds(plan, data, model, CPU, speed)
+        plan = choose(("pairs.jsonl", str(tiny_base)), "mine", known, False, given)
+        return run_seconds(plan.params, plan.cluster, known, speed)
 
     fixed = {
         "evaluate__prompts": 0,
@@ -173,6 +222,36 @@ def test_the_estimated_time_follows_the_limits_of_a_run(tiny_base: Path) -> None
     assert seconds(**fixed, prepare__max_pairs=500, train__max_steps=20) == pytest.approx(
         90 + 600 * (500 + 2 * 20 * 10 + 250) / 45
     )
+
+
+def test_plan_estimates_what_init_estimated_from_the_same_facts(
+    recipes: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tasks.init.times.operations_per_second", lambda dtype, cpus: 1e9)  # else it is measured twice
+    monkeypatch.setattr("tasks.config.params.RECIPES", recipes)
+    long = {**demo.rows(0)[0], "chosen": "kind " * 800, "rejected": "rude " * 800}  # longer than a row of 1024 tokens
+    write_data(recipes / "pairs.jsonl", [*demo.rows(0)[:150], long])
+    init(recipes / "pairs.jsonl", tiny_base, prepare__max_tokens=4096)
+    said = capsys.readouterr().out
+    time, gib = re.search(r"\(about (.*) if nothing else runs here, (.*) GiB on each", said).groups()
+
+    def planned(**overrides: object) -> tuple[Params, Cluster, Estimate | None]:
+        files = run_config.changed_files("mine", {key.replace("__", "."): value for key, value in overrides.items()})
+        params = validate(Params, files["params.yaml"], Path("mine"))
+        cluster = load_cluster(PROJECT, files.get("infra/recipe.yaml", {}), files.get("infra/overrides.yaml", {}))
+        return params, cluster, estimate_here(params, cluster)
+
+    params, cluster, (seconds, longest) = planned()
+    assert longest > cluster.actor_train.row_tokens
+    assert recipe._in_words(sum(seconds.values())) == time
+    assert f"{worker_memory(params, cluster, PROJECT, 'train', longest):.1f}" == gib
+    assert capsys.readouterr().out == ""  # no pairs and no progress
+    fewer = planned(train__epochs=1)[2].seconds
+    assert fewer == {**seconds, "train": fewer["train"]}
+    assert fewer["train"] < seconds["train"]
+    for key in ("source__data", "source__model"):
+        assert planned(**{key: "hub:owner/name"})[2] is None  # not on this machine
+    assert planned(prepare__format="scored")[2] is None  # the run refuses it
 
 
 def test_a_short_trial_only_lowers_values(tiny_base: Path) -> None:

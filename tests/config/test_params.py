@@ -183,6 +183,17 @@ def test_a_wrong_value_is_named_with_what_was_expected(key, value, sentence):
     assert key.rsplit(".", 1)[0] in message
 
 
+@pytest.mark.parametrize("section", ["reference", "train", "evaluate"])
+def test_policy_and_reference_have_one_precision_where_they_are_compared(section):
+    message = refusal(**{f"{section}.dtype": "bfloat16"})
+    assert "reference.dtype is " in message
+    assert f"{section}.dtype is bfloat16" in message
+    assert "set all of them to " + ("bfloat16" if section == "train" else "float32") in message
+    simpo = {"train.loss": {"simpo": 1.0}, "train.beta": 2.0, "train.gamma": 1.0}
+    changes = dotted({**simpo, f"{section}.dtype": "bfloat16"})
+    validate(Params, overlay(read_yaml(ROOT / "params.yaml"), changes), Path("params.yaml"))
+
+
 def test_all_mistakes_are_told_at_once():
     message = refusal(**{"train.betaa": 1, "prepare.formatt": "auto"})
     assert "train.betaa" in message

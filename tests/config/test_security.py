@@ -117,6 +117,9 @@ def test_no_code_of_ours_runs_what_it_reads(path):
         assert name != "torch.load" or given.get("weights_only") == "True", where
         if name.endswith((".from_pretrained", ".from_config")) and name.startswith(("Auto", "kind.")):
             assert given.get("trust_remote_code") == "False", f"{where}: say that code of the model is not run"
+        if name.endswith(".from_pretrained") and "gguf_file" not in given:  # a GGUF file is our own export
+            named = " ".join(ast.unparse(argument) for argument in call.args)
+            assert re.search(r"\bfiles\b|^None$", named), f"{where}: hand it the links of `loadable(folder)`"
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("evil-net", True), ("llama", False)])

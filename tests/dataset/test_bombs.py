@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import pickle
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ from tasks.dataset.templates import choose_template
 from tasks.dataset.tokenization import tokenize
 from tasks.errors import UserError
 from tasks.source import check_addresses
+from tasks.system import limited_child
 from tests.support.workspaces import PROJECT
 from training.evaluation.reward_model import scores
 from training.limits import bounded
@@ -205,6 +208,35 @@ def test_limits_are_removed_afterwards():
         time.sleep(5)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     time.sleep(0.1)  # the timer does not fire
+
+
+def spend(what: str) -> str:
+    if what == "time":
+        time.sleep(60)
+    elif what == "memory":
+        hoard = []
+        while True:
+            hoard.append(bytearray(b"x" * MIB))
+    elif what == "life":
+        os.kill(os.getpid(), signal.SIGABRT)
+    elif what == "patience":
+        raise ValueError("no patience")
+    return "nothing spent"
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("time", "takes more than 2 s"),
+        ("memory", "takes more than 0.25 GiB of memory"),
+        ("life", r"ended the process that tried \(exit status -6\)"),
+        ("patience", "^no patience$"),
+    ],
+)
+def test_work_in_a_child_that_exceeds_a_limit_or_dies_is_one_sentence(what, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        limited_child.call(spend, what, seconds=2.0 if what == "time" else 60.0, memory=MIB << 8)
+    assert limited_child.call(spend, "nothing", seconds=60.0, memory=MIB << 8) == "nothing spent"
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tasks import chat
 from tasks.errors import UserError
-from tasks.system.files import write_json
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -51,26 +47,6 @@ def test_answers_are_written_once_each_and_continue_after_an_interruption(tiny_b
     prompts.write_text("Something else\n")
     with pytest.raises(UserError, match="has answers to other prompts"):
         chat.generate(prompts, str(tiny_base), None, **how)
-
-
-def test_the_base_model_of_a_registered_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a run in a worktree the checkout itself has no base model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "params.yaml").write_bytes((PROJECT / "params.yaml").read_bytes())
-    manifest = {"base": {"model": str(tmp_path / "m"), "revision": None}, "params": {"source": {"adapter": None}}}
-    write_json(tmp_path / "manifest.json", manifest)
-    models = SimpleNamespace(fetch=lambda version, *path: tmp_path / path[-1])
-
-    @contextmanager
-    def found(name: str) -> Iterator[tuple[None, SimpleNamespace, None]]:
-        assert name == "polite"
-        yield None, models, None
-
-    monkeypatch.setattr(chat, "registered_version", found)
-    assert chat.model_folder("polite/base") == tmp_path / "m"
-    with pytest.raises(UserError, match="also takes that of a registered one: MODEL/base"):
-        chat.model_folder("base")
 
 
 @pytest.mark.parametrize(

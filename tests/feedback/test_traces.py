@@ -2,22 +2,18 @@
 
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from services.background import is_healthy
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Event, Feedback
-from tasks.system import processes
-from tasks.system.ports import free_port
-from tasks.tracking.mlflow_server import USERS
 from tests.support.feedback import NOW, answer, feedback, new_id, vote, written
-from tests.support.workspaces import PROJECT, wait_for
+from tests.support.mlflow_logins import VARIABLES, mlflow_with_logins
+from tests.support.workspaces import wait_for
 
 
 @pytest.fixture(params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
@@ -166,20 +162,11 @@ def test_a_server_that_is_down_loses_nothing_and_raises_nothing(
 def test_on_a_server_with_logins_the_forwarder_sends_and_the_writer_erases(
     mlflow_store: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for user in USERS:
-        monkeypatch.setenv(f"DPO_MLFLOW_{user.upper()}_PASSWORD", f"{user}-password-1")
-    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
-        monkeypatch.setenv(name, "")  # restored afterwards
-    shutil.copytree(mlflow_store, tmp_path / "store")
-    address = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "tasks.tracking.mlflow_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/store/mlflow.db"]
-    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "DPO_MLFLOW_USERS": f"sqlite:///{tmp_path}/users.db", "FORK_STAGES": "1"}
+    for name, value in {**VARIABLES, "MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}.items():
+        monkeypatch.setenv(name, value)  # restored afterwards
     folder, one = tmp_path / "journal", answer(model=model)
     journal = written(folder, one, first := feedback(one))
-    with (tmp_path / "server.log").open("w") as log, processes.spawn(command, tmp_path, env, log):
-        wait_for(lambda: is_healthy(f"{address}/health"), 300)
+    with mlflow_with_logins(tmp_path, mlflow_store) as address:
         assert traces.send(folder, at(address)) == 2
         assert os.environ["MLFLOW_TRACKING_USERNAME"] == "forwarder"
         journal.append(late := feedback(one, rater="ida"))

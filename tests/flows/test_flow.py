@@ -21,7 +21,7 @@ from tasks.config.metrics import HEADLINE_METRICS
 from tasks.config.paths import ROOT
 from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
-from tasks.runs import run_config
+from tasks.runs import run_config, search_space
 from tasks.system.lock import workspace_lock
 from tasks.tracking.journal import flatten_metrics
 from tests.support.browser import browser
@@ -175,6 +175,9 @@ def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
     name = run["name"]
     pages = prefect_api["PREFECT_API_URL"].removesuffix("/api")
     with browser(tmp_path / "profile") as page:
+        page.open(pages)
+        page.until("document.readyState", "complete")
+        page.evaluate(f"localStorage.setItem('prefect-password', btoa('{prefect_api['PREFECT_API_AUTH_STRING']}'))")
         page.open(f"{pages}/runs/flow-run/{run['id']}")
         page.shows(name, "Completed", "train", "promote", "Artifacts")
         page.picture(tmp_path / "run.png")
@@ -297,7 +300,7 @@ def test_a_second_run_of_one_workspace_is_refused(repo: Path, prefect_api: Env) 
     ("arguments", "sentence"),
     [
         (["--set", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
-        (["--set", "train.learning_rate=5e-7"], "Write 5.0e-07."),
+        (["--set", "train.learning_rate='5e-7'"], "Write 5.0e-07."),
         (["--set", "train.beta"], "--set takes KEY=VALUE"),
         (["--recipe", "nope"], "There is no recipe 'nope'"),
     ],
@@ -346,6 +349,21 @@ def test_the_result_begins_with_at_most_eight_figures() -> None:
 def test_override_values_are_yaml() -> None:
     assert parse_overrides(["train.loss={ipo: 1.0}"]) == {"train.loss": {"ipo": 1.0}}
     assert parse_overrides(["train.max_steps=null"]) == {"train.max_steps": None}
+    for number in (
+        "1e-5",
+        "1E-5",
+        "0.1e-4",
+        ".1e-4",
+        "10e-06",
+        "1.0e-5",
+        "+1e-5",
+    ):  # most are text to PyYAML
+        assert parse_overrides([f"train.learning_rate={number}"]) == {"train.learning_rate": 1e-5}
+        assert parse_overrides([f"train.loss={{ipo: {number}}}"]) == {"train.loss": {"ipo": 1e-5}}
+        assert search_space.parse(f"train.learning_rate={number},2e-5") == ("train.learning_rate", [1e-5, 2e-5])
+    for text in ("e5", "1e", "12e5f", "'1e5'", "1e5-small", "v1e5"):
+        assert parse_overrides([f"promote.model_name={text}"]) == {"promote.model_name": text.strip("'")}
+    assert parse_overrides(["source.data=feedback:"]) == {"source.data": "feedback:"}
     with pytest.raises(UserError, match="not valid YAML"):
         parse_overrides(["train.loss={"])
 

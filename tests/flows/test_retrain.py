@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import urllib.request
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,6 +25,7 @@ from tasks.errors import UserError
 from tasks.runs.workspace import Workspace
 from tasks.system.files import write_json
 from tasks.watch import content_ids, content_ids_or_fail
+from tests.support.deployed import ask
 from tests.support.fork_server import with_torch
 from tests.support.workspaces import NO_JUDGE, PROJECT, write_data
 
@@ -57,9 +57,7 @@ def retrain_run(root: Path, env: Env, *arguments: str) -> subprocess.CompletedPr
 
 
 def newest(env: Env) -> Any:
-    body = json.dumps({"sort": "START_TIME_DESC", "limit": 1}).encode()
-    url = f"{env['PREFECT_API_URL']}/flow_runs/filter"
-    return json.load(urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})))[0]
+    return ask(env, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})[0]
 
 
 def champion(root: Path) -> dict[str, str]:

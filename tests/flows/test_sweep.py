@@ -1,12 +1,10 @@
 """Sweeps: search space, order of trials, result; one sweep on a real Prefect server, with dummy stages."""
 
-import json
 import math
 import os
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from tasks.reports import plots, sweep_table
 from tasks.runs.search_space import Range, combinations, parse
 from tasks.system import processes
 from tasks.tracking.journal import Run
+from tests.support.deployed import ask
 
 Env = dict[str, str]
 MARGINS = "eval/rewards/margins"  # the dummy evaluate's is train.beta
@@ -63,7 +62,7 @@ def test_random_draws_are_the_same_for_a_seed_and_lie_in_their_range() -> None:
         (["--space", "train.beta=0.5..0.1", "--random", "2"], "the range from 0.5 to 0.1 is empty"),
         (["--space", "train.beta=0.1,{"], "is neither values nor a range"),
         (["--space", "train.bta=1"], "Unknown key `train.bta`. Did you mean `train.beta`?"),
-        (["--space", "train.learning_rate=5e-7"], "Write 5.0e-07."),
+        (["--space", "train.learning_rate='5e-7'"], "Write 5.0e-07."),
         (["--space", "train.beta=0.1", "--random", "0"], "a sweep needs at least one run"),
     ],
 )
@@ -185,10 +184,8 @@ def ran(root: Path, stage: str) -> int:
 
 
 def artifact(env: Env, key: str) -> Any:
-    body = json.dumps({"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}).encode()
-    url = f"{env['PREFECT_API_URL']}/artifacts/filter"
-    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(asked))[0]["data"]
+    newest = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}
+    return ask(env, "artifacts/filter", newest)[0]["data"]
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     assert checks.run_checks(None) == 1
     output = capsys.readouterr().out
     assert (
-        "10000000 workers, more than this machine's memory: set evaluate.dtype to bfloat16, or evaluate.zero" in output
+        "10000000 workers, more than this machine's memory: set the dtype of reference, train and evaluate to "
+        "bfloat16, or evaluate.zero" in output
     )
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in output
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,40 @@ def test_a_finished_worktree_is_removed_and_dpo_open_restores_its_files(
 
 
 @pytest.mark.slow
+def test_a_folder_that_dpo_open_prints_outlasts_the_run(
+    three: tuple[Path, str, str], prefect_api: Env, tmp_path: Path
+) -> None:
+    """A version is registered, and may be champion, while its run still promotes and cleans up."""
+    root, folder = three[0], tmp_path / "late"
+    begun = begun_stages(root)
+    at_work = start(root, {**prefect_api, "DUMMY": "train:slow"}, "run", "--name", "late", "--set", "train.beta=0.6")
+    wait_for(lambda: begun_stages(root)["train"] > begun["train"], 180)
+    early = command(root, prefect_api, "open", "late", str(folder))
+    assert early.stderr.startswith(f"error: The run late is still at work in {root / '.scratch/worktrees/late'}, which")
+    assert f"`dpo open late {folder}` checks out" in early.stderr
+    assert not folder.exists()
+    said, _ = at_work.communicate(timeout=900)
+    assert at_work.returncode == 0, said
+
+    begun = begun_stages(root)
+    promoting = start(
+        root, {**prefect_api, "DUMMY": "promote:slow"}, "run", "--name", "later", "--set", "train.beta=0.7"
+    )
+    wait_for(lambda: begun_stages(root)["promote"] > begun["promote"], 180)
+    opened = command(root, prefect_api, "open", "later", str(folder))
+    assert opened.stdout.startswith(f"later is in {folder}\n"), opened.stderr
+    assert promoting.poll() is None
+    said, _ = promoting.communicate(timeout=900)
+    assert promoting.returncode == 0, said
+    assert json.loads((folder / "data/train/out.json").read_text())["beta"] == 0.7
+    assert command(root, prefect_api, "open", "later", str(folder)).returncode == 0  # the same commit
+
+
+def begun_stages(root: Path) -> Counter[str]:
+    return Counter((root / ".scratch" / "ran").read_text().split())
+
+
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_behind_and_is_resumed_by_name_and_not_twice(
     three: tuple[Path, str, str], prefect_api: Env
 ) -> None:
@@ -174,6 +209,11 @@ def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str
     )
     assert failed.stdout.count("train: 1/2") == 1  # not tried again
     assert "Mend it" not in failed.stdout  # said once
+    worktree = root / ".scratch/worktrees/wrong"
+    assert command(root, env, "open", "wrong").stdout.startswith(
+        f"wrong is in {worktree}\nIt is the worktree of an unfinished run, and stays until `dpo resume wrong`"
+    )
+    assert "The run wrong ended (failed) before its stages were done" in command(root, env, "open", "wrong", "x").stderr
     typo = command(root, env, "resume", "wrong", "--set", "train.bta=0.2")
     assert "with overrides: Unknown key `train.bta`. Did you mean `train.beta`?" in typo.stderr
     changes = ["--set", "train.beta=0.2", "--set", "cluster.actor_train.save_steps=7"]
@@ -205,6 +245,34 @@ def test_a_run_is_found_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="There is no run named 'otter'"):
         records.find_run("otter")
     assert records.default_name("calm-otter-0a1b2c3d", first) == "calm-otter-0a1b2c3d"  # tried again by Prefect
+
+
+@pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        ("running", "It is running in process 1 since noon: wait until it ends, or"),
+        ("crashed", "It has not finished (crashed): continue it with `dpo resume taken`, or"),
+        ("failed", "It has not finished (failed): continue it with `dpo resume taken`, or"),
+        ("stopped", "It has not finished (stopped): continue it with `dpo resume taken`, or"),
+        ("finished", "It is finished: look at it with `dpo runs` and `dpo open`, or"),
+    ],
+)
+def test_a_taken_name_is_refused_before_a_server_starts_with_the_advice_for_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, advice: str
+) -> None:
+    from flows import dpo, terminal
+    from tasks.system.processes import this_process
+
+    monkeypatch.setattr(records, "runs_folder", lambda: tmp_path)
+    monkeypatch.setattr(terminal, "attached", lambda: pytest.fail("a server was started"))
+    process = this_process() if state == "running" else {}
+    kept = "running" if state == "crashed" else state  # a killed run leaves that state
+    records.RunRecord("taken", str(tmp_path / "w"), kept, since="noon", pid=1, process=process).write()
+    with pytest.raises(UserError) as error:
+        dpo.run_here(name="taken")
+    assert str(error.value) == f"There is a run named 'taken' already. {advice} choose another name."
+    with pytest.raises(UserError, match=r"A run cannot be named 'a\.\.b'"):
+        dpo.run_here(name="a..b")
 
 
 def test_the_list_names_the_model_and_how_to_open_mlflow(

@@ -1,5 +1,6 @@
-"""MLflow's pages in real Chromium: two runs compared, and their curves overlaid with one click."""
+"""MLflow's pages in real Chromium, for somebody with the reader's login of our server: runs, models, feedback."""
 
+import base64
 import json
 import os
 from collections.abc import Iterator
@@ -10,10 +11,13 @@ from mlflow import MlflowClient
 
 from services.mlflow_urls import compare_link, mlflow_link, runs_link
 from tasks.config.params import load_cluster, load_params
+from tasks.feedback import traces
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results
 from tasks.train import write_curves
 from tests.support.browser import Page, browser, needed
+from tests.support.feedback import answer, feedback, written
+from tests.support.mlflow_logins import PASSWORDS, VARIABLES, mlflow_with_logins
 from tests.support.workspaces import PROJECT, make_workspace
 
 pytestmark = [pytest.mark.slow, needed]
@@ -21,6 +25,19 @@ NAMES = ("calm-otter", "brave-heron")
 TRAINED = "brave-heron"
 BETAS = {"calm-otter": 0.1, "brave-heron": 0.4}
 EVALUATED = {"rewards/accuracies": 0.875, "kl/answers": 0.5, "win_rate": {"rate": 0.75, "wins": 3}}
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
+    """Ours with logins. Clients of the tests are readers; what logs and collects takes the login that it needs."""
+    reader = {"MLFLOW_TRACKING_USERNAME": "reader", "MLFLOW_TRACKING_PASSWORD": PASSWORDS["reader"]}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mlflow_with_logins(tmp_path_factory.mktemp("mlflow-logins"), mlflow_store) as address,
+    ):
+        for name, value in {**VARIABLES, **reader}.items():
+            patch.setenv(name, value)
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +78,10 @@ def _run(name: str, server: str) -> None:
 
 @pytest.fixture(scope="module")
 def page(runs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    login = base64.b64encode(f"reader:{PASSWORDS['reader']}".encode()).decode()
     with browser(tmp_path_factory.mktemp("browser") / "profile") as made:
+        made.call("Network.enable")
+        made.call("Network.setExtraHTTPHeaders", headers={"Authorization": f"Basic {login}"})
         yield made
 
 
@@ -134,6 +154,7 @@ def test_one_click_in_the_list_of_runs_overlays_their_curves(runs, page, mlflow_
     page.until(f"{first}?.querySelectorAll('.scatterlayer .trace .js-line').length >= 4", True)  # both losses of both
     page.until(f"{first}?.querySelector('.xtitle')?.textContent", "Step")
     page.picture(tmp_path / "overlay.png")
+    assert "PERMISSION_DENIED" not in page.text()
 
 
 def test_a_run_link_opens_the_pages_of_model_training(runs, page, mlflow_server):
@@ -141,3 +162,28 @@ def test_a_run_link_opens_the_pages_of_model_training(runs, page, mlflow_server)
     page.open(mlflow_link(ids))
     shown = page.shows(TRAINED, "Model metrics", "Model registry")
     assert "Prompts" not in shown  # of the pages for agents
+
+
+def test_the_pages_of_a_model_show_its_versions(runs, page, mlflow_server, monkeypatch):
+    for name, value in (("USERNAME", "writer"), ("PASSWORD", PASSWORDS["writer"])):
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", value)
+    client = MlflowClient(mlflow_server)
+    client.create_registered_model("otter", description="A model of ours")
+    source = f"{client.get_run(runs[TRAINED]).info.artifact_uri}/model"
+    client.create_model_version("otter", source, run_id=runs[TRAINED], tags={"run": TRAINED})
+    client.set_registered_model_alias("otter", "champion", "1")
+    page.open(f"{mlflow_server}/#/models")
+    page.shows("otter", "champion")
+    page.open(f"{mlflow_server}/#/models/otter")
+    page.shows("A model of ours", "Version 1", "champion")
+    page.open(f"{mlflow_server}/#/models/otter/versions/1")
+    assert "PERMISSION_DENIED" not in page.shows("Source Run", TRAINED)
+
+
+def test_the_page_of_traces_shows_an_answer_and_its_feedback(page, mlflow_server, tmp_path):
+    one = answer(model="otter")
+    journal = written(tmp_path / "journal", one, feedback(one))
+    assert traces.send(journal.folder, load_cluster().model_copy(update={"tracking_uri": mlflow_server})) == 2
+    place = MlflowClient(mlflow_server).get_experiment_by_name(traces.experiment_name("otter")).experiment_id
+    page.open(f"{mlflow_server}/#/experiments/{place}/traces?startTimeLabel=ALL", width=2400)
+    assert "PERMISSION_DENIED" not in page.shows("Wie heißt Du?", "Ich heiße Bot.", "thumb")

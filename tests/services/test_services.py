@@ -290,21 +290,50 @@ def test_deployments_match_their_file(up: Up) -> None:
 @pytest.mark.slow
 def test_invalid_parameters_are_rejected_before_a_run_exists(up: Up) -> None:
     full = up.api("deployments/name/dpo/full")
-    for parameters, named in (
-        ({"overrides": {"train.bta": 0.2}}, "train.bta"),
-        ({"overrides": {"train.beta": "much"}}, "train.beta"),
-        ({"overrides": {"evaluate.judge": "me"}}, "evaluate.judge"),
-        ({"recipe": "nope"}, "nope"),
-        ({"name": "../away"}, "../away"),
+    for deployment, parameters, named in (
+        ("dpo/full", {"overrides": {"train.bta": 0.2}}, "train.bta"),
+        ("dpo/full", {"overrides": {"train.beta": "much"}}, "train.beta"),
+        ("dpo/full", {"overrides": {"evaluate.judge": "me"}}, "evaluate.judge"),
+        ("dpo/full", {"recipe": "nope"}, "nope"),
+        ("dpo/full", {"name": "../away"}, "../away"),
+        ("dpo/full", {"name": "a.lock"}, "a.lock"),
+        ("sweep/grid", {"name": "a..b"}, "a..b"),
+        ("rounds/on-policy", {"name": "a" * 300}, "a" * 300),
+        *((name, {"nmae": "x"}, "nmae") for name in DEPLOYED),
     ):
         with pytest.raises(urllib.error.HTTPError) as refusal:
-            up.api(f"deployments/{full['id']}/create_flow_run", {"parameters": parameters})
+            up.start(deployment, **parameters)
         assert refusal.value.code in (409, 422)
         assert named in refusal.value.read().decode()
     with pytest.raises(urllib.error.HTTPError) as refusal:
         up.api(f"deployments/{full['id']}/create_flow_run", {"job_variables": {"command": "id"}})
     assert "'command' was unexpected" in refusal.value.read().decode()
     assert up.api("flow_runs/count", {}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [{"recipe": "../../x"}, {"name": "a..b"}, {"nmae": "x"}])
+def test_no_schedule_holds_invalid_parameters(parameters: dict[str, Any], up: Up) -> None:
+    nightly = up.api("deployments/name/dpo/nightly")
+    deployment, (before,) = f"deployments/{nightly['id']}", nightly["schedules"]
+    invalid = {"schedule": before["schedule"], "active": False, "parameters": parameters}
+    for method, path, body in (
+        ("POST", f"{deployment}/schedules", [invalid]),
+        ("PATCH", f"{deployment}/schedules/{before['id']}", invalid),
+        ("PATCH", deployment, {"schedules": [{**invalid, "slug": "other"}]}),
+        ("PATCH", deployment, {"schedules": [{**invalid, "slug": before["slug"]}]}),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            up.api(path, body, method=method)
+        assert refusal.value.code == 409
+        assert next(iter(parameters)) in refusal.value.read().decode()
+    assert up.api(deployment)["schedules"] == [before]
+    (made,) = up.api(f"{deployment}/schedules", [{**invalid, "parameters": {"recipe": "demo"}}])
+    up.api(f"{deployment}/schedules/{made['id']}", method="DELETE")
+    grid = f"deployments/{up.api('deployments/name/sweep/grid')['id']}"
+    up.api(grid, {"schedules": [{**invalid, "parameters": {"seed": 1}}]}, method="PATCH")
+    up.api(grid, {"schedules": []}, method="PATCH")
+    assert up.api(grid)["schedules"] == []
 
 
 @pytest.fixture(scope="module")

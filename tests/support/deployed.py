@@ -1,5 +1,6 @@
 """A checkout with a worker on the tests' Prefect server (fixture `prefect_api`), and requests to that server."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -16,8 +17,9 @@ Env = dict[str, str]
 
 def ask(env: Env, path: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{env['PREFECT_API_URL']}/{path}", data, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request))
+    login = base64.b64encode(env["PREFECT_API_AUTH_STRING"].encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(f"{env['PREFECT_API_URL']}/{path}", data, headers)))
 
 
 @contextmanager

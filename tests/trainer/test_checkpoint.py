@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.settings import KEY
+from tests.support.settings import KEY, make_settings
 from training.trainer import checkpoint, checkpoint_files
 
 
@@ -76,3 +76,17 @@ def test_the_manifest_has_a_hash_per_file(tmp_path):
     manifest = json.loads((tmp_path / "step-00000010" / "manifest.json").read_text())
     assert manifest["step"] == 10
     assert list(manifest["files"]) == ["state/rank0.pt"]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "fits"),
+    [(None, False), ({"use_dora": True}, False), ({"modules_to_save": ["norm"]}, False), ({"rank": 4}, True)],
+)
+def test_an_optimizer_whose_groups_had_weight_decay_on_norms_is_refused(tmp_path, adapter, fits):
+    """Plain LoRA trains matrices alone: its groups are the same."""
+    settings = make_settings(model="m", folder=str(tmp_path), adapter=adapter)
+    expected = (
+        "contains the state of muon" if fits else "applied to biases and norms too"
+    )  # the next check, or this one
+    with pytest.raises(ValueError, match=expected):
+        checkpoint._check_convertible(tmp_path, {"optimizer": "muon"}, settings)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tasks import train
 from tasks.config.params import load_params
@@ -25,6 +26,7 @@ model = test_engine.model  # a fixture
 PROJECT = Path(__file__).resolve().parents[2]
 CONSTANT = {"schedule": "constant", "warmup_fraction": 0.0}
 FULL = {"adapter": None, "zero_stage": 1}
+SHRINKING = {"learning_rate": 1e-4, "weight_decay": 1000.0}  # by a tenth a step; the gradients have little effect
 RUINOUS = {**FULL, "learning_rate": 0.3, "eval_steps": 1, "select": "eval/loss"}  # the first evaluations are the best
 
 
@@ -53,6 +55,8 @@ def runs(tmp_path_factory, model, pairs) -> dict[str, Any]:
         case("full-four", max_steps=4, **FULL),
         case("full-eight", max_steps=8, **FULL),
         case("full-extended", max_steps=8, start=full, **FULL),
+        case("shrunk", max_steps=8, start=full, **FULL, **SHRINKING),
+        case("shrunk-zero3", max_steps=4, **{**FULL, "zero_stage": 3}, **SHRINKING),
         case("kept", **RUINOUS, start=full),
         patient,
         {**patient, "name": "patient-again"},
@@ -97,6 +101,15 @@ def test_a_continued_training_has_its_own_options_and_not_the_checkpoints(runs):
         changed = steps_after_4(runs["logs"][name])
         assert changed[0]["loss"] == extended[0]["loss"], name  # of the weights as loaded
         assert changed[3]["loss"] != extended[3]["loss"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shrunk", "shrunk-zero3"])
+def test_weight_decay_shrinks_matrices_and_not_norms_also_after_a_restart(runs, model, name):
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, runs["folder"] / name / "policy"))
+    ratios = {key: (after[key].norm() / before[key].norm()).item() for key in after}
+    assert all(0.6 < ratio < 0.75 for key, ratio in ratios.items() if after[key].dim() > 1)  # 0.9 ** 4
+    assert {key: ratio for key, ratio in ratios.items() if after[key].dim() == 1 and abs(ratio - 1) > 0.05} == {}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -135,10 +136,12 @@ def plain_run(
     policy.train()
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     ratio = (adapter or {}).get("lora_plus_ratio", 1.0)
-    fast = [parameter for name, parameter in policy.named_parameters() if "lora_B" in name]
-    slow = [parameter for parameter in trainable if not any(parameter is other for other in fast)]
-    groups = [{"params": slow, "ratio": 1.0}, {"params": fast, "ratio": ratio}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.01)
+    groups = [
+        {"params": [p], "ratio": ratio if "lora_B" in name else 1.0, "weight_decay": 0.01 * (p.dim() > 1)}
+        for name, p in policy.named_parameters()
+        if p.requires_grad
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
     steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
     rates = rates or [batches.learning_rate(step, steps, RATE, 0.1, "cosine") for step in range(steps)]
     running = torch.zeros(2, dtype=torch.float64)
@@ -625,8 +628,9 @@ def test_another_number_of_ranks_or_zero_stage_resumes_within_rounding(resumed, 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_checkpoint_that_deepspeed_cannot_convert_is_rejected_on_all_ranks(resumed, name):
-    (line,) = resumed[name]
+    *said, line = resumed[name]
     assert REFUSED[name] in line["refused"]
+    assert not any("loss" in other for other in said)
 
 
 def test_all_ranks_skip_a_nonfinite_step_and_the_run_continues(two_ranks, plain):
@@ -681,8 +685,9 @@ def test_training_stops_without_improvement_and_publishes_the_best_weights(one_r
 
 
 def test_a_reference_of_another_model_is_rejected_before_the_first_step(one_rank):
-    (line,) = one_rank["wrong-reference"]
+    said, line = one_rank["wrong-reference"]
     assert "the stored reference log-probabilities differ by up to 0.5" in line["refused"]
+    assert re.match(r"LoRA of rank 3: [\d,]+ trained parameters, .* on q_proj, .*; frozen: embed_tokens", said["said"])
 
 
 def test_zeros_of_a_large_gradient_are_counted_exactly():

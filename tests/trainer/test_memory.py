@@ -31,6 +31,10 @@ SHAPE: dict[str, Any] = {"vocab_size": 50, "hidden_size": 128, "intermediate_siz
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 GIB = 2**30
+MIXTURES = [
+    Qwen3MoeConfig(**SHAPE, moe_intermediate_size=48, num_experts=16, num_experts_per_tok=8, head_dim=32),
+    MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,16 @@ def test_weight_files_alone_tell_how_many_parameters_there_are_at_most(folder, a
     exact = memory.model_sizes(folder, checked.train.adapter and checked.train.adapter.model_dump(), None)
     assert at_most.parameters == exact.parameters
     assert exact.trainable <= at_most.trainable <= (2 * exact.trainable if adapter else exact.trainable)
+
+
+@pytest.mark.parametrize("config", MIXTURES, ids=lambda config: config.model_type)
+def test_weight_files_of_experts_tell_how_many_parameters_an_adapter_has_at_most(config, tmp_path):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    params = Params.model_validate(demo_params())
+    at_most, adapter = disk_space._parameters_at_most(params, tmp_path), params.train.adapter
+    exact = memory.model_sizes(tmp_path, adapter and adapter.model_dump())
+    assert at_most.parameters == exact.parameters
+    assert exact.trainable <= at_most.trainable <= 2 * exact.trainable
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
@@ -137,6 +151,39 @@ def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, 
     assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(measured, rel=0.07)
 
 
+THIRTY_B = Qwen3MoeConfig(  # Qwen3-30B-A3B
+    vocab_size=151936,
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+)
+
+
+def test_adapted_experts_are_counted_as_peft_adapts_them(tmp_path):
+    """12 of the 48 layers on an H200, rows of 8192 tokens: 49.1 GiB at the peak."""
+    lora = {**LORA, "rank": 16, "alpha": 32.0}
+    THIRTY_B.save_pretrained(tmp_path)
+    assert memory.model_sizes(tmp_path, lora).trainable == 996_507_648
+    Qwen3MoeConfig.from_dict({**THIRTY_B.to_dict(), "num_hidden_layers": 12}).save_pretrained(tmp_path)
+    given = settings(tmp_path, dtype="bfloat16", zero_stage=1, adapter=lora)
+    estimate = memory.estimate(given, 1)
+    assert (estimate.total - memory.OVERHEAD) / GIB == pytest.approx(49.1, rel=0.03)
+    # W + B A of all experts of all layers: 128 experts with three matrices each.
+    merged = 12 * 128 * 3 * 2048 * 768 * 2
+    assert estimate.parts["adapted experts"] == merged
+    again = memory.estimate(settings(tmp_path, dtype="bfloat16", adapter=lora, activation_checkpointing=True), 1).parts
+    assert again["adapted experts"] == 0
+    attention = memory.estimate(settings(tmp_path, dtype="bfloat16", adapter={**lora, "targets": ["q_proj"]}), 1).parts
+    plain = attention["backward"] + attention["logits"]
+    assert again["backward"] + again["logits"] > plain > 0
+    assert attention["adapted experts"] == 0
+
+
 def kept_values(model: Any, tokens: int) -> float:
     """Values per token that autograd keeps for the backward pass, without weights."""
     weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
@@ -149,12 +196,6 @@ def kept_values(model: Any, tokens: int) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model(input_ids=torch.arange(tokens)[None] % 50, use_cache=False)
     return sum(size for address, (size, _) in kept.items() if address not in weights) / 4 / tokens
-
-
-MIXTURES = [
-    Qwen3MoeConfig(**SHAPE, moe_intermediate_size=48, num_experts=16, num_experts_per_tok=8, head_dim=32),
-    MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-]
 
 
 @pytest.mark.parametrize("config", MIXTURES, ids=lambda config: config.model_type)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from transformers import Trainer
 
+from tests.models.test_architectures import ALL, make_model
 from training.trainer.optimizer import (
     BLOCK,
     LR_SCALE,
@@ -11,6 +13,7 @@ from training.trainer.optimizer import (
     AdamW8bit,
     AdamWBf16,
     CompactAdamW,
+    decays,
     dequantize,
     make_optimizer,
     quantize,
@@ -137,6 +140,33 @@ def test_a_restored_state_continues_with_the_same_bits(kind: type[CompactAdamW])
     assert kept["exp_avg"] == kept["exp_avg_sq"] == byte
     size = sum(value.nbytes for name, value in after.state[second].items() if name != "step")
     assert size == 600 * (4 if kind is AdamWBf16 else 2) + (0 if kind is AdamWBf16 else 2 * 3 * 4)
+
+
+DECAYED = {"layer.up_proj.weight": (8, 4), "lora_A.default.weight": (2, 4)}
+KEPT = {"layer.up_proj.bias": (8,), "model.norm.weight": (4,), "experts.gate_up_proj_bias": (3, 8)}
+KEPT |= {"q_norm.weight": (2, 4), "lora_magnitude_vector.default.weight": (8,)}
+
+
+@pytest.mark.parametrize("name", ["adamw", *COMPACT, "muon"])
+def test_weight_decay_shrinks_matrices_and_neither_biases_nor_norms(name: str) -> None:
+    weights = {key: torch.nn.Parameter(torch.ones(shape)) for key, shape in {**DECAYED, **KEPT}.items()}
+    optimizer = make_optimizer(name, weights.items(), 0.1, 0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    found = {key: weight.detach().unique().tolist() for key, weight in weights.items()}
+    assert found == {**{key: [pytest.approx(0.95)] for key in DECAYED}, **{key: [1.0] for key in KEPT}}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_parameters_with_weight_decay_are_those_of_transformers_trainer(name: str) -> None:
+    """Except vectors without the name of a norm or bias, such as the decay rates of recurrent layers."""
+    model = make_model(name, torch.float32)
+    parameters = dict(model.named_parameters())
+    theirs = parameters.keys() & Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    assert {key for key, p in parameters.items() if decays(key, p)} == {k for k in theirs if parameters[k].dim() > 1}
 
 
 def test_muon_trains_matrices_with_updates_of_adamws_size_and_adamw_the_rest() -> None:

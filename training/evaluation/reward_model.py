@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from training.models.chat import render
 from training.models.dtypes import DTYPES
-from training.models.remote_code import reject_hub_kernels
+from training.models.loading import load_weights
+from training.models.tokenizer import load_tokenizer
 
 BATCH = 16  # exchanges
 
@@ -44,14 +45,9 @@ def scores(
 @lru_cache(maxsize=1)
 def load(folder: Path, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """Model and tokenizer, cached for the next call."""
-    reject_hub_kernels(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, local_files_only=True, trust_remote_code=False
-    )
+    tokenizer = load_tokenizer(folder)
+    model = load_weights(AutoModelForSequenceClassification, folder, DTYPES[dtype])
     model.to(device).eval()
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token that is not padding
     return model, tokenizer
 

@@ -15,6 +15,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from training.evaluation.samples import Answer, end_token_ids, make_answer, prompt_digest
+from training.models.model_files import loadable
+from training.models.remote_code import check_configuration
 
 
 def sample(
@@ -29,14 +31,17 @@ def sample(
 
     `options` has dtype, max_new_tokens, temperature, top_p, seed and gpu_memory_utilization.
     """
-    has_config = (model / "generation_config.json").exists()
-    configured: Any = GenerationConfig.from_pretrained(model).eos_token_id if has_config else None
-    end_ids = end_token_ids(tokenizer, configured)
     folder.mkdir(parents=True, exist_ok=True)
     request, answers = folder / "request.json", folder / "answers.json"
-    content = {"model": str(model), "adapter": str(adapter) if adapter else None, "ends": end_ids, **options}
-    request.write_text(json.dumps({**content, "prompts": [list(ids) for ids in prompts]}))
-    subprocess.run([sys.executable, "-m", "training.evaluation.vllm_sampling", str(request), str(answers)], check=True)
+    check_configuration(model)
+    with loadable(model) as files:
+        has_config = (files / "generation_config.json").exists()
+        configured: Any = GenerationConfig.from_pretrained(files).eos_token_id if has_config else None
+        end_ids = end_token_ids(tokenizer, configured)
+        content = {"model": str(files), "adapter": str(adapter) if adapter else None, "ends": end_ids, **options}
+        request.write_text(json.dumps({**content, "prompts": [list(ids) for ids in prompts]}))
+        command = [sys.executable, "-m", "training.evaluation.vllm_sampling", str(request), str(answers)]
+        subprocess.run(command, check=True)
     return [make_answer(ids, tokenizer, end_ids) for ids in json.loads(answers.read_text())]
 
 

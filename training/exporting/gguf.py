@@ -16,9 +16,12 @@ import numpy
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from training.models.adapters import next_token_difference, prompt_logits
+from training.models.base_tensors import untouched
+from training.models.loading import load_config
+from training.models.tokenizer import load_tokenizer
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # transformers' model_type: GGUF's architecture
 # Largest mean KL of next-token distributions between the model and its GGUF: what rounding explains.
@@ -42,7 +45,7 @@ class Unsupported(ValueError):
 
 def write(folder: Path, target: Path, kind: str) -> None:
     """Write the model as one of `MIXTURES`; norms and biases stay float32, as llama.cpp expects."""
-    config, tokenizer = (auto.from_pretrained(folder, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
+    config, tokenizer = load_config(folder), load_tokenizer(folder)
     family = _family(config)
     writer = gguf.GGUFWriter(str(target), family)
     _add_shape(writer, config, kind)
@@ -145,10 +148,11 @@ def _pre_tokenizer(content: dict[str, Any]) -> str:
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
+    skipped = {*untouched(folder), *(["lm_head.weight"] if config.tie_word_embeddings else [])}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
-                if not (name == "lm_head.weight" and config.tie_word_embeddings):
+                if name not in skipped:
                     yield name, file.get_tensor(name)
 
 

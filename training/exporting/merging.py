@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from training.evaluation.sampling import sample
-from training.models import adapters
+from training.models import adapters, base_tensors
 from training.models.dtypes import DTYPES
 from training.models.loading import best_device, load_model
 from training.models.tokenizer import load_tokenizer
@@ -58,9 +58,10 @@ def export(
     weights: tuple[Path, Path | None] = (base, policy) if adapter else (policy, None)
     trained = _fingerprint(load, *weights, dtype, tokenizer, prompts)
     if not split or is_writer():
-        adapters.write_merged(*weights, out, DTYPES[dtype], shard_size)
+        adapters.write_merged(base, policy, out, DTYPES[dtype], shard_size)
         adapters.write_config(base, dtype, out)
         tokenizer.save_pretrained(out)
+        base_tensors.copy_processor(base, out)
     if split:
         dist.barrier()
     written = _fingerprint(load, out, None, dtype, tokenizer, prompts)
@@ -71,7 +72,9 @@ def export(
             "export"
         )
     _compare_tokenizers(tokenizer, load_tokenizer(out), prompts)
+    untouched = base_tensors.check_complete(base, out)
     checks = {"largest_logit_difference": difference, "prompts": len(prompts), "reloaded": True, "same_tokenizer": True}
+    checks |= {"untouched_tensors": untouched} if untouched else {}
     greedy = "same_greedy_text" if trained.answer == written.answer else "greedy_text_differs_at_a_tie"
     return {**checks, greedy: True, "embeddings": trained.embeddings}, written.logits
 

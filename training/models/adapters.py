@@ -2,28 +2,27 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-)
-from peft.tuners.lora import LoraLayer
-from peft.utils.save_and_load import load_peft_weights
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from training.models import weights
-from training.models.loading import empty_model, load_config
+from training.models import base_tensors, weights
+from training.models.adapter_config import adapter_options
+from training.models.loading import empty_model, load_config, load_weights
+from training.models.model_files import loadable_adapter
+from training.models.tokenizer import read_tokenizer
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
@@ -58,6 +57,7 @@ def add_adapter(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft accepts a float
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=unfit_layers(model) or None if targets == "all-linear" else None,
         use_rslora=use_rslora,
         use_dora=use_dora,
         lora_dropout=dropout,
@@ -72,6 +72,41 @@ def add_adapter(
     return adapted
 
 
+def unfit_layers(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that an adapter does not fit around, which `all-linear` leaves out.
+
+    A subclass with a forward of its own may return no tensor (Llama-4's router); kernels of Mamba layers read the
+    weights of their output layer, so that peft refuses it.
+    """
+    layers = [(name.rpartition(".")[2], layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    config = LoraConfig()
+    return sorted({name for name, layer in layers if _returns_no_tensor(layer) or _refuses(config, model, name)})
+
+
+def _returns_no_tensor(layer: nn.Linear) -> bool:
+    """Asks a copy of the layer on the meta device: ZeRO-3 leaves no weights here."""
+    if type(layer).forward is nn.Linear.forward or not type(layer).__module__.startswith("transformers.models."):
+        return False
+    empty = copy(layer)
+    empty._parameters = {
+        name: parameter if parameter is None else nn.Parameter(torch.empty(_shape(parameter), device="meta"))
+        for name, parameter in layer._parameters.items()
+    }
+    return not isinstance(empty.forward(torch.empty(1, layer.in_features, device="meta")), Tensor)
+
+
+def _shape(parameter: Tensor) -> Sequence[int]:
+    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
+
+
+def _refuses(config: LoraConfig, model: PreTrainedModel, name: str) -> bool:
+    try:
+        _check_lora_target_modules_mamba(config, model, name)
+    except ValueError:
+        return True
+    return False
+
+
 def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
     """ValueError for a name that peft would pass over in silence."""
     modules = [name for name, _ in model.named_modules()]
@@ -79,7 +114,7 @@ def _check_modules(model: nn.Module, names: Sequence[str]) -> None:
         if not any(f".{name}".endswith(f".{wanted}") for name in modules):
             last_parts = {name.rpartition(".")[2] for name in modules}
             known = ", ".join(sorted(part for part in last_parts if part and not part.isdigit()))
-            raise ValueError(f"adapter.modules_to_save: the model has no module {wanted}; it has {known}")
+            raise ValueError(f"train.adapter.modules_to_save: the model has no module {wanted}; it has {known}")
 
 
 @torch.no_grad()
@@ -108,13 +143,45 @@ def _move_principal_part(layer: Any) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    return PeftModel.from_pretrained(model, str(folder)).eval()
+    """ValueError if the adapter asks for what is not done, or lacks a tensor, for which peft would keep its start."""
+    config = LoraConfig(**adapter_options(folder))
+    with loadable_adapter(folder) as files, warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, str(files), config=config).eval()
+        except UserWarning as error:
+            raise ValueError(f"{folder} is not a whole adapter of this model: {error}") from None
+
+
+def check_targets(base: str, adapter: str) -> None:
+    """ValueError if the model has no layers for the adapter. Its expressions may take for ever to match their names."""
+    with torch.device("meta"):
+        inject_adapter_in_model(LoraConfig(**adapter_options(Path(adapter))), empty_model(load_config(Path(base))))
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters of a model with an adapter."""
     parts = ("lora_", "modules_to_save.")
     return {name: parameter for name, parameter in model.named_parameters() if any(part in name for part in parts)}
+
+
+class AdaptedWeight(NamedTuple):
+    name: str  # in the model without the adapter
+    rank: int
+    experts: int  # that a single tensor holds; 0 for a linear layer
+    size: int
+
+
+def adapted_weights(model: nn.Module) -> Iterator[AdaptedWeight]:
+    layers: Iterator[tuple[str, Any]] = model.named_modules()
+    for path, layer in layers:
+        if isinstance(layer, LoraLayer):
+            owner, rank = path.removeprefix("base_model.model.").replace(".base_layer", ""), layer.r["default"]
+            if isinstance(layer, ParamWrapper):  # of a layer with several tensors, one around another
+                size = layer.get_param().numel()
+                yield AdaptedWeight(f"{owner}.{layer.parameter_name}", rank, layer.num_experts, size)
+            else:
+                yield AdaptedWeight(f"{owner}.weight", rank, 0, layer.get_base_layer().weight.numel())
 
 
 def scale_adapter(model: nn.Module, factor: float) -> None:
@@ -124,19 +191,27 @@ def scale_adapter(model: nn.Module, factor: float) -> None:
             layer.scale_layer(factor)
 
 
-def merged_tensors(base: Path, adapter: Path | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(base: Path, adapter: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the model with the adapter merged, one at a time, under the names in the base model's files.
 
     In `dtype`, or each in its own precision. peft merges the layers of a model on the meta device; each layer gets its
     weight only while it is merged.
     """
-    model = empty_model(load_config(base))
-    float32_modules = _float32_modules(model, dtype)
-    layers = _mergers(model, base, adapter) if adapter else {}
-    for name, tensor in weights.read(base):
-        if dtype and tensor.is_floating_point():
-            tensor = tensor.to(torch.float32 if float32_modules.intersection(name.split(".")) else dtype)
+    layers = _mergers(empty_model(load_config(base)), base, adapter)
+    for name, tensor in _converted(base, weights.read(base), dtype):
         yield name, layers[name](tensor) if name in layers else tensor
+
+
+def _converted(
+    base: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the text model in another precision; what training does not touch keeps its own."""
+    kept = set(base_tensors.untouched(base)) if dtype else set()
+    float32_modules = _float32_modules(empty_model(load_config(base)), dtype)
+    for name, tensor in tensors:
+        if dtype and tensor.is_floating_point() and name not in kept:
+            tensor = tensor.to(torch.float32 if float32_modules.intersection(name.split(".")) else dtype)
+        yield name, tensor
 
 
 def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
@@ -147,36 +222,29 @@ def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[s
 
 def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:
     """For each weight that the adapter changes, by its name in the base model's files: a function that merges it."""
-    config = PeftConfig.from_pretrained(str(adapter))
+    config = LoraConfig(**adapter_options(adapter))
     if not _is_plain_lora(config):
         raise NotMergeableByTensor(f"{adapter} is not plain LoRA on the weights of layers")
+    files = base_tensors.one_to_one(base_tensors.parameter_names(model, weights.locate(base)))
     with torch.device("meta"):
         inject_adapter_in_model(config, model)
-    state, files = load_peft_weights(str(adapter), device="cpu"), weights.locate(base)
+    state = load_file(adapter / "adapter_model.safetensors")
     layers: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             prefix = f"base_model.model.{name}."
             own = {key.removeprefix(prefix): state.pop(key) for key in list(state) if key.startswith(prefix)}
-            layers[_tensor_name(f"{name}.weight", files)] = partial(_merged, layer, own, prefix)
+            if f"{name}.weight" not in files:
+                raise NotMergeableByTensor(f"the base model's files have no single tensor for {name}")
+            layers[files[f"{name}.weight"]] = partial(_merged, layer, own, prefix)
     if state:
         raise ValueError(f"the model has no layer for the adapter's tensor {min(state)}")
     return layers
 
 
-def _is_plain_lora(config: PeftConfig) -> bool:
-    extras = ("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication")
-    return (
-        isinstance(config, LoraConfig) and config.bias == "none" and not any(getattr(config, n, None) for n in extras)
-    )
-
-
-def _tensor_name(name: str, tensors: Mapping[str, object]) -> str:
-    """A module's weight in the files, which may have one prefix more or less."""
-    matches = [key for key in tensors if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
-    if len(matches) != 1:
-        raise NotMergeableByTensor(f"the base model's files have {len(matches)} tensors for {name}, not one")
-    return matches[0]
+def _is_plain_lora(config: LoraConfig) -> bool:
+    extras = ("modules_to_save", "target_parameters", "trainable_token_indices")
+    return config.bias == "none" and not any(getattr(config, name) for name in extras)
 
 
 @torch.no_grad()
@@ -198,34 +266,53 @@ def _merged(layer: Any, state: dict[str, Tensor], prefix: str, weight: Tensor) -
     return merged
 
 
-def write_merged(base: Path, adapter: Path | None, target: Path, dtype: torch.dtype | None, shard_size: str) -> None:
-    """Write the merged weights tensor by tensor; in memory for an adapter that needs the whole model."""
+def write_merged(base: Path, policy: Path, target: Path, dtype: torch.dtype | None, shard_size: str) -> None:
+    """Write all tensors of the base model with what training changed: `policy` is an adapter or a whole model.
+
+    Tensor by tensor; in memory for an adapter that needs the whole model.
+    """
     try:
-        weights.write(merged_tensors(base, adapter, dtype), target, shard_size)
+        if is_adapter(policy):
+            tensors = merged_tensors(base, policy, dtype)
+        else:
+            tensors = _converted(base, base_tensors.replaced(base, policy), dtype)
+        weights.write(tensors, target, shard_size)
     except NotMergeableByTensor:
-        assert adapter
-        options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
-        whole = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
-        merged = load_adapter(whole, adapter).merge_and_unload(safe_merge=True)
-        merged.save_pretrained(target, max_shard_size=shard_size)
+        whole = load_weights(AutoModelForCausalLM, base, dtype or "auto")
+        merged = load_adapter(whole, policy).merge_and_unload(safe_merge=True)
+        state = revert_weight_conversion(merged, merged.state_dict())
+        weights.write(base_tensors.replaced(base, state), target, shard_size)
+
+
+def is_adapter(policy: Path) -> bool:
+    return (policy / "adapter_config.json").exists()
 
 
 def write_config(base: Path, dtype: str | None, target: Path) -> None:
     """Write the base model's config and generation config with another precision."""
-    config = load_config(base)
-    config.architectures = [type(empty_model(config)).__name__]
-    config.dtype = dtype or config.dtype
+    config = base_tensors.exported_config(base)
+    for part in (config, config.get_text_config()):
+        part.dtype = dtype or part.dtype
     config.save_pretrained(target)
-    if (base / GENERATION).exists():
+    copy_generation_config(base, target)
+
+
+def copy_generation_config(base: Path, target: Path) -> None:
+    if (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, target / GENERATION)
 
 
-def merge_folders(model: Path, adapter: Path, target: Path) -> None:
-    """Write the merged model with its tokenizer, in the precision of the base model."""
+def merge_folders(model: Path, policy: Path, target: Path) -> None:
+    """Write the trained model with its tokenizer and processor, in the precision that it was trained or loaded in."""
     target.mkdir(parents=True, exist_ok=True)
-    write_merged(model, adapter, target, None, SHARD_SIZE)
-    write_config(model, None, target)
-    AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False).save_pretrained(target)
+    write_merged(model, policy, target, None, SHARD_SIZE)
+    write_config(model, None if is_adapter(policy) else dtype_of(policy), target)
+    read_tokenizer(model).save_pretrained(target)
+    base_tensors.copy_processor(model, target)
+
+
+def dtype_of(folder: Path) -> str:
+    return str(load_config(folder).dtype).removeprefix("torch.")
 
 
 @torch.no_grad()

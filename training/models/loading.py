@@ -1,6 +1,7 @@
 """Load a causal language model, without dropout."""
 
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,33 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from training.models.dtypes import DTYPES
 from training.models.fp8 import use_fp8
-from training.models.remote_code import reject_hub_kernels
+from training.models.model_files import loadable
+from training.models.remote_code import check_configuration, reject_hub_kernels
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")  # of a generation config
 
 logging.disable_progress_bar()  # of loading and saving weights; the stages have progress bars of their own
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    """The resolved configuration; ValueError if it asks for code of the hub."""
+    check_configuration(folder)
+    with loadable(folder) as files:
+        config = AutoConfig.from_pretrained(files, local_files_only=True, trust_remote_code=False)
+    reject_hub_kernels(config, folder / "config.json")
+    return config
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -31,21 +47,46 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 def load_model(
     folder: Path, dtype: str, device: torch.device | None = None, quantization: str | None = None
 ) -> PreTrainedModel:
-    """Reads safetensors only, runs no code from the folder, disables dropout.
+    """Reads safetensors only, runs no code from the folder, disables dropout. ValueError if a tensor is missing.
 
     `quantization` is None, `nf4` (4-bit weights, slow on a CPU) or `fp8` (8-bit matrix products, emulated on a CPU).
     """
-    reject_hub_kernels(folder)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True, "local_files_only": True}
+    options: dict[str, Any] = {}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4_config(dtype), "device_map": {"": device or "cpu"}}
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+    model = load_weights(AutoModelForCausalLM, folder, DTYPES[dtype], **options)
+    # Its other values would change answers without notice, and some neither generate nor save: only tokens are kept.
+    model.generation_config = GenerationConfig(
+        **{name: getattr(model.generation_config, name, None) for name in TOKENS}
+    )
     disable_dropout(model)
     if device and quantization != "nf4":
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
     if quantization == "fp8":
         use_fp8(model, dtype)
     return model
+
+
+def load_weights(kind: Any, folder: Path, dtype: torch.dtype | str, **options: Any) -> Any:
+    """A model of this auto class with all of its weights: transformers would draw those that no file has."""
+    options |= {"config": load_config(folder), "dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    with loadable(folder) as files:
+        try:
+            model, report = kind.from_pretrained(files, trust_remote_code=False, output_loading_info=True, **options)
+        except ImportError as error:  # of its quantization or attention
+            problem = str(error).strip().splitlines()[0].rstrip(".")
+            raise ValueError(f"{problem}. Install the package, or choose the model in bfloat16") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(missing_tensors(missing, type(model).__name__))
+    model.name_or_path = model.config.name_or_path = str(folder)  # peft looks there for the model's configuration
+    return model
+
+
+def missing_tensors(names: Sequence[str], model: str) -> str:
+    return (
+        f"its files lack {len(names)} tensors of {model}, such as {names[0]}, and random numbers would take their "
+        "place. Fetch the model again"
+    )
 
 
 def _nf4_config(dtype: str) -> BitsAndBytesConfig:

@@ -4,9 +4,17 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from training.models.model_files import loadable
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    """With a padding token."""
+    tokenizer = read_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    with loadable(folder) as files:
+        return AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)

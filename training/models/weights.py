@@ -4,50 +4,74 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from training.models.model_files import INDEX, SINGLE, read_index, weight_files
+
+STORED = {  # the names of types in safetensors' headers
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def locate(folder: Path) -> dict[str, Path]:
-    """The file of each tensor. Ignores other files in the folder (another format, an adapter)."""
-    if (folder / INDEX).exists():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    if not (folder / SINGLE).exists():
-        raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {folder}")
-    with safe_open(folder / SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    """The file of each tensor. Like transformers, takes all tensors of the files: the index only names the files."""
+    return {name: path for path in _files(folder) for name in _names(path)}
 
 
-def read_shapes(folder: Path) -> dict[str, list[int]]:
-    """The shape of each tensor, from the headers alone. ValueError if a file or tensor is missing, or a file is cut."""
-    try:
-        index = json.loads((folder / INDEX).read_text())["weight_map"] if (folder / INDEX).exists() else {}
-        files = sorted(set(index.values())) or [SINGLE]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{INDEX} is damaged ({error!r}). Fetch it again") from None
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ValueError(
-            f"{len(missing)} of its {len(files)} files of weights are missing, such as {missing[0]}. Fetch it again"
-        )
-    shapes = {name: shape for file in files for name, shape in _header(folder / file).items()}
-    if absent := sorted(index.keys() - shapes.keys()):
+def read_headers(folder: Path) -> dict[str, Tensor]:
+    """Each tensor on the meta device. ValueError if a file or tensor is missing, or a file is cut or no safetensors."""
+    headers: dict[str, Tensor] = {}
+    for path in _files(folder):
+        header = _header(path)
+        if twice := sorted(header.keys() & headers.keys()):
+            raise ValueError(f"the tensor {twice[0]} is in two of its files of weights. Fetch the model again")
+        headers |= header
+    index = {} if (folder / SINGLE).is_file() else read_index(folder)
+    if absent := sorted(index.keys() - headers.keys()):
         raise ValueError(
             f"{len(absent)} tensors that {INDEX} names are in no file, such as {absent[0]}. Fetch it again"
         )
-    return shapes
+    return headers
 
 
-def _header(path: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in a file. safetensors checks the header and the file's size."""
+def _files(folder: Path) -> list[Path]:
+    if files := weight_files(folder):
+        return [folder / name for name in files]
+    raise ValueError(f"there is neither {SINGLE} nor {INDEX} in {folder}")
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, "np") as file:
+        return list(file.keys())
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    """safetensors checks the header and the file's size."""
     try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+        with safe_open(path, "np") as file:  # "pt" would map the whole file
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {
+                name: torch.empty(part.get_shape(), dtype=STORED[part.get_dtype()], device="meta")
+                for name, part in slices.items()
+            }
+    except KeyError as error:
+        raise ValueError(f"{path.name} has tensors of the unknown type {error}. Save the weights as bfloat16") from None
     except SafetensorError as error:
         with path.open("rb") as start:
             is_pointer = start.read(8) == b"version "

@@ -26,7 +26,7 @@ class OrderStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLogps:
-    """The losses' inputs: log-probabilities of the responses, and other values of each pair; (pairs,) each."""
+    """The losses' inputs: log-probabilities of the responses, and other values of each pair; (pairs,) float64 each."""
 
     chosen_logps: Tensor  # sum over the loss mask, with the token weights of ld_alpha
     rejected_logps: Tensor

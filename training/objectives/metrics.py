@@ -27,12 +27,12 @@ def row_loss(
 
 
 def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch_values: Any) -> PairLogps:
-    """The losses' view of a row. `batch_values` are the fields of PairLogps that depend on other pairs."""
-    loss_mask, ref_logps = row.loss_mask.to(tokens.logps.dtype), row.ref_logps.to(tokens.logps.dtype)
+    """The losses' view of a row, in float64. `batch_values` are the fields of PairLogps that depend on other pairs."""
+    loss_mask = row.loss_mask.to(tokens.logps.dtype)
     chosen_tokens, rejected_tokens = row.sums(loss_mask)
     weights = loss_mask if objective.ld_alpha == 1.0 else _ld_weights(row, loss_mask, objective.ld_alpha)
     chosen_logps, rejected_logps = row.sums(tokens.logps * weights)
-    ref_chosen_logps, ref_rejected_logps = row.sums(ref_logps * weights)
+    ref_chosen_logps, ref_rejected_logps = row.sums(row.ref_logps * weights)
     chosen_sum, rejected_sum = row.sums(tokens.logps * loss_mask)
     scale = objective.margin_scale
     return PairLogps(
@@ -44,12 +44,12 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
         rejected_mean_logps=rejected_sum / rejected_tokens,
         chosen_tokens=chosen_tokens,
         rejected_tokens=rejected_tokens,
-        label=row.label.to(loss_mask.dtype) if row.has_soft_labels else 1.0,
-        margin=0.0 if scale is None else scale * row.margin.to(loss_mask.dtype),
+        label=row.label.double() if row.has_soft_labels else 1.0,
+        margin=0.0 if scale is None else scale * row.margin.double(),
         wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
         f_divergence=str(objective.options.get("f_divergence", "reverse_kl")),
         f_alpha=float(objective.options.get("f_alpha", 0.0)),
-        sign=row.sign.to(loss_mask.dtype) if row.is_unpaired else 1.0,
+        sign=row.sign.double() if row.is_unpaired else 1.0,
         **batch_values,
     )
 

@@ -65,8 +65,12 @@ class PackedRow:
         return replace(self, **changed)
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum values (response tokens,) by response: chosen and rejected sums, (pairs,) each."""
-        totals = values.new_zeros(2 * len(self.pair_indices)).index_add(0, self.response_index, values)
+        """Sum values (response tokens,) by response in float64: chosen and rejected sums, (pairs,) each.
+
+        A log-ratio is the small difference of two large sums: in float32, 131,072 tokens would move it by a nat.
+        """
+        totals = values.new_zeros(2 * len(self.pair_indices), dtype=torch.float64)
+        totals = totals.index_add(0, self.response_index, values.double())
         return totals[0::2], totals[1::2]
 
 

@@ -36,6 +36,7 @@ from training.trainer.checkpoint_files import (
 from training.trainer.settings import Settings
 
 TAG = "state"
+DECAY = "matrices"  # the parameters with weight decay, which are groups of the optimizer apart from the others
 PART = ".part-"  # files in the temporary folder: the hashes of what each rank has written
 
 
@@ -80,7 +81,7 @@ def save(
     engine.save_checkpoint(str(temporary), tag=TAG, exclude_frozen_parameters=True)
     if rank == 0:
         sizes = {"world": world, "zero": engine.zero_optimization_stage(), "tensor": engine.mp_world_size}
-        (temporary / "state.json").write_text(json.dumps({"step": new.step, **sizes, **state}))
+        (temporary / "state.json").write_text(json.dumps({"step": new.step, **sizes, "decay": DECAY, **state}))
     paths, copied = [Path(path) for path in files], writer.copy(files)
     if copied is None:
         _write(files)
@@ -193,6 +194,11 @@ def _find(folder: Path, settings: Settings, key: bytes) -> Checkpoint | None:
 def _check_convertible(path: Path, state: Mapping[str, Any], settings: Settings) -> None:
     """ValueError if this training cannot load a checkpoint, not even after a conversion: what to set."""
     start_again = "or train.resume_from_checkpoint to never to start again"
+    if state.get("decay") != DECAY and _has_vectors(settings.adapter):
+        raise ValueError(
+            f"the checkpoint {path} was written when weight decay applied to biases and norms too, so that its "
+            "optimizer has other parameter groups: set train.resume_from_checkpoint to never to start again"
+        )
     optimizer = state.get("optimizer", "adamw")
     if (optimizer == "muon") != (settings.optimizer == "muon"):
         raise ValueError(
@@ -216,6 +222,11 @@ def _check_convertible(path: Path, state: Mapping[str, Any], settings: Settings)
         f"the checkpoint {path} is of {describe(*saved)}, and this training has {describe(*wanted)}: DeepSpeed cannot "
         f"convert {part}. Set {keys} of actor_train in infra/cluster.yaml to the checkpoint's values, {start_again}"
     )
+
+
+def _has_vectors(adapter: Mapping[str, Any] | None) -> bool:
+    """Whether biases or norms are trained; plain LoRA has matrices alone."""
+    return adapter is None or bool(adapter.get("use_dora") or adapter.get("modules_to_save"))
 
 
 def load(engine: Any, checkpoint: Checkpoint) -> None:

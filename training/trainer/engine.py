@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from training.distributed.tensor_parallel import is_counted, own_part, parts, tensor_group, whole
-from training.trainer.optimizer import LR_SCALE, make_optimizer
+from training.trainer.optimizer import DECAYS, LR_SCALE, make_optimizer
 
 BUCKET = 10**8  # gradients reduced together, at most; DeepSpeed allocates two buckets besides the gradients
 # Dynamic loss scaling of float16: start at 2**16, halve at each overflow, double after 1000 steps without one.
@@ -67,10 +67,11 @@ def initialize(
     config = {**config, "zero_optimization": zero}
     universal = config["checkpoint"]["load_universal"]
     stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio, universal)
-    scales = [group[LR_SCALE] for group in stepper.param_groups]  # a loaded checkpoint replaces the groups' options
+    # A loaded checkpoint replaces the groups' options.
+    scales, decays = ([group[name] for group in stepper.param_groups] for name in (LR_SCALE, DECAYS))
     deepspeed.utils.groups.mpu = mpu = tensor_group()  # also None, after another training in this process
     engine, *_ = deepspeed.initialize(model=model, optimizer=stepper, config=config, mpu=mpu)
-    engine.lr_scales = scales
+    engine.lr_scales, engine.decays = scales, decays
     if zero["stage"] < 3 and "offload_optimizer" not in zero:
         _use_fused_grad_norm(engine.optimizer)
     # DeepSpeed would update the scale before it divides the gradients by it: a step that doubles the scale would
@@ -132,8 +133,8 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 def set_options(engine: Any, weight_decay: float, max_grad_norm: float) -> None:
     """Replace the options that a loaded checkpoint restored."""
-    for group in engine.optimizer.param_groups:
-        group["weight_decay"] = weight_decay
+    for group, decays in zip(engine.optimizer.param_groups, engine.decays, strict=True):
+        group["weight_decay"] = weight_decay * decays
     for state in engine.optimizer.optimizer.state.values():
         # A universal checkpoint gives all parts of a ZeRO-3 model one counter, which each part would then increase.
         if isinstance(state.get("step"), Tensor):

@@ -120,6 +120,8 @@ class TrainRun:
     def _check_settings(self) -> None:
         if note := self.settings.objective.check_pairs(self.pairs):
             self.notify(note)
+        if adapter := self.settings.adapter:
+            self.notify(f"LoRA of rank {adapter['rank']}: {memory.sizes_of(self.settings).adapted}")
         memory.check_fits(self.settings, self.pairs, self.world, self.device)
         if self.settings.dtype == "float16" and gpu_has_bfloat16():
             self.notify(

@@ -5,7 +5,6 @@ layer, with measured factors (docs/performance.md).
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from training.distributed.tensor_parallel import split_features
+from training.models.adaptation import Adaptation, examine
 from training.models.dtypes import DTYPES
 from training.models.loading import empty_model, load_config
 from training.rows.batches import pair_costs, step_pairs, total_steps
@@ -71,6 +71,7 @@ class Sizes:
     recurrent: float = 0.0  # projections of one token in recurrent layers, as a mean of all layers
     split: int = 0  # number of the parameters, and of the trainable ones, that tensor parallelism splits
     trainable_split: int = 0
+    adapted: Adaptation | None = None  # None: full fine-tuning, or no training
 
     def weight_bytes(self, value_bytes: int) -> float:
         return (self.parameters - self.quantized) * value_bytes + self.quantized * self.quantized_bytes
@@ -89,8 +90,7 @@ class Sizes:
 
 def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Estimate:
     """Peak on each of `world` devices, for the rows of these pairs, or for full rows without pairs."""
-    sizes = model_sizes(Path(settings.model), settings.adapter, settings.quantization)
-    sizes = sizes.of_rank(settings.tensor_parallel)
+    sizes = sizes_of(settings).of_rank(settings.tensor_parallel)
     full = (settings.row_tokens, int(0.75 * settings.row_tokens))
     ranks = settings.sequence_parallel  # each of them has its share of a row
     world //= settings.tensor_parallel  # ZeRO shards a part over the ranks that have it
@@ -104,12 +104,16 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
     keeps_attention = settings.activation_checkpointing is True and _has_long_sequences(pairs, settings)
     rows = tokens * (_forward_values(kept, settings) + keeps_attention * sizes.layers * sizes.queries) * value_bytes
     logits = _logit_bytes(sizes, targets, value_bytes)
+    experts, layer_experts = _expert_values(sizes, settings)
+    working = tokens * _backward_values(live, settings) + layer_experts
     # The logits are freed before the backward pass reaches the layers: only the larger of the two counts.
-    backward = max(0.0, tokens * _backward_values(live, settings) * value_bytes - logits)
+    backward = max(0.0, working * value_bytes - logits)
+    freed = rows + logits + backward + experts * value_bytes
     update = 4.0 if value_bytes == 4 else value_bytes + 4.0  # flat and float32 copies of the gradients
     return Estimate(
         {
             "weights": sizes.weight_bytes(value_bytes) * whole,
+            "adapter": _own_parameters(sizes) * value_bytes * whole,
             "gradients": sizes.trainable * value_bytes * (shard if settings.zero_stage > 1 else 1),
             "reference copy": sizes.trainable * value_bytes * whole if settings.reference_update else 0.0,
             "buckets": 0.0 if settings.zero_stage == 3 else 2.0 * min(BUCKET, sizes.trainable) * value_bytes,
@@ -117,7 +121,8 @@ def estimate(settings: Settings, world: int, pairs: Sequence[Pair] = ()) -> Esti
             "rows": rows,
             "logits": logits,
             "backward": backward,
-            "update": max(0.0, states * update - rows - logits - backward),  # which are freed before it
+            "adapted experts": float(experts * value_bytes),
+            "update": max(0.0, states * update - freed),
             "overhead": OVERHEAD,
         }
     )
@@ -172,33 +177,50 @@ def _layer_values(sizes: Sizes) -> float:
     return dense + ROUTED * sizes.routed + RECURRENT * sizes.recurrent
 
 
+def _own_parameters(sizes: Sizes) -> int:
+    """Of the adapter; the copies of modules count as the model's."""
+    return sizes.adapted.trainable - sizes.adapted.copied if sizes.adapted else 0
+
+
+def _expert_values(sizes: Sizes, settings: Settings) -> tuple[int, int]:
+    """Values of adapted experts that the forward pass keeps, and that the backward pass through a layer adds.
+
+    peft computes W + B A of all experts of a layer in each pass, whatever the number of tokens. Autograd keeps the sum,
+    and its gradient is of the same size. Activation checkpointing keeps no sum and computes a layer's again.
+    """
+    by_layer = sizes.adapted.experts.values() if sizes.adapted else ()
+    largest = max(by_layer, default=0)
+    return (0, 2 * largest) if settings.activation_checkpointing else (sum(by_layer), largest)
+
+
 def _logit_bytes(sizes: Sizes, targets: int, value_bytes: int) -> float:
     whole = targets * sizes.vocabulary * value_bytes
     return whole if whole <= KEEP_BYTES else 2.0 * CHUNK_BYTES
 
 
 def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str | None = None) -> Sizes:
-    """Sizes of the model in a folder, from its configuration, without loading weights."""
+    """Sizes of the model in a folder, from its configuration, without loading weights.
+
+    ValueError in a sentence if the adapter does not fit the model.
+    """
     config = load_config(folder)
     model = empty_model(config)
     text, head = config.get_text_config(), model.get_output_embeddings()
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    split, copied = split_features(model), 0
-    trainable = parameters = sum(p.numel() for p in model.parameters())
-    trainable_split = split_parameters = sum(m.weight.numel() for m in split)
-    if adapter:
-        adapted, rank = _adapted(linears, adapter), adapter["rank"]
-        copied = _size_of(model, adapter.get("modules_to_save", ()))
-        trainable = copied + rank * sum(m.in_features + m.out_features for m in adapted)
-        trainable_split = rank * sum(split.get(m, 0) for m in adapted)
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    split, adapted = split_features(model), examine(model, adapter) if adapter else None
+    parameters = sum(p.numel() for p in model.parameters())
+    split_parameters = trainable_split = sum(m.weight.numel() for m in split)
+    if adapted:
+        names = ((f"{name}.weight", module) for name, module in model.named_modules())
+        trainable_split = sum(adapted.ranks.get(name, 0) * split[module] for name, module in names if module in split)
     heads = getattr(text, "num_attention_heads", None) or 0  # recurrent models may have none
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     active = getattr(text, "num_experts_per_tok", None) if (experts := _expert_size(model)) else None
     return Sizes(
-        parameters=parameters + copied,
-        trainable=trainable,
-        quantized=sum(m.weight.numel() for m in linears.values()) if quantization else 0,
+        parameters=parameters + (adapted.copied if adapted else 0),
+        trainable=adapted.trainable if adapted else parameters,
+        quantized=sum(m.weight.numel() for m in linears) if quantization else 0,
         quantized_bytes=QUANTIZED_BYTES[quantization],
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -210,7 +232,12 @@ def model_sizes(folder: Path, adapter: dict[str, Any] | None, quantization: str 
         recurrent=_recurrent_features(model, text.hidden_size) / text.num_hidden_layers,
         split=split_parameters,
         trainable_split=trainable_split,
+        adapted=adapted,
     )
+
+
+def sizes_of(settings: Settings) -> Sizes:
+    return model_sizes(Path(settings.model), settings.adapter, settings.quantization)
 
 
 def _expert_size(model: nn.Module) -> int:
@@ -228,21 +255,6 @@ def _recurrent_features(model: nn.Module, hidden: int) -> int:
 def weight_bytes(folder: Path, dtype: str, quantization: str | None) -> float:
     """Bytes of the model in a folder when it is loaded to sample or to score."""
     return model_sizes(folder, None, quantization).weight_bytes(DTYPES[dtype].itemsize)
-
-
-def _adapted(linears: dict[str, nn.Linear], adapter: dict[str, Any]) -> list[nn.Linear]:
-    targets = adapter["targets"]
-    if targets == "all-linear":
-        return list(linears.values())
-    if isinstance(targets, str):
-        return [m for name, m in linears.items() if re.fullmatch(targets, name)]
-    return [m for name, m in linears.items() if name.rsplit(".", 1)[-1] in targets]
-
-
-def _size_of(model: nn.Module, names: Sequence[str]) -> int:
-    """Parameters of the modules of these names, which an adapter copies to train them; tied ones count once."""
-    modules = [m for name, m in model.named_modules() if any(f".{name}".endswith(f".{wanted}") for wanted in names)]
-    return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
 
 
 def check_fits(settings: Settings, pairs: Sequence[Pair], world: int, device: torch.device) -> None:

@@ -9,6 +9,7 @@ magnitude, which changes freely; a byte is an index into a table of numbers up t
 """
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -19,6 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 LR_SCALE = "lr_scale"  # of a parameter group: its learning rate is this times the run's
+DECAYS = "decays"  # of a parameter group: whether weight decay applies to it
+# transformers' Trainer excludes these from weight decay; here also all other parameters with one dimension.
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 1 << 26  # values that are updated at once: float32 copies of all moments would cost what compact ones save
 BLOCK = 256  # values that share a scale
@@ -41,16 +45,29 @@ def make_optimizer(
     trainable = list(parameters)
     if name == "muon":
         return _make_muon(trainable, learning_rate, weight_decay, lora_plus_ratio)
-    by_scale: dict[float, list[Tensor]] = {}
+    by_kind: dict[tuple[float, bool], list[Tensor]] = {}
     for parameter_name, parameter in trainable:
-        by_scale.setdefault(lora_plus_ratio if "lora_B" in parameter_name else 1.0, []).append(parameter)
-    groups = [{"params": parameters, LR_SCALE: scale} for scale, parameters in by_scale.items()]
+        scale = lora_plus_ratio if "lora_B" in parameter_name else 1.0
+        by_kind.setdefault((scale, decays(parameter_name, parameter)), []).append(parameter)
+    groups = [
+        {"params": parameters, LR_SCALE: scale, DECAYS: decay, "weight_decay": weight_decay * decay}
+        for (scale, decay), parameters in by_kind.items()
+    ]
     if name == "adamw_bf16":
         return AdamWBf16(groups, lr=learning_rate, weight_decay=weight_decay)
     if name == "adamw_8bit":
         return AdamW8bit(groups, lr=learning_rate, weight_decay=weight_decay, keeps_floats=keeps_floats)
     fused = trainable[0][1].is_cuda
     return torch.optim.AdamW(groups, lr=learning_rate, weight_decay=weight_decay, fused=fused)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, not to biases, norms and other vectors."""
+    return len(_shape(parameter)) > 1 and not NO_DECAY.search(name.lower())
+
+
+def _shape(parameter: Tensor) -> Sequence[int]:
+    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
 
 
 def _make_muon(
@@ -67,18 +84,22 @@ def _make_muon(
     if not trainable[0][1].is_cuda:
         torch.compiler.set_stance("force_eager")  # DeepSpeed compiles the update, on a CPU by a C++ compiler
         original_muon.ns_compute_dtype = lambda method="gram": torch.float32  # float16 is slow there
-    by_kind: dict[tuple[bool, float], list[Tensor]] = {}
+    by_kind: dict[tuple[bool, bool, float], list[Tensor]] = {}
     for name, parameter in trainable:
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
+        shape = _shape(parameter)
         parameter.use_muon = is_muon = len(shape) == 2 and not any(part in name for part in NO_MUON)  # type: ignore[attr-defined]
         # DeepSpeed's update has singular values of 1, or sqrt(rows / columns) for more rows than columns.
         scale = MUON_RMS * math.sqrt(max(shape) / max(1.0, shape[0] / shape[1])) if is_muon else 1.0
-        by_kind.setdefault((is_muon, scale * (lora_plus_ratio if "lora_B" in name else 1.0)), []).append(parameter)
-    groups = [
-        {"params": parameters, "use_muon": muon, LR_SCALE: scale, "lr": learning_rate, "weight_decay": weight_decay}
-        | ({} if muon else {"betas": (0.9, 0.999), "eps": 1e-8})
-        for (muon, scale), parameters in by_kind.items()
+        scale *= lora_plus_ratio if "lora_B" in name else 1.0
+        by_kind.setdefault((is_muon, decays(name, parameter), scale), []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "use_muon": muon, LR_SCALE: scale, DECAYS: decay, "lr": learning_rate}
+        for (muon, decay, scale), parameters in by_kind.items()
     ]
+    for group in groups:
+        group["weight_decay"] = weight_decay * group[DECAYS]
+        if not group["use_muon"]:
+            group |= {"betas": (0.9, 0.999), "eps": 1e-8}
     return MuonWithAuxAdam(groups)
 
 

@@ -121,6 +121,7 @@ def save_policy(model: nn.Module, settings: Settings, name: str) -> None:
             adapters.save_adapter(model, dict(tensors), temporary, settings.model_name)  # type: ignore[arg-type]
         else:
             _save_model(model, tensors, temporary)
+            adapters.copy_generation_config(Path(settings.model), temporary)  # `load_model` kept a part of it
         os.rename(temporary, target)
     deque(tensors, maxlen=0)  # the other ranks take part in every gather
     dist.barrier()
