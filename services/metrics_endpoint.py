@@ -9,18 +9,19 @@ import base64
 import hmac
 import os
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services import background, prefect_api, stage_activity
@@ -31,6 +32,7 @@ from tasks.redact import redact
 from tasks.release import outbox
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
+from tasks.system.http_limits import LimitedProtocol
 from tasks.tracking import registry as model_registry
 
 USER, PASSWORD = "reader", "DPO_METRICS_PASSWORD"
@@ -185,36 +187,24 @@ def _mlflow_address(cluster: Cluster) -> str:
     raise UserError("the MLflow server is not running; `dpo up` starts it")
 
 
-def application(registry: CollectorRegistry, password: str) -> Any:
-    """The WSGI application: /metrics requires the login, /health does not."""
-    metrics = make_wsgi_app(registry)
+def application(registry: CollectorRegistry, password: str) -> FastAPI:
+    """/metrics requires the login, /health does not."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     login = "Basic " + base64.b64encode(f"{USER}:{password}".encode()).decode()
 
-    def respond(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path == "/metrics":
-            if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), login.encode()):
-                return metrics(environ, start)
-            start("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="metrics"')])
-            return [b"A login is required: docs/monitoring.md\n"]
-        is_health = path == "/health"
-        start("200 OK" if is_health else "404 Not Found", [("Content-Type", "text/plain")])
-        return [b"ok\n" if is_health else b"Try /metrics\n"]
+    @app.get("/metrics")
+    def metrics(request: Request) -> Response:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), login.encode()):
+            needed = {"WWW-Authenticate": 'Basic realm="metrics"'}
+            return PlainTextResponse("A login is required: docs/monitoring.md\n", 401, needed)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
 
-    return respond
+    @app.get("/health")
+    def health() -> Response:
+        return PlainTextResponse("ok\n")
 
-
-class QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def serve(host: str, port: int, password: str) -> WSGIServer:
-    registry = CollectorRegistry()
-    registry.register(PipelineCollector())
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = type("Server", (ThreadingWSGIServer,), {"address_family": family})
-    return make_server(host, port, application(registry, password), server, QuietHandler)
+    return app
 
 
 @as_command
@@ -227,8 +217,10 @@ def main() -> None:
     if not password:
         raise UserError(f"{PASSWORD} is not set: Prometheus logs in as {USER} with it. `dpo up` sets it automatically.")
     os.environ |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(int(TIMEOUT)), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    with serve(arguments.host, arguments.port, password) as server:
-        server.serve_forever()
+    registry = CollectorRegistry()
+    registry.register(PipelineCollector())
+    app = application(registry, password)
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning", http=LimitedProtocol)
 
 
 if __name__ == "__main__":

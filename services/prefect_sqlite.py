@@ -1,5 +1,6 @@
-"""Prefect's server with three changes: SQLite writes wait for their turn, a gate checks requests (prefect_gate.py), and
-schedules hold only parameters that their deployment takes (prefect_schedules.py).
+"""Prefect's server with four changes: SQLite writes wait for their turn, a gate checks requests (prefect_gate.py), half
+requests are closed (tasks/system/http_limits.py), and schedules hold only parameters that their deployment takes
+(prefect_schedules.py).
 
 Run as a module, it is Prefect's command line with them.
 
@@ -11,6 +12,7 @@ drops its automation, and nobody learns that a run failed. A transaction that be
 from functools import cache
 from typing import Any
 
+import uvicorn.config
 from fastapi import FastAPI
 from prefect.cli import app
 from prefect.server.api import server
@@ -20,6 +22,7 @@ from starlette.types import ASGIApp
 
 from services import prefect_schedules  # noqa: F401 (checks what Prefect stores)
 from services.prefect_gate import guarded
+from tasks.system import http_limits
 
 _begin = AioSqliteConfiguration.begin_transaction
 
@@ -56,4 +59,5 @@ server.create_app = _create_to_serve  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = http_limits.NAME  # Prefect passes no such option
     app()

@@ -124,7 +124,7 @@ def _print_addresses(server: Service, mlflow: str, metrics: str, settings: Setti
 
 def _print_passwords(settings: Settings) -> None:
     mlflow = passwords.mlflow_passwords()
-    print(f"\nLogins, shown only this once. {passwords.FILE.relative_to(ROOT)} keeps them; only you can read it")
+    print(f"\nLogins, shown only this once. {passwords.file()} keeps them; only you can read it")
     print(f"  Prefect  {settings.login}  (enter the whole text in the browser)")
     print(f"  MLflow   reader:{mlflow['reader']}  can view runs and models")
     print(f"           writer:{mlflow['writer']}  can change them", flush=True)

@@ -18,6 +18,7 @@ from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, registered
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel
+    from training.models.prompt_tokens import PromptTokens
 
 BATCH = 16  # prompts whose answers are written to the file together
 HELP = "Enter sends, /reset starts a new conversation, Ctrl-D ends."
@@ -33,7 +34,7 @@ def model_folder(name: str | None) -> Path:
 def weights_folder(found: NamedModel) -> Path:
     """The folder with a model's weights; what this pipeline exported is verified against its signed manifest."""
     if found.kind == FOLDER:
-        return plain_folder(Path(found.name).expanduser())
+        return plain_folder(local_path(found.name))
     if found.kind == HUB_MODEL:
         with errors_of_stores(f"{found.name} could not be fetched from the hub", "Check the name and your network."):
             return hub_snapshot(*hub_address(found.name))
@@ -93,6 +94,12 @@ def load_chat_model(folder: Path) -> "ChatModel":
         return ChatModel(folder)
     except ValueError as error:
         raise UserError(f"The model in {folder} cannot be used: {error}.") from error
+
+
+def load_prompt_tokens(folder: Path) -> "PromptTokens":
+    from training.models.prompt_tokens import PromptTokens
+
+    return PromptTokens(folder)
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -19,9 +19,9 @@ from tasks.config.params import Evaluate, Params, load_cluster, load_params
 from tasks.config.paths import METRICS
 from tasks.dataset.pairs import pairs_file, read_pairs, read_rows
 from tasks.evaluation.answers import compare_answers, held_out_prompts, judge_answers
-from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.held_out import PairRow, calibration, disagreements, held_out, histogram
+from tasks.evaluation.intervals import mean_interval
 from tasks.evaluation.sharding import (
     answer_log_ratios,
     base_and_policy,
@@ -63,7 +63,7 @@ def evaluate(run: Run) -> None:
     samples: list[dict[str, Any]] = []
     if prompts:  # after the workers ended: a judge behind an endpoint may take hours, and no GPU should wait for it
         answer_metrics, samples = compare_answers(params.evaluate, prompts, *records)
-        kl = mean_interval(log_ratios, [row["prompt"] for row in prompts], params.evaluate.seed)
+        kl = mean_interval(log_ratios, [row["prompt"] for row in prompts])
         intervals = {**metrics["intervals"], **answer_metrics["intervals"], "kl/answers": kl.bounds()}
         metrics = {**metrics, **answer_metrics, "kl/answers": kl.mean, "intervals": intervals}
     metrics |= {"harness": harness} if harness else {}
@@ -88,7 +88,7 @@ def _pair_metrics(
         for value, row in zip(values, rows, strict=True)
     ]
     del means["tokens"]
-    return {**means, **held_out(values, rows, params.evaluate.seed)}, values
+    return {**means, **held_out(values, rows)}, values
 
 
 def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weights) -> dict[str, dict[str, float]]:

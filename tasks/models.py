@@ -5,7 +5,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.config.paths import BASE, SFT, home
+from tasks.config.addresses import local_path
+from tasks.config.paths import BASE, SFT
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, known_sha256, read_json, recall
 from training.models.model_files import ADAPTER, embedded_adapter, loadable, model_files
@@ -78,12 +79,6 @@ def sft_manifest() -> dict[str, Any]:
 
 def source_hash() -> str:
     return read_json(BASE / "manifest.json")["sha256"]
-
-
-def local_path(address: str) -> Path:
-    """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
-    path = Path(address).expanduser()
-    return path if path.exists() else home() / path
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

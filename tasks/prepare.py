@@ -16,6 +16,7 @@ import numpy as np
 from tasks import stage
 from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
+from tasks.config.strict import to_yaml
 from tasks.dataset import unpaired
 from tasks.dataset.card import data_card
 from tasks.dataset.card.notes import sentences
@@ -27,8 +28,7 @@ from tasks.dataset.demonstrations import check_demonstrations, prepare_demonstra
 from tasks.dataset.pairs import HASHES, SPLITS, pairs_file
 from tasks.dataset.reading.raw_rows import SAMPLED, files_of
 from tasks.dataset.reading.readers import first_rows, read_chunks, rows_in
-from tasks.dataset.rows.layouts import better_shape, decode, source_layout
-from tasks.dataset.rows.preference import RowLayout
+from tasks.dataset.rows.layouts import better_shape, decided_by, decode, section_of, source_layout
 from tasks.dataset.rows.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
 from tasks.dataset.selection import Processed, first_samples, gather_columns, larger_samples, select_pairs
 from tasks.dataset.shards import count_splits, write_splits
@@ -93,7 +93,7 @@ def process(
     if unknown := [name for name in params.by_source if name not in names]:
         raise UserError(f"prepare.by_source: there is no source `{unknown[0]}`. There are: {', '.join(names)}.")
     files = _raw_files(entries)
-    sources = [_row_source(entry, params, template) for entry in entries]
+    sources = [_row_source(entry, params, template, others=len(entries) > 1) for entry in entries]
     counts = [sum(file["rows"] for file in entry["files"]) for entry in entries]
     unpaired.check_sources(sources, train)
     more: list[RowSource] | None = first_samples(sources, counts, params.max_pairs)
@@ -106,7 +106,7 @@ def process(
         more = larger_samples(sources, columns, kept, params.max_pairs)
     _quarantine_duplicates(duplicates, columns, results, files, stats, quarantine)
     splits = count_splits(columns["held_out"][kept])
-    check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources))
+    check_limits(stats, splits, params, raw["source"], partial(_other_shape, entries, sources, params))
     unpaired.check_labels(columns, kept)
     return Processed(sources, stats, results, columns, kept)
 
@@ -115,15 +115,15 @@ def _raw_files(entries: list[dict[str, Any]]) -> list[RawFile]:
     return [RawFile(number, *file) for number, entry in enumerate(entries) for file in files_of(entry)]
 
 
-def _row_source(entry: dict[str, Any], params: Prepare, template: ChatTemplate) -> RowSource:
+def _row_source(entry: dict[str, Any], params: Prepare, template: ChatTemplate, others: bool) -> RowSource:
     """A source with its layout, as the first rows show it, and three of them as they are understood."""
     path, file = files_of(entry)[0]
     rows = first_rows(path, file)
     if entry["key"] == SAMPLED:
         params = params.model_copy(update={"by_source": {SAMPLED: SAMPLED_LAYOUT}})
-    layout = source_layout(entry["name"], rows, file, params)
+    layout = source_layout(entry["name"], rows, file, params, others)
     if examples := list(describe(template, decode(rows[:EXAMPLE_ROWS], layout)[:EXAMPLES])):
-        how = f"{layout.shape}{_decided_by(layout)}"
+        how = ", ".join(filter(None, (layout.shape, decided_by(rows, layout))))
         signs = (
             "rows (+ desirable, - undesirable)" if layout.shape == unpaired.SHAPE else "pairs (+ chosen, - rejected)"
         )
@@ -131,18 +131,6 @@ def _row_source(entry: dict[str, Any], params: Prepare, template: ChatTemplate) 
         print("\n".join(f"  {line}" for line in examples))
     held_out, replaced = entry["key"] == "source.eval", entry.get("replaced", False)
     return RowSource(entry["name"], layout, entry["weight"], entry["share"], held_out, replaced)
-
-
-def _decided_by(layout: RowLayout) -> str:
-    """Which column decides between two answers, and how."""
-    if layout.shape != "votes":
-        return ""
-    if "score1" in layout.columns:
-        return f", the higher of `{layout.columns['score1']}` and `{layout.columns['score2']}` wins"
-    column = layout.columns.get("winner", layout.columns.get("annotator1", "the votes"))
-    ties = len(layout.votes) <= 4  # more are words that nobody configured
-    shown = (f"{value} = {meaning}" for value, meaning in layout.votes.items() if ties or meaning != "tie")
-    return f", {column}: {', '.join(shown)}"
 
 
 def _process_chunks(
@@ -169,11 +157,14 @@ def _chunk_tasks(files: Iterable[RawFile]) -> Iterator[ChunkTask]:
     return (ChunkTask(number, file, chunk) for number, (file, chunk) in enumerate(chunks))
 
 
-def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource]) -> str:
+def _other_shape(entries: list[dict[str, Any]], sources: list[RowSource], params: Prepare) -> str:
     """Advice for a source whose rows can be read as another shape; empty if there is none."""
     for entry, source in zip(entries, sources, strict=True):
         if shape := better_shape(first_rows(*files_of(entry)[0]), source.layout):
-            return f"The rows of {entry['name']} were read as {source.layout.shape}. Set prepare.format to {shape}."
+            key, own = section_of(source.name, params, others=len(sources) > 1)
+            wanted = {"format": shape, "columns": params.columns}
+            setting = f"{own} to {to_yaml(wanted)}" if own else f"{key}.format to {shape}"
+            return f"The rows of {source.name} were read as {source.layout.shape}. Set {setting}."
     return ""
 
 

@@ -147,7 +147,7 @@ def decide(workers: WorkerPool, params: Params, model_registry: Registry, versio
     compared, comparison, test = Compared(), Comparison(), error_budget.Test()
     if champion is not None and not already:
         compared = _compare_with(champion, workers, params, model_registry)
-        comparison = summarize(params.evaluate, compared.paired)
+        comparison = summarize(compared.paired)
         reasons += _regressions(params.promote, compared, comparison, champion)
     if budget is not None and not already:
         test = error_budget.plan_test(budget, model_registry, version, champion, compared.paired)

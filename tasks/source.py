@@ -5,7 +5,7 @@ holds only a manifest with the hash of each file.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
 from training.models.adapter_config import adapter_options
 
-SFT_KEY = "source.sft"
+DATA_KEY, MODEL_KEY, SFT_KEY = "source.data", "source.model", "source.sft"
+KEYS = {DATA_KEY: DATA_KEY, MODEL_KEY: MODEL_KEY}  # as errors call them
 PAIR_ID = re.compile(r"[0-9a-f]{16}")
 BASE_STEPS = 125  # of the demo's supervised base model
 CHECK_SECONDS, CHECK_MEMORY = 120.0, 4 << 30  # of the check of a model's folder; 19,000 tensors take four seconds
@@ -60,10 +61,10 @@ def source(run: Run) -> None:
     run.summary({"rows": data["rows"]})
 
 
-def check_addresses(params: Source, template: str = "auto") -> None:
-    """UserError for an address that cannot work, before anything is fetched."""
+def check_addresses(params: Source, template: str = "auto", called: Mapping[str, str] = KEYS) -> None:
+    """UserError for an address that cannot work, before anything is fetched. `called`: what its user knows a key as."""
     for entry in data_sources(params):
-        check_address(entry["key"], entry["address"])
+        check_address(called.get(entry["key"], entry["key"]), entry["address"])
     model = (registered_name(params.model)[1] or "demo") if params.model.startswith(REGISTRY) else params.model
     if params.exclude:
         excluded_ids(params.exclude)
@@ -71,13 +72,13 @@ def check_addresses(params: Source, template: str = "auto") -> None:
         folder = local_path(model)
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"source.model: there is no model in {model} (no config.json). Set a folder that "
+                f"{called[MODEL_KEY]}: there is no model in {model} (no config.json). Set a folder that "
                 "`save_pretrained` wrote, `demo`, a model of the hub as `hub:owner/name@revision`, or a registered "
                 "one as `registry:champion`."
             )
         if not list(folder.glob("*.safetensors")):
-            raise UserError(f"source.model: {model} has no .safetensors file. Save its weights as safetensors.")
-        _check_model(folder, model, template, params.adapter)
+            raise UserError(f"{called[MODEL_KEY]}: {model} has no .safetensors file. Save its weights as safetensors.")
+        _check_model(folder, model, template, params.adapter, called[MODEL_KEY])
     if params.adapter:
         _check_adapter(params.adapter)
 
@@ -99,35 +100,35 @@ def _check_adapter(adapter: str) -> None:
         raise UserError(f"source.adapter: {adapter} cannot be used: {error}.") from None
 
 
-def _check_model(folder: Path, model: str, template: str, adapter: str | None) -> None:
+def _check_model(folder: Path, model: str, template: str, adapter: str | None, key: str) -> None:
     """UserError within seconds if the model cannot be trained. Code that comes with a model is never run."""
     from training.models.folder_checks import check_folder  # heavy: torch, transformers
     from training.models.remote_code import needs_remote_code
 
     if part := needs_remote_code(folder):
         raise UserError(
-            f"source.model: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
+            f"{key}: {model} needs its own Python code ({part}, `auto_map` in its configuration), and code that "
             "comes with a model is never run. Choose a model that transformers supports, or convert it."
         )
     is_adapter = adapter is not None and local_path(adapter).resolve() == folder.resolve()
     try:
         notes = _call_limited(check_folder, str(folder), template, is_adapter)
     except ValueError as error:
-        raise UserError(f"source.model: {model} cannot be used: {error}.") from None
+        raise UserError(f"{key}: {model} cannot be used: {error}.") from None
     for note in notes:
-        print(f"note: source.model: {note}")
+        print(f"note: {key}: {note}")
 
 
 def _call_limited(check: Callable[..., Any], *args: Any) -> Any:
     return limited_child.call(check, *args, seconds=CHECK_SECONDS, memory=CHECK_MEMORY)
 
 
-def fetch_data(params: Source, raw: Path) -> dict[str, Any]:
+def fetch_data(params: Source, raw: Path, called: Mapping[str, str] = KEYS) -> dict[str, Any]:
     sources = []
     for entry in data_sources(params):
-        folder = raw / entry["name"]
-        fetch(entry["key"], entry["address"], params.seed, folder)
-        sources.append({**entry, "files": _inspect(folder, entry)})
+        folder, key = raw / entry["name"], called.get(entry["key"], entry["key"])
+        fetch(key, entry["address"], params.seed, folder)
+        sources.append({**entry, "files": _inspect(folder, entry, key)})
     pairs = [entry for entry in sources if entry["key"] != SFT_KEY]
     rows = sum(file["rows"] for entry in pairs for file in entry["files"])
     hashes = {f"{entry['name']}/{file['file']}": file["sha256"] for entry in sources for file in entry["files"]}
@@ -158,14 +159,14 @@ def excluded_ids(address: str) -> list[str]:
     return sorted(set(ids.values()))
 
 
-def _inspect(folder: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
+def _inspect(folder: Path, entry: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """The hash and number of rows of each file. A damaged or empty file is an error."""
     files, hashes = [], hash_files(folder)
     for file, digest in hashes.items():
         name = entry["address"] if len(hashes) == 1 else f"{entry['address'].rstrip('/')}/{file}"
         rows = sum(count_rows(chunk) for chunk in read_chunks(folder / file, name))
         if not rows:
-            raise UserError(f"{entry['key']}: {name} has no rows. Add rows, or remove the file.")
+            raise UserError(f"{key}: {name} has no rows. Add rows, or remove the file.")
         files.append({"file": file, "called": name, "sha256": digest, "rows": rows})
     return files
 
@@ -221,15 +222,15 @@ def _merge(folder: Path, adapter: Path, base: Path) -> None:
         ) from error
 
 
-def model_folder(address: str, template: str, adapter: str | None = None) -> Path:
+def model_folder(address: str, template: str, adapter: str | None = None, key: str = MODEL_KEY) -> Path:
     """The folder of a model other than the demo's; a model of the hub is fetched."""
     if not address.startswith(HUB):
         return local_path(address)
     name, revision = hub_address(address)
-    failure = f"source.model: {name} (revision {revision or 'newest'}) could not be fetched from the hub"
+    failure = f"{key}: {name} (revision {revision or 'newest'}) could not be fetched from the hub"
     with errors_of_stores(failure, "Check the name, your network and HF_TOKEN."):
         folder = hub_snapshot(name, revision)
-    _check_model(folder, address, template, adapter)
+    _check_model(folder, address, template, adapter, key)
     return folder
 
 

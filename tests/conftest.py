@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]
 MEMORY = Path("/dev/shm")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # no key or password of a test is written to the user's own folder
+        folder = tempfile.TemporaryDirectory(prefix="dpo-config-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["XDG_CONFIG_HOME"] = folder.name
     fork_server.serve()
     if _has_memory():  # the stores of MLflow, DVC and Prefect wait 10 ms of a disk for each of thousands of commits
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
@@ -266,6 +271,7 @@ ON_PREFECT = (
     "test_runs",
     "test_end_to_end",
     "test_shared_registry",
+    "test_http_limits",
 )
 LONGEST = (
     "test_services",

@@ -84,7 +84,7 @@ PLUMBING = {
     "tasks/reports/plots.py",
     "tasks/runs",
     *(f"tasks/system/{name}.py" for name in ("commands", "disk", "environment", "lock", "processes")),
-    *(f"tasks/system/{name}.py" for name in ("progress", "signing")),
+    *(f"tasks/system/{name}.py" for name in ("keyring", "progress", "signing")),
 }
 
 

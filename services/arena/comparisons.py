@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fastapi import HTTPException
 
 from services.arena.answers import ModelAnswers, Prompt, stable_id
-from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.intervals import mean_interval
 from tasks.evaluation.win_rate import SHARE
 from tasks.feedback.agreement import agreement
 from tasks.feedback.events import Answer, Feedback, check
@@ -195,5 +195,5 @@ class Arena:
 def _win_rate(voted: Sequence[Sequence[str]], identical: int) -> dict[str, float]:
     """Of the second answers. One outcome per comparison, since its votes are not independent; equal texts are ties."""
     outcomes = [*(mean(WINS[vote] for vote in votes) for votes in voted), *[0.5] * identical]
-    rate = mean_interval(outcomes, [str(number) for number in range(len(outcomes))], 0, SHARE)
+    rate = mean_interval(outcomes, [str(number) for number in range(len(outcomes))], SHARE)
     return {"rate": rate.mean, **rate.bounds(), "comparisons": len(outcomes)}

@@ -32,6 +32,8 @@ def serve(
     """Compare champion and challenger (`names`) until Ctrl-C."""
     import uvicorn
 
+    from tasks.system.http_limits import LimitedProtocol
+
     host, port = address
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise UserError(f"The token has {len(token)} characters. Give at least {SHORTEST_TOKEN}, or leave it out.")
@@ -52,7 +54,7 @@ def serve(
     sender = threading.Thread(target=traces.follow, args=(journal.folder, cluster, stop), daemon=True)
     sender.start()
     _announce(host, port, token)
-    uvicorn.run(create_app(router), host=host, port=port, log_level="warning")
+    uvicorn.run(create_app(router), host=host, port=port, log_level="warning", http=LimitedProtocol)
     stop.set()
     sender.join(PATIENCE)  # the rest stays in the journal
 

@@ -27,7 +27,7 @@ class Served:
     version: str  # MODEL/VERSION
     role: str
     seconds: float | None = None
-    thumbs: dict[str, str] = field(default_factory=dict)  # each rater's last
+    thumbs: dict[str, str] = field(default_factory=dict)  # the last of each token, or rater
 
 
 class AnswerIndex:
@@ -78,7 +78,7 @@ class AnswerIndex:
             seconds: Any = event.parameters.get("seconds")
             self.answers[event.id] = Served(event.time, name, event.role, seconds)
         elif event.kind == "thumb" and event.answer in self.answers:
-            self.answers[event.answer].thumbs[event.rater] = event.value
+            self.answers[event.answer].thumbs[event.through or event.rater] = event.value
 
 
 def _figures(group: list[Served]) -> dict[str, Any]:

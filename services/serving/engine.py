@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.background import is_healthy
-from tasks.chat import model_folder
+from tasks.chat import load_prompt_tokens, model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.models import model_links
@@ -74,6 +74,7 @@ class Engine:
 
     def __init__(self, target: Target, folder: Path, memory_share: float) -> None:
         self.target, self.folder, self.running, self.stack = target, folder, 0, ExitStack()
+        self.words = 0  # parts of answers so far: whether it gets on with any
         self.files = self.stack.enter_context(model_links(folder))  # the model alone, whatever else lies in its folder
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
@@ -96,6 +97,7 @@ class Engine:
             if not self.is_alive or time.monotonic() > until or cancelled.wait(0.2):
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
                 raise UserError(f"The engine of {self.target.name} did not start. The end of {self.log}:\n{tail}")
+        self.prompts = load_prompt_tokens(self.folder)
 
     def stop(self) -> None:
         self.stack.close()

@@ -1,10 +1,11 @@
 """The gateway: an OpenAI-compatible endpoint in front of the engines that keeps answers and takes feedback by id."""
 
+import asyncio
 import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any
 
@@ -15,17 +16,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from services.serving.answer_index import AnswerIndex
-from services.serving.engine import Engine
 from services.serving.fleet import CHAMPION, Fleet, unavailable
 from services.serving.requests import ChatRequest, FeedbackRequest, read_body
-from services.serving.tokens import RateLimit, Tokens
-from tasks.feedback.events import Answer, Feedback, Messages
+from services.serving.tokens import RateLimit, Tokens, through
+from services.serving.upstream import ENDED, UPSTREAM, Chunks, ask, one_word, prompt_tokens
+from services.serving.watchdog import Watchdog
+from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
-
-UPSTREAM = httpx.Timeout(600, connect=10)  # seconds without a token: an engine may let requests wait in line
-ENDED = "ended during the answer"
-Sampling = dict[str, Any]  # the parameters of a request
-Chunks = AsyncGenerator[dict[str, Any], None]
 
 
 def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: RateLimit, most_tokens: int) -> FastAPI:
@@ -33,6 +30,7 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     client = httpx.AsyncClient(timeout=UPSTREAM, limits=limits, trust_env=False)
     index, started = AnswerIndex(journal.folder), int(time.time())
+    watchdog = Watchdog(lambda engine: one_word(engine, client))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -72,19 +70,22 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
     @app.post("/v1/chat/completions")
     async def complete(request: Request, name: Caller) -> Response:
         chat = await read_body(request, ChatRequest)
-        chunks = answer(fleet, client, journal, chat, name, chat.parameters(most_tokens))
-        first = await anext(chunks)
+        chunks = answer(fleet, client, watchdog, journal, chat, name, most_tokens)
+        first = await unless_gone(request, anext(chunks))
+        content = first if first is None or chat.stream else await unless_gone(request, whole_answer(first, chunks))
+        if first is None or content is None:
+            return Response(status_code=499)  # the client has gone
         headers = {"X-DPO-Answer-Id": first["id"]}
         if chat.stream:
             return StreamingResponse(as_events(first, chunks), media_type="text/event-stream", headers=headers)
-        if (content := await whole_answer(request, first, chunks)) is None:
-            return Response(status_code=499)  # the client has gone
         return JSONResponse(content, headers=headers)
 
     @app.post("/v1/feedback")
     async def give_feedback(request: Request, name: Caller) -> dict[str, str]:
         body = await read_body(request, FeedbackRequest)
-        vote = body.model_dump(include={"kind", "value", "other"})
+        if body.user != name and body.user in tokens.names:
+            raise HTTPException(403, f"{body.user} has a token, and votes with it.")
+        vote = body.model_dump(include={"kind", "value", "other"}) | {"through": through(name)}
         event = Feedback(id=uuid.uuid4().hex, time=time.time(), answer=body.answer_id, rater=body.user or name, **vote)
         for answer_id in filter(None, (event.answer, event.other)):
             if not await run_in_threadpool(index.knows, answer_id):
@@ -106,7 +107,13 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
 
 async def answer(
-    fleet: Fleet, client: httpx.AsyncClient, journal: FeedbackJournal, chat: ChatRequest, name: str, sampling: Sampling
+    fleet: Fleet,
+    client: httpx.AsyncClient,
+    watchdog: Watchdog,
+    journal: FeedbackJournal,
+    chat: ChatRequest,
+    name: str,
+    most_tokens: int,
 ) -> Chunks:
     """One answer in OpenAI's chunks. The last comes after the answer is in the journal, so that feedback finds it."""
     began, clock, text, last = time.time(), time.monotonic(), list[str](), None
@@ -114,15 +121,20 @@ async def answer(
     with fleet.lease(chat.model, chat.user) as (role, engine):
         target = engine.target
         identity = {"id": uuid.uuid4().hex, "model": target.name}
-        async with aclosing(ask(engine, client, messages, sampling)) as upstream:
-            async for chunk in upstream:
-                usage = chunk.get("usage") or usage
-                choice = (chunk["choices"] or [{}])[0]
-                text.append(choice.get("delta", {}).get("content") or "")
-                if choice.get("finish_reason"):
-                    last = chunk
-                elif choice:
-                    yield chunk | identity
+        sampling = chat.parameters(most_tokens, await prompt_tokens(engine, messages), engine.prompts.context)
+        try:
+            async with aclosing(ask(engine, client, messages, sampling)) as upstream:
+                async for chunk in upstream:
+                    usage = chunk.get("usage") or usage
+                    choice = (chunk["choices"] or [{}])[0]
+                    text.append(choice.get("delta", {}).get("content") or "")
+                    if choice.get("finish_reason"):
+                        last = chunk
+                    elif choice:
+                        yield chunk | identity
+        finally:
+            if last is None:  # the client has left, or the gateway gave up
+                watchdog.client_left(engine)
     if last is None:
         raise unavailable(target, ENDED)
     measured = {"seconds": round(time.monotonic() - clock, 3), "tokens": (usage or {}).get("completion_tokens")}
@@ -140,25 +152,6 @@ async def answer(
     )
     await run_in_threadpool(keep, journal, record)
     yield last | identity | {"usage": usage}
-
-
-async def ask(engine: Engine, client: httpx.AsyncClient, messages: Messages, sampling: Sampling) -> Chunks:
-    """The engine's own chunks. Closing this generator closes the connection, and the engine stops generating."""
-    address, body = f"{engine.address}/v1/chat/completions", engine.body(messages, sampling)
-    try:
-        async with client.stream("POST", address, json=body) as response:
-            if response.status_code >= 400:
-                reason = (await response.aread()).decode(errors="replace")[:500]
-                status = 400 if response.status_code < 500 else 502
-                raise HTTPException(status, f"The engine of {engine.target.name} refused the request: {reason}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise HTTPException(502, f"The engine of {engine.target.name} failed: {chunk['error']}")
-                    yield chunk
-    except (httpx.TransportError, ValueError) as error:
-        raise unavailable(engine.target, ENDED) from error
 
 
 def keep(journal: FeedbackJournal, record: Answer) -> None:
@@ -185,13 +178,27 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) -> dict[str, Any] | None:
-    """One chat completion of all chunks; None if the client disconnects."""
+async def unless_gone(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the work gives; it is cancelled, and this is None, as soon as the client disconnects."""
+    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else None
+    finally:
+        for task in (result, gone):
+            task.cancel()
+        await asyncio.gather(result, gone, return_exceptions=True)
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole_answer(first: dict[str, Any], chunks: Chunks) -> dict[str, Any]:
+    """One chat completion of all chunks."""
     text, last = [first["choices"][0]["delta"].get("content") or ""], first
     async for last in chunks:
-        if await request.is_disconnected():
-            await chunks.aclose()
-            return None
         text.append(last["choices"][0]["delta"].get("content") or "")
     finish = last["choices"][0].get("finish_reason")
     message = {"role": "assistant", "content": "".join(text)}
@@ -202,4 +209,5 @@ async def whole_answer(request: Request, first: dict[str, Any], chunks: Chunks) 
 
 def error_content(error: AnyHTTPException) -> dict[str, Any]:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return {"error": {"message": error.detail, "type": kind, "code": error.status_code}}
+    code = getattr(error, "code", error.status_code)
+    return {"error": {"message": error.detail, "type": kind, "code": code}}

@@ -9,11 +9,15 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.errors import problems
-from tasks.feedback.events import Id, Name, OtherId
+from tasks.feedback.events import Id, OtherId, User
 
 LARGEST_BODY = 2**20  # bytes
 Count = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound=BaseModel)
+
+
+class TooLong(HTTPException):
+    code = "context_length_exceeded"  # OpenAI's
 
 
 class Input(BaseModel):
@@ -50,15 +54,20 @@ class ChatRequest(Input):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}  # usage is always sent
     n: Literal[1] = 1
-    user: Name = ""
+    user: User = ""
 
-    def parameters(self, most_tokens: int) -> dict[str, Any]:
-        """The parameters of generation, all of them explicit."""
-        tokens = self.max_completion_tokens or self.max_tokens or most_tokens
-        if tokens > most_tokens:
-            raise HTTPException(400, f"max_tokens is {tokens}, and this server allows {most_tokens}.")
+    def parameters(self, most_tokens: int, prompt: int, context: int | None) -> dict[str, Any]:
+        """The parameters of generation, all of them explicit. `prompt` and `context` are numbers of tokens."""
+        asked = self.max_completion_tokens or self.max_tokens
+        if asked and asked > most_tokens:
+            raise HTTPException(400, f"max_tokens is {asked}, and this server allows {most_tokens}.")
+        room = most_tokens if context is None else context - prompt
+        if room < (asked or 1):
+            wanted = f" and max_tokens asks for {asked}" if asked else ""
+            raise TooLong(400, f"The messages have {prompt} tokens{wanted}, and the model's context {context}.")
         seed = {} if self.seed is None else {"seed": self.seed}
-        return {"max_tokens": tokens, "temperature": self.temperature, "top_p": self.top_p, **seed}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, **seed}
+        return {"max_tokens": asked or min(most_tokens, room), **sampling}
 
 
 class FeedbackRequest(Input):
@@ -66,7 +75,7 @@ class FeedbackRequest(Input):
     kind: Literal["thumb", "edit", "preference"]
     value: str
     other: OtherId = ""
-    user: Name = ""
+    user: User = ""
 
 
 async def read_body(request: Request, schema: type[T]) -> T:

@@ -15,6 +15,7 @@ from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.paths import ROOT, home
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
+from tasks.system.http_limits import LimitedProtocol
 from tasks.system.ports import http_address, require_free
 
 DRAIN = 30  # seconds that running answers get when the gateway ends
@@ -35,7 +36,14 @@ def serve(
             log = home() / ".scratch" / "serving" / "sender.log"
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
             with log.open("w") as output, processes.spawn(sender, home(), env, output):
-                uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=DRAIN)
+                uvicorn.run(
+                    app,
+                    host=host,
+                    port=port,
+                    log_level="warning",
+                    http=LimitedProtocol,
+                    timeout_graceful_shutdown=DRAIN,
+                )
     finally:
         fleet.close()
 

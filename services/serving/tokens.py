@@ -1,11 +1,12 @@
 """Bearer tokens of the gateway: who asks, and how often they may.
 
-`.services/tokens.json` holds {"NAME": "TOKEN"}, readable only by its owner; the first start makes a token. Edit it
-to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces
-the file, for containers.
+tokens.json in the checkout's private folder (tasks/private.py) holds {"NAME": "TOKEN"}; the first start makes a token.
+Edit it to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces the
+file, for containers.
 """
 
 import getpass
+import hashlib
 import hmac
 import json
 import os
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.system.files import write_text
+from tasks.feedback.events import person
+from tasks.system.keyring import create, private_file
 
 VARIABLE = "DPO_SERVE_TOKENS"
 SHORTEST = 16  # characters
@@ -24,21 +26,19 @@ SHORTEST = 16  # characters
 
 class Tokens:
     def __init__(self) -> None:
-        self.file: Path | None = None if VARIABLE in os.environ else home() / ".services" / "tokens.json"
+        self.file: Path | None = None if VARIABLE in os.environ else private_file("tokens.json", home())
         self.origin = str(self.file or VARIABLE)  # for messages
         if self.file and not self.file.exists():
-            self.file.parent.mkdir(mode=0o700, exist_ok=True)
-            content = json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2)
-            write_text(self.file, f"{content}\n", mode=0o600)
+            create(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")
         self.names = self._read()
 
     def owner(self, authorization: str) -> str | None:
         """The name behind an Authorization header; every token is compared, so that timing tells nothing."""
+        scheme, _, token = authorization.partition(" ")
         with suppress(UserError):  # a mistake in the file locks nobody out
             self.names = self._read()
-        sent = authorization.removeprefix("Bearer ").encode()
-        owners = [name for name, token in self.names.items() if hmac.compare_digest(token.encode(), sent)]
-        return owners[0] if owners else None
+        owners = [name for name, known in self.names.items() if hmac.compare_digest(known.encode(), token.encode())]
+        return owners[0] if owners and scheme.lower() == "bearer" else None
 
     def _read(self) -> dict[str, str]:
         try:
@@ -49,7 +49,7 @@ class Tokens:
                 names = {name: token for name, _, token in pairs}
         except (OSError, ValueError, AttributeError):
             names = {}
-        if not names or any(not name or len(token) < SHORTEST for name, token in names.items()):
+        if not names or any(not _is_person(name) or len(token) < SHORTEST for name, token in names.items()):
             form = '{"NAME": "TOKEN"}' if self.file else "NAME:TOKEN,NAME:TOKEN"
             raise UserError(
                 f"{self.origin} must have the form {form}, with tokens of at least {SHORTEST} characters "
@@ -57,6 +57,18 @@ class Tokens:
                 + (", or delete it: the next start makes a new one." if self.file else ", or unset it.")
             )
         return names
+
+
+def _is_person(name: str) -> bool:
+    try:
+        return bool(name) and person(name) == name
+    except ValueError:
+        return False
+
+
+def through(name: str) -> str:
+    """What feedback keeps of its token, since votes count once for each: a hash, because the name is a person's."""
+    return hashlib.sha256(f"token of {name}".encode()).hexdigest()[:16]
 
 
 class RateLimit:

@@ -6,9 +6,11 @@ The lists are `access` in infra/cluster.yaml and in the site overlay; recipes an
 import errno
 import ipaddress
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from tasks.config.addresses import local_path
 from tasks.config.cluster import Access, load_cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 PORTS = {"http": 80, "https": 443}
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-# Cloud metadata services on public addresses (Azure, Oracle). All others are link-local or private.
-METADATA = {ipaddress.ip_address("168.63.129.16"), ipaddress.ip_address("192.0.0.192")}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all of IPv6 that IANA has assigned to anybody
+ISATAP = (0x00005EFE, 0x02005EFE)  # an interface's identifier with an IPv4 address behind it
+# Not reachable for everybody, and still global in the tables of some versions of Python; Azure's metadata service.
+REFUSED = ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20", "168.63.129.16/32")
 
 
 def configured() -> Access:
@@ -37,6 +41,18 @@ def check(params: "Params") -> None:
             check_endpoint(endpoint, access)
     if params.promote.push:
         check_push(params.promote.push, access)
+    for address in _late_paths(params):
+        local_path(address)
+
+
+def _late_paths(params: "Params") -> Iterator[str]:
+    """What is read only after hours; the stage `source` checks its own addresses."""
+    yield from (section.resume_from_checkpoint for section in (params.sft, params.train) if section)
+    if params.evaluate.harness and params.evaluate.harness.folder:
+        yield params.evaluate.harness.folder
+    for judge in (params.evaluate.reward_model, params.sample and params.sample.reward_model):
+        if judge and not judge.model.startswith("hub:"):
+            yield judge.model
 
 
 def check_endpoint(endpoint: "Endpoint", access: Access) -> None:
@@ -102,15 +118,33 @@ async def guarded_client(networks: list[str], **options: Any) -> Any:
 
 
 def may_connect(host: str, networks: list[str]) -> bool:
-    address = _unwrapped(ipaddress.ip_address(host.partition("%")[0]))
+    """Whether packets to this address stay within the public Internet and the operator's networks."""
+    address = _translated(ipaddress.ip_address(host.partition("%")[0]))
     if any(address in ipaddress.ip_network(network) for network in networks):
         return True
-    return address.is_global and not address.is_multicast and address not in METADATA
+    return all(_is_public(one) for one in (address, *_tunneled(address)))
 
 
-def _unwrapped(address: Address) -> Address:
-    """The IPv4 address inside an IPv6 one: the packets' destination."""
+def _is_public(address: Address) -> bool:
+    is_assigned = isinstance(address, ipaddress.IPv4Address) or address in GLOBAL_UNICAST
+    is_refused = address.is_multicast or any(address in ipaddress.ip_network(network) for network in REFUSED)
+    return is_assigned and address.is_global and not is_refused
+
+
+def _translated(address: Address) -> Address:
+    """The IPv4 address to which this machine or a NAT64 gateway sends the packets instead.
+
+    Of the other prefixes with an IPv4 address inside (compatible, NAT64 of one site) none is public.
+    """
     if isinstance(address, ipaddress.IPv4Address):
         return address
-    inside = address.ipv4_mapped or address.sixtofour
-    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else inside or address
+    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else address.ipv4_mapped or address
+
+
+def _tunneled(address: Address) -> list[Address]:
+    """The IPv4 addresses to which a tunnel (6to4, Teredo, ISATAP) takes the packets of an IPv6 address."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    behind = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    is_isatap = int(address) >> 32 & 0xFFFFFFFF in ISATAP
+    return [*filter(None, (address.sixtofour,)), *(address.teredo or ()), *([behind] if is_isatap else [])]

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tasks.config.addresses import permitted
 from tasks.config.paths import home
 from tasks.config.strict import Count, Layer, Positive, Section, Value, changed, merge, read_yaml, section, validate
 from tasks.errors import UserError
@@ -27,6 +28,11 @@ RECIPE, OVERRIDES = Path("infra/recipe.yaml"), Path("infra/overrides.yaml")  # i
 SITE = "DPO_CLUSTER"
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 PROTOCOLS = ["file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"]
+OF_THIS_MACHINE = {  # of fsspec: they read local files, too, past the checks of tasks/config/addresses.py
+    *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "dvc", "filecache"),
+    *("generic", "git", "jlab", "jupyter", "libarchive", "local", "memory", "pyscript", "reference", "simplecache"),
+    *("tar", "zip"),
+}
 Resources = dict[Annotated[str, Field(pattern=r"^[a-zA-Z]\w*$")], Positive]
 
 
@@ -55,6 +61,8 @@ class Access(Section):
     push: list[Annotated[str, Field(pattern=r"^\w+://\S+$")]] = Field(default=[])
 
     def check(self) -> None:
+        for protocol in OF_THIS_MACHINE.intersection(self.protocols):
+            raise ValueError(f"protocols: `{protocol}` reads files of this machine. Use `file` for them")
         for network in self.networks:
             try:
                 ipaddress.ip_network(network)
@@ -188,4 +196,4 @@ def site_overlay() -> dict[str, Any]:
         return {}
     if not (path := home() / name).is_file():
         raise UserError(f"{SITE} names {path}, which does not exist. Correct the path, or unset {SITE}.")
-    return read_yaml(path)
+    return read_yaml(permitted(path))

@@ -2,7 +2,8 @@
 
 # prepare.format: the keys of SHAPES in tasks/dataset/rows/row_shapes.py.
 ROW_FORMATS = (
-    *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "unpaired"),
+    *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "tree"),
+    "unpaired",
 )
 # prepare.columns
 COLUMNS = (
@@ -29,7 +30,7 @@ REJECT_REASONS = (
     *("wrong_role", "turn_order", "no_shared_prompt", "empty_prompt", "empty_answer", "equal_answers", "absurd_length"),
     *("unsupported_part", "template_refused", "template_drops", "template_rewrites", "nothing_left"),
     *("contradiction", "prompt_in_eval", "id_not_unique"),
-    *("duplicate", "near_duplicate", "over_length", "tie", "small_margin", "excluded", "not_sampled"),
+    *("duplicate", "near_duplicate", "over_length", "tie", "no_comparison", "small_margin", "excluded", "not_sampled"),
 )
 # evaluate.harness.tasks: names for several tasks of lm-evaluation-harness.
 HARNESS_PRESETS = {

@@ -74,7 +74,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Restore it with `git checkout -- {path}`.") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {str(error).replace(chr(10), ' ')}. Correct that line.") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or type(error).__name__
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise UserError(f"{path} is not valid YAML ({where}{problem}). Correct that line.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a mapping of sections, not {type(content).__name__}.")
     return content

@@ -7,8 +7,8 @@ from typing import Any
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Evaluate
 from tasks.evaluation import health, judges
-from tasks.evaluation.bootstrap import mean_interval
 from tasks.evaluation.held_out import PairRow
+from tasks.evaluation.intervals import mean_interval
 from tasks.evaluation.win_rate import win_rate
 from training.evaluation.samples import Answer
 
@@ -57,13 +57,11 @@ def compare_answers(
     metrics: dict[str, Any] = {
         "samples": {"base": before, "policy": after},
         "health": health.drift(before, after),
-        "intervals": {
-            f"samples/policy/{name}": _interval(policy, name, texts, params.seed) for name in judged_metrics(policy)
-        },
+        "intervals": {f"samples/policy/{name}": _interval(policy, name, texts) for name in judged_metrics(policy)},
     }
     if outcomes is not None:
         longer = [float(b["tokens"] - a["tokens"]) for a, b in zip(base, policy, strict=True)]
-        metrics["win_rate"] = win_rate(outcomes, texts, longer, params.seed)
+        metrics["win_rate"] = win_rate(outcomes, texts, longer)
     lines = [
         {"id": row["id"], "prompt": row["prompt"], "base": a, "policy": b}
         for row, a, b in zip(prompts, base, policy, strict=True)
@@ -78,7 +76,7 @@ def judged_metrics(answers: Sequence[Record]) -> list[str]:
     return [name for name in answers[0] if name not in NOT_JUDGED]
 
 
-def _interval(answers: Sequence[Record], name: str, prompts: Sequence[str], seed: int) -> dict[str, float]:
+def _interval(answers: Sequence[Record], name: str, prompts: Sequence[str]) -> dict[str, float]:
     values = [answer[name] for answer in answers]
     limits = (0.0, 1.0) if isinstance(values[0], bool) else None
-    return mean_interval([float(value) for value in values], prompts, seed, limits).bounds()
+    return mean_interval([float(value) for value in values], prompts, limits).bounds()

@@ -78,7 +78,7 @@ def _compare(
         held_out = add_reference(workers, params, held_out, theirs.manifest)
         old = reevaluate(workers, params, theirs.weights(), held_out, theirs.manifest)
     paired = pair_up(params.evaluate, new, old)
-    return ChampionRegression(summarize(params.evaluate, paired), len(held_out.pairs), trained_on, paired=paired)
+    return ChampionRegression(summarize(paired), len(held_out.pairs), trained_on, paired=paired)
 
 
 def _fetch_pairs(model_registry: Registry, champion: Version, name: str) -> Path:

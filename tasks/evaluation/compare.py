@@ -20,7 +20,7 @@ from tasks.config.params import Evaluate, load_cluster, load_params
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.evaluation.answers import judged_metrics
-from tasks.evaluation.bootstrap import mean_interval
+from tasks.evaluation.intervals import mean_interval
 from tasks.evaluation.judges import outcomes
 from tasks.evaluation.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.evaluation.sharding import evaluator_pool
@@ -49,9 +49,9 @@ class Paired:
         return numpy.asarray(sums / numpy.bincount(group))
 
 
-def summarize(params: Evaluate, paired: dict[str, Paired]) -> Comparison:
+def summarize(paired: dict[str, Paired]) -> Comparison:
     """By metric: both means over the shared prompts or pairs, the difference (ours - theirs) and its interval."""
-    return {name: _summary(values, params.seed) for name, values in paired.items()}
+    return {name: _summary(values) for name, values in paired.items()}
 
 
 def pair_up(params: Evaluate, ours: ModelResults, theirs: ModelResults) -> dict[str, Paired]:
@@ -92,10 +92,10 @@ def _pair_up_answers(
     return paired
 
 
-def _summary(paired: Paired, seed: int) -> dict[str, float]:
+def _summary(paired: Paired) -> dict[str, float]:
     limits = None if paired.reach is None else (-paired.reach, paired.reach)
     differences = [ours - theirs for ours, theirs in zip(paired.ours, paired.theirs, strict=True)]
-    interval = mean_interval(differences, paired.prompts, seed, limits)
+    interval = mean_interval(differences, paired.prompts, limits)
     means = {"ours": round(fmean(paired.ours), 6), "theirs": round(fmean(paired.theirs), 6)}
     counts = {"count": len(differences), "prompts": len(set(paired.prompts))}
     return {**means, "difference": interval.mean, **interval.bounds(), **counts}
@@ -212,7 +212,7 @@ def print_comparison(name: str, first: str | None = None) -> None:
     ours, theirs = _beside(ours, theirs), _beside(theirs, ours)
     compared = read_results(ours.results, ours.answers_of), _results_for(ours, theirs)
     params = load_params().evaluate.model_copy(update=ours.manifest["params"]["evaluate"])
-    comparison = summarize(params, pair_up(params, *compared))
+    comparison = summarize(pair_up(params, *compared))
     if not comparison:
         with_base = "base" in (ours.answers_of, theirs.answers_of)
         needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if with_base else ""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy
 from numpy.typing import NDArray
 
-from tasks.evaluation.bootstrap import DIGITS, Interval, interval, mean_interval, widened
+from tasks.evaluation.intervals import DIGITS, Interval, interval, mean_interval
 from training.evaluation.samples import PairValues
 
 K = TypeVar("K", int, str)
@@ -22,7 +22,7 @@ LIMITS = {"rewards/accuracies": (0.0, 1.0), "rewards/auc": (0.0, 1.0)}
 WITH_TEXTS = 50  # the first pairs of pairs.jsonl have texts whatever their margin
 
 
-def held_out(values: Sequence[PairValues], rows: Sequence[PairRow], seed: int) -> dict[str, Any]:
+def held_out(values: Sequence[PairValues], rows: Sequence[PairRow]) -> dict[str, Any]:
     """The parts of evaluate.json that need the values of each pair, not only their means."""
     prompts = [row["prompt"] for row in rows]
     columns = {
@@ -30,9 +30,9 @@ def held_out(values: Sequence[PairValues], rows: Sequence[PairRow], seed: int) -
         "rewards/margins": [value.margin for value in values],
         "kl": [value.kl for value in values],
     }
-    between = unpaired_intervals(values, prompts, seed) if any(value.sign for value in values) else {}
+    between = unpaired_intervals(values, prompts) if any(value.sign for value in values) else {}
     intervals = {
-        name: mean_interval(column, prompts, seed, LIMITS.get(name))
+        name: mean_interval(column, prompts, LIMITS.get(name))
         for name, column in columns.items()
         if name not in between
     }
@@ -76,7 +76,7 @@ def length_bias(values: Sequence[PairValues]) -> dict[str, float]:
     return {**bias, "correlation": _correlation(lengths, [value.margin for value in values])}
 
 
-def unpaired_intervals(values: Sequence[PairValues], prompts: Sequence[str], seed: int) -> dict[str, Interval]:
+def unpaired_intervals(values: Sequence[PairValues], prompts: Sequence[str]) -> dict[str, Interval]:
     """Of unpaired rows, with intervals over prompts: accuracy, in which both labels count the same; the reward margin
     between the labels; and the AUC, the share of desirable and undesirable answers that the rewards order rightly.
     Without rows of both labels, nothing.
@@ -101,8 +101,9 @@ def unpaired_intervals(values: Sequence[PairValues], prompts: Sequence[str], see
         return float((first + second) / 2 if name == "rewards/accuracies" else first - second)
 
     names = ("rewards/accuracies", "rewards/margins", "rewards/auc")
+    rarer = min(len(numpy.unique(group[sign > 0])), len(numpy.unique(group[sign < 0])))
     count = int(group.max()) + 1
-    return {name: widened(interval(partial(statistic, name), count, seed), count, LIMITS.get(name)) for name in names}
+    return {name: interval(partial(statistic, name), count, LIMITS.get(name), 2 * rarer) for name in names}
 
 
 def _own_reward(value: PairValues) -> float:

@@ -5,16 +5,14 @@ from typing import Any
 
 import numpy
 
-from tasks.evaluation.bootstrap import DIGITS, Interval, interval, mean_interval
+from tasks.evaluation.intervals import Interval, interval, mean_interval
 
 RIDGE = 1e-3  # keeps the fit finite where length alone separates wins from losses
 ITERATIONS = 15
 SHARE = (0.0, 1.0)
 
 
-def win_rate(
-    outcomes: Sequence[float | None], prompts: Sequence[str], lengths: Sequence[float], seed: int
-) -> dict[str, Any]:
+def win_rate(outcomes: Sequence[float | None], prompts: Sequence[str], lengths: Sequence[float]) -> dict[str, Any]:
     """`lengths` holds the length of the second answer minus that of the first."""
     judged = [number for number, outcome in enumerate(outcomes) if outcome is not None]
     counts = {"wins": outcomes.count(1.0), "ties": outcomes.count(0.5), "losses": outcomes.count(0.0)}
@@ -22,19 +20,19 @@ def win_rate(
     if not judged:
         return counts
     values = numpy.array([float(outcomes[number] or 0.0) for number in judged])
-    rate = mean_interval(list(values), [prompts[number] for number in judged], seed, SHARE)
-    controlled = length_controlled(values, numpy.array([lengths[number] for number in judged]), seed)
+    rate = mean_interval(list(values), [prompts[number] for number in judged], SHARE)
+    controlled = length_controlled(values, numpy.array([lengths[number] for number in judged]))
     by_length = {"rate": controlled.mean, **controlled.bounds()}
     return {"rate": rate.mean, **rate.bounds(), **counts, "length_controlled": by_length}
 
 
-def length_controlled(outcomes: numpy.ndarray, lengths: numpy.ndarray, seed: int) -> Interval:
+def length_controlled(outcomes: numpy.ndarray, lengths: numpy.ndarray) -> Interval:
     """The win rate that a logistic fit predicts for answers of equal length (as in AlpacaEval 2)."""
     scale = lengths.std()
     if scale == 0 or (outcomes == outcomes[0]).all():
-        return mean_interval(list(outcomes), [str(number) for number in range(len(outcomes))], seed, SHARE)
+        return mean_interval(list(outcomes), [str(number) for number in range(len(outcomes))], SHARE)
     scaled = numpy.tanh(lengths / scale)
-    return interval(lambda index: _at_equal_length(outcomes[index], scaled[index]), len(outcomes), seed)
+    return interval(lambda index: _at_equal_length(outcomes[index], scaled[index]), len(outcomes), SHARE)
 
 
 def _at_equal_length(outcomes: numpy.ndarray, lengths: numpy.ndarray) -> float:
@@ -50,4 +48,4 @@ def _at_equal_length(outcomes: numpy.ndarray, lengths: numpy.ndarray) -> float:
         weights += step
         if numpy.abs(step).max() < 1e-9:
             break
-    return round(float(1 / (1 + numpy.exp(-weights[0]))), DIGITS)
+    return float(1 / (1 + numpy.exp(-weights[0])))

@@ -1,7 +1,9 @@
 """Events of serving: an answer of a model, and a person's feedback on it. Plain data, checked before it is kept."""
 
+import re
+import unicodedata
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -11,7 +13,12 @@ SPEAKERS = ("system", "user", "assistant", "tool")
 PREFERENCES = ("first", "second", "tie", "both_bad", "withdrawn")  # a rater's last one on two answers counts
 VALUES = {"thumb": ("up", "down"), "edit": (), "preference": PREFERENCES}
 LONGEST_PROMPT = 1_000_000  # characters
+LONGEST_NAME = 250  # MLflow takes no more characters of a rater's name
 NO_NULL = r"^[^\x00]*$"  # Postgres stores no null character
+# Printable to Python, and yet without a shape: two names that differ in these look the same.
+SHAPELESS = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 CONFIG = ConfigDict(strict=True, allow_inf_nan=False, revalidate_instances="always", defer_build=True)
 
 
@@ -23,9 +30,27 @@ def _check_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return messages
 
 
+def person(name: str) -> str:
+    """A name as it is kept. ValueError for one that could pass for another's, or for several in a list of lines."""
+    name = unicodedata.normalize("NFC", name)
+    if not name.isprintable() or SHAPELESS.search(name):
+        raise ValueError("a name has printable characters alone: no line breaks, control, bidi or invisible ones")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"a name has at most {LONGEST_NAME} characters")
+    return " ".join(name.split())
+
+
+def _named(name: str) -> str:
+    if not name:
+        raise ValueError("a rater's name is missing")
+    return name
+
+
 Id = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # uuid4().hex
 Time = Annotated[float, Field(gt=0, lt=1e11)]  # seconds since the epoch; MLflow keeps milliseconds
-Name = Annotated[str, Field(max_length=250, pattern=NO_NULL)]  # MLflow takes 250 characters of a rater's name
+Name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=NO_NULL)]
+User = Annotated[str, AfterValidator(person)]  # "" if unknown
+Rater = Annotated[User, AfterValidator(_named)]
 Role = Annotated[str, Field(pattern="^(champion|challenger|sample)$")]
 OtherId = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 Text = Annotated[str, Field(max_length=200_000, pattern=NO_NULL)]
@@ -46,7 +71,7 @@ class Answer:
     version: Name  # "" for a model folder that is not registered
     run: Name  # the pipeline run that made it, "" if unknown
     role: Role
-    user: Name  # who asked, "" if unknown
+    user: User  # who asked, "" if unknown
     parameters: dict[str, JsonValue]
 
 
@@ -58,25 +83,28 @@ class Feedback:
     id: Id
     time: Time
     answer: Id
-    rater: Annotated[str, Field(max_length=250, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]  # not blank
+    rater: Rater
     kind: Literal["thumb", "edit", "preference"]
     value: Text  # edit: the corrected text
     other: OtherId = ""  # preference: the second answer; `answer` is the first
+    through: Annotated[str, Field(pattern="^([0-9a-f]{16})?$")] = ""  # hash of the gateway's token
 
 
 Event = Answer | Feedback
+E = TypeVar("E", Answer, Feedback, Event)
 KINDS: dict[str, type[Event]] = {"answer": Answer, "feedback": Feedback}
 ADAPTERS: dict[type[Event], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in KINDS.values()}
 
 
-def check(event: Event) -> None:
-    """ValueError for an event that cannot be kept: the sender and MLflow take whatever passes here."""
+def check(event: E) -> E:
+    """The event as it is kept. ValueError for one that cannot be: the sender and MLflow take whatever passes here."""
     try:
-        ADAPTERS[type(event)].validate_python(event)
+        checked: E = ADAPTERS[type(event)].validate_python(event)
     except ValidationError as error:
         raise ValueError(problems(error.errors())) from None
-    if isinstance(event, Feedback):
-        _check_value(event)
+    if isinstance(checked, Feedback):
+        _check_value(checked)
+    return checked
 
 
 def _check_value(feedback: Feedback) -> None:
@@ -98,6 +126,4 @@ def to_json(event: Event) -> dict[str, Any]:
 def from_json(content: dict[str, Any]) -> Event:
     """ValueError, TypeError or KeyError for what `to_json` has not written."""
     fields = dict(content)
-    event = KINDS[fields.pop("event")](**fields)
-    check(event)
-    return event
+    return check(KINDS[fields.pop("event")](**fields))

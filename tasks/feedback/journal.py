@@ -37,8 +37,7 @@ class FeedbackJournal:
 
     def append(self, event: Event) -> None:
         """Write an event and sync it to disk. ValueError for an invalid event."""
-        check(event)
-        content = to_json(_without_secrets(event))
+        content = to_json(_without_secrets(check(event)))
         line = json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
             if self._file is None or self._file.tell() >= LARGEST_FILE:

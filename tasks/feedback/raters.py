@@ -45,9 +45,18 @@ def same_answers(answers: Mapping[str, Answer]) -> dict[str, str]:
 
 def merge_equal(feedback: Iterable[Feedback], ids: Mapping[str, str]) -> list[Feedback]:
     """Feedback under the ids of `same_answers`; not on answers that are gone, nor votes between equal answers."""
-    known = (vote for vote in feedback if {vote.answer, vote.other} - {""} <= ids.keys())
+    known = (vote for vote in one_per_token(feedback) if {vote.answer, vote.other} - {""} <= ids.keys())
     named = (replace(vote, answer=ids[vote.answer], other=ids.get(vote.other, "")) for vote in known)
     return [vote for vote in named if vote.answer != vote.other]
+
+
+def one_per_token(feedback: Iterable[Feedback]) -> list[Feedback]:
+    """The last vote of each token of the gateway on an answer, or on two: who its users are is the application's word.
+
+    An answer was given to one of them. Votes of the arena, whose raters log in there, are all kept.
+    """
+    ordered = sorted(feedback, key=lambda vote: (vote.time, vote.id))
+    return list({(vote.through or vote.id, vote.kind, _pair(vote)): vote for vote in ordered}.values())
 
 
 def last_votes(feedback: Iterable[Feedback], kind: str) -> list[Feedback]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
-from tasks.feedback.events import Answer, Event, Feedback, check, from_json, to_json
+from tasks.feedback.events import Answer, E, Event, Feedback, check, from_json, to_json
 from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events, stored_events
 from tasks.redact import redact
 from tasks.system import disk
@@ -252,7 +252,7 @@ def _assessment(feedback: Feedback) -> Any:
         value=feedback.value,
         source=AssessmentSource("HUMAN", feedback.rater),
         trace_id=TRACE + feedback.answer,
-        metadata={"dpo.feedback": feedback.id, "dpo.other": feedback.other},
+        metadata={"dpo.feedback": feedback.id, "dpo.other": feedback.other, "dpo.through": feedback.through},
         create_time_ms=moment,
         last_update_time_ms=moment,
     )
@@ -291,12 +291,12 @@ def has_answer(cluster: Cluster, answer: str) -> bool:
 
 
 def _answer(trace: Any) -> Answer | None:
-    """None for a trace that another tool made, or whose texts are on their way."""
+    """None for a trace that another tool made or changed, or whose texts are on their way."""
     tags = trace.info.tags
     if "dpo.answer" not in tags or not trace.data.spans:
         return None
     span = trace.data.spans[0]
-    return Answer(
+    answer = Answer(
         id=tags["dpo.answer"],
         time=trace.info.request_time / 1000,
         messages=span.inputs["messages"],
@@ -304,6 +304,7 @@ def _answer(trace: Any) -> Answer | None:
         parameters=span.get_attribute("dpo.parameters") or {},
         **{name: tags.get(f"dpo.{name}", "") for name in TAGS},
     )
+    return _checked(answer)
 
 
 def _feedback(assessment: Any) -> Feedback | None:
@@ -319,12 +320,16 @@ def _feedback(assessment: Any) -> Feedback | None:
         kind=assessment.name,
         value=assessment.feedback.value,
         other=metadata.get("dpo.other", ""),
+        through=metadata.get("dpo.through", ""),
     )
+    return _checked(feedback)
+
+
+def _checked(event: E) -> E | None:
     try:
-        check(feedback)
+        return check(event)
     except ValueError:
         return None
-    return feedback
 
 
 def _experiments(store: _Store) -> list[Any]:

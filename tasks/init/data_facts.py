@@ -2,9 +2,10 @@
 
 import os
 import re
+import shutil
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,14 +71,14 @@ class DataFacts:
         return float(total[kept].mean()) if kept.any() else 0.0
 
 
-def examine_data(params: Params, template: ChatTemplate) -> DataFacts:
+def examine_data(params: Params, template: ChatTemplate, called: Mapping[str, str]) -> DataFacts:
     unlimited = {"max_tokens": NO_LIMIT, "over_length": "drop", "max_pairs": SAMPLE}
     held_out = {"eval_fraction": 0.2} if params.prepare.eval_fraction else {}  # few rows need a large share
     options = params.prepare.model_copy(update=unlimited | held_out)
     shards = Path("shards")
     with _scratch_workspace():
         RAW.mkdir(parents=True)
-        raw = source.fetch_data(params.source, RAW)
+        raw = source.fetch_data(params.source, RAW, called)
         done = prepare.process(raw, template, options, shards, Path("quarantine.jsonl"))
         sample = next(rows for result in done.results if (rows := _prompts(shards, result.number)))
     columns, kept = done.columns, done.kept
@@ -102,6 +103,7 @@ def _scratch_workspace() -> Iterator[None]:
     with TemporaryDirectory(prefix="init-", dir=ROOT / ".scratch") as folder, chdir(folder):
         Path("infra").mkdir()
         Path("infra/cluster.yaml").write_text("{}\n")
+        shutil.copyfile(ROOT / "params.yaml", "params.yaml")  # which names the registered model of `run:champion`
         os.environ["DPO_HOME"] = str(ROOT)
         try:
             yield

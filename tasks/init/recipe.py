@@ -10,38 +10,47 @@ from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
 from tasks.config.strict import to_yaml
+from tasks.dataset import unpaired
 from tasks.dataset.reading.fetch import source_name
 from tasks.dataset.rows.reject_reasons import REJECT_REASONS
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
+from tasks.init.data_facts import DataFacts
 from tasks.init.facts import Facts, examine
 from tasks.init.machine import GIB
 from tasks.init.times import measured_speed, run_seconds, short_trial
-from tasks.models import HUB
-from tasks.source import check_addresses, model_folder
+from tasks.models import HUB, REGISTRY
+from tasks.source import DATA_KEY, MODEL_KEY, check_addresses, model_folder
 from tasks.system.files import write_text
 
 NAME = re.compile(r"\w[\w.-]*")
+ARGUMENTS = {DATA_KEY: "DATA", MODEL_KEY: "MODEL"}  # of the command, as its --help and its errors call them
 LONG = 30 * 60.0  # seconds; before a longer run, a short trial is worth its time
 
 
 def init(data: str, model: str, name: str | None, full: bool, overrides: dict[str, Any], force: bool) -> None:
     if "demo" in (data, model):
         raise UserError("The demo has a recipe of its own: `dpo run --recipe demo`.")
+    if model.startswith(REGISTRY):
+        raise UserError(
+            f"MODEL: `dpo init` examines the files of a model, and {model} may be another one tomorrow. Name the model "
+            f"that it was trained from, and add `--set source.model={model}`."
+        )
     data, model = _from_checkout(data), _from_checkout(model)
     name = name or f"{source_name(data)}-{source_name(model)}".lower()
     path = _recipe_path(name, force)
     params = _params(data, model, overrides)
-    check_addresses(params.source, params.prepare.template)
-    facts = examine(params, model_folder(model, params.prepare.template))
+    check_addresses(params.source, params.prepare.template, ARGUMENTS)
+    folder = model_folder(model, params.prepare.template, key=ARGUMENTS[MODEL_KEY])
+    facts = examine(params, folder, ARGUMENTS)
     with adapters.errors_of("train"):
         plan = choose((data, model), name, facts, full, overrides)
-    adapters.check(facts.model.folder, plan.params)
+    adapters.check(folder, plan.params)
     options = " --full" if full else ""
     options += "".join(f" --set {shlex.quote(f'{key}={to_yaml(value)}')}" for key, value in overrides.items())
     write_text(path, render(plan.choices, f"dpo init {data} {model}{options}", name))
     _show(facts, plan.params.prepare.max_tokens)
-    if adapter := adapters.describe(facts.model.folder, "train", plan.params.train):
+    if adapter := adapters.describe(folder, "train", plan.params.train):
         print(f"Adapter  {adapter}")
     _show_next(plan, facts, name)
 
@@ -107,6 +116,8 @@ def _show(facts: Facts, max_tokens: int) -> None:
 
 def _show_next(plan: Plan, facts: Facts, name: str) -> None:
     print(f"\nWrote flows/recipes/{name}.yaml, with a reason for each value.")
+    if not facts.model.has_template:
+        print(_base_model_note(plan.params, facts.data))
     workers = plan.cluster.actor_train.num_workers
     needs = f"{plan.memory / GIB:.1f} GiB on each of {workers} training workers"
     if not plan.fits:
@@ -119,6 +130,24 @@ def _show_next(plan: Plan, facts: Facts, name: str) -> None:
     if seconds > LONG and options:
         command, shorter = f"dpo run --recipe {name}{options}", run_seconds(trial.params, trial.cluster, facts, speed)
         print(f"A short trial first, to see that everything works: `{command}` (about {_in_words(shorter)}).")
+
+
+def _base_model_note(params: Params, data: DataFacts) -> str:
+    """What a model without a chat template needs, and what the recipe does about it."""
+    base = "The model has no chat template: it is a base model, which continues text and has not learnt to answer."
+    answers = "desirable" if data.shape == unpaired.SHAPE else "chosen"
+    if params.sft is None:
+        return (
+            f"warning: {base} The recipe has no stage `sft`, so DPO starts from a model that does not answer. Leave "
+            f"out `--set sft=null`, and the run fine-tunes it on the {answers} answers first (docs/sft.md)."
+        )
+    learns = f"the {answers} answers" if params.source.sft is None else f"the answers of {params.source.sft}"
+    return (
+        f"{base} The run therefore begins with supervised fine-tuning on {learns} (`sft` in the recipe, docs/sft.md), "
+        "and DPO continues from its result. For demonstrations of your own add `--set source.sft=FILE --set "
+        f"sft.learning_rate={to_yaml(params.sft.learning_rate)}`; if the model has learnt to answer, `--set sft=null` "
+        "leaves the stage out."
+    )
 
 
 def _in_words(seconds: float) -> str:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tasks.config.params import Promote
-from tasks.evaluation.bootstrap import prompts_needed
+from tasks.evaluation.intervals import prompts_needed
 from tasks.tracking.journal import flatten_metrics
 
 PROMPT_METRICS = ("samples/", "win_rate", "kl/answers", "health/")  # the others are measured on pairs

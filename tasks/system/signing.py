@@ -1,27 +1,30 @@
 """The operator's signing key. It signs exports (Ed25519) and checkpoints (HMAC-SHA256).
 
 Anyone who can write a file and its manifest can make the two agree; a signature needs the key. The key is 32
-random bytes as 64 hexadecimal digits: the value of DPO_SIGNING_KEY, a file that DPO_SIGNING_KEY names, or
-.services/signing.key of the main checkout, created at first use, readable by its user alone. The keys of exports and
-of checkpoints are both derived from it; workers get only the latter.
+random bytes as 64 hexadecimal digits: the value of DPO_SIGNING_KEY, a file that DPO_SIGNING_KEY names, or signing.key
+in the user's folder (tasks/private.py), created at first use. A checkout that had another key keeps it, in a folder of
+its own, and what a key of that folder signed is accepted by all checkouts of the user. The keys of exports and of
+checkpoints are both derived from the key; workers get only the latter.
 """
 
 import hashlib
 import hmac
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.system.files import sync, temporary
+from tasks.private import checkout_folder, private_files, user_folder
+from tasks.system import keyring
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 VARIABLE = "DPO_SIGNING_KEY"
+NAME = "signing.key"
 TRUSTED = "DPO_TRUSTED_KEYS"  # public keys whose exports are accepted, too, separated by commas
 PURPOSE = b"dpo export manifest\n"  # a signature of anything else is not valid for a manifest
 
@@ -31,9 +34,13 @@ def checkpoint_key() -> bytes:
 
 
 def public_key() -> str:
+    return _public(_private())
+
+
+def _public(private: "Ed25519PrivateKey") -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-    return _private().public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+    return private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
 
 def sign(content: bytes) -> str:
@@ -53,7 +60,7 @@ def signature_problem(content: bytes, line: str) -> str | None:
     except (ValueError, AssertionError):
         return "its signature is not a line `ed25519 KEY SIGNATURE`"
     trusted = [key.strip().lower() for key in os.environ.get(TRUSTED, "").split(",")]
-    if public not in (*trusted, public_key()):
+    if public not in (*trusted, public_key(), *_other_keys()):
         return (
             f"it is signed by key {public[:16]}, and this project's key is {public_key()[:16]} "
             f"({_key_file() or VARIABLE}). Use the same key ({VARIABLE}), or add the public key to {TRUSTED} if you "
@@ -66,18 +73,26 @@ def signature_problem(content: bytes, line: str) -> str | None:
     return None
 
 
-def _private() -> "Ed25519PrivateKey":
+def _private(secret: bytes | None = None) -> "Ed25519PrivateKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    return Ed25519PrivateKey.from_private_bytes(hmac.digest(_secret(), b"dpo export", hashlib.sha256))
+    return Ed25519PrivateKey.from_private_bytes(hmac.digest(secret or _secret(), b"dpo export", hashlib.sha256))
+
+
+def _other_keys() -> Iterator[str]:
+    """The public keys of the user's other checkouts; none where the variable names the key."""
+    files = [] if _named() else private_files()
+    for text in (path.read_text().strip() for path in files if path.suffix == ".key"):
+        if _is_key(text):
+            yield _public(_private(bytes.fromhex(text)))
 
 
 def _secret() -> bytes:
     path = _key_file()
     if path is None:
         return bytes.fromhex(os.environ[VARIABLE].strip())
-    if path == _default() and not path.exists():
-        _create(path)
+    if not _named() and not path.exists():
+        keyring.create(path, secrets.token_hex(32) + "\n")
     try:
         text = path.read_text().strip()
     except OSError as error:
@@ -90,30 +105,28 @@ def _secret() -> bytes:
     return bytes.fromhex(text)
 
 
-def _create(path: Path) -> None:
-    """Create the key atomically: of two processes at the same time, one wins and both use its key."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with temporary(path) as aside, suppress(FileExistsError):
-        aside.touch(mode=0o600)
-        aside.write_text(secrets.token_hex(32) + "\n")
-        sync(aside)
-        os.link(aside, path)
+def _named() -> str:
+    """The key, or its file, as the variable names it."""
+    return os.environ.get(VARIABLE, "").strip()
 
 
 def _key_file() -> Path | None:
     """The file with the key, which messages may name; None where the variable holds the key itself."""
-    value = os.environ.get(VARIABLE, "").strip()
+    value = _named()
     if _is_key(value):
         return None
     return Path(value).expanduser() if value else _default()
 
 
 def _default() -> Path:
-    root = home()
-    if (root / ".git").is_file():  # a worktree, as `dpo open` makes: .git names .git/worktrees/<name> of the checkout
-        folder = Path((root / ".git").read_text().partition("gitdir:")[2].strip())
-        root = folder.parents[2] if folder.parent.name == "worktrees" else root
-    return root / ".services" / "signing.key"
+    """The checkout's own key if it has one, else the user's."""
+    own, of_user, old = checkout_folder(home()) / NAME, user_folder() / NAME, keyring.former_file(NAME, home())
+    if os.path.exists(old):  # unlike Path.exists, False in a folder of another user
+        if keyring.is_foreign(old):
+            return old
+        if not keyring.move(old, of_user):
+            keyring.private_file(NAME, home())
+    return own if own.exists() else of_user
 
 
 def _is_key(text: str) -> bool:

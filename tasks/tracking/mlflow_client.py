@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tasks.config.paths import home
+from tasks.system.keyring import private_file
 
 CONFIGURATION, ERROR = "configuration.yaml", "forward.error"  # files in a run's folder
 SQLITE = "sqlite:///"
@@ -55,10 +56,9 @@ def log_in(uri: str, user: str) -> None:
 
 
 def _password_of_dpo_up(uri: str, user: str) -> str | None:
-    folder: Path = home() / ".services"
     with suppress(FileNotFoundError, KeyError, json.JSONDecodeError):
-        if json.loads((folder / "mlflow.json").read_text())["address"] == uri.rstrip("/"):
-            return str(json.loads((folder / "passwords.json").read_text())[f"mlflow/{user}"])
+        if json.loads((home() / ".services" / "mlflow.json").read_text())["address"] == uri.rstrip("/"):
+            return str(json.loads(private_file("passwords.json", home()).read_text())[f"mlflow/{user}"])
     return None
 
 

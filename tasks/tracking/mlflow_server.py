@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tasks.system import http_limits
+
 USERS = ("admin", "writer", "forwarder", "reader")
 APP = "dpo = tasks.tracking.mlflow_gate:create_app"
 GRANTS = {
@@ -42,6 +44,7 @@ def configure(users: str) -> None:
     sys.path.append(str(folder))
     os.environ |= {"MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"), "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true"}
     os.environ.setdefault("MLFLOW_FLASK_SERVER_SECRET_KEY", secrets.token_hex(32))
+    os.environ["UVICORN_HTTP"] = http_limits.NAME
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # nothing runs on the server
 
 

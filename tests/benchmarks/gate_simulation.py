@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy
 
-from tasks.config.params import ErrorBudget, Evaluate, Promote, load_params
+from tasks.config.params import ErrorBudget, Promote, load_params
 from tasks.evaluation.compare import Paired, summarize
 from tasks.release.error_budget import lost_too_much, not_better
 from tasks.release.gate import regressions
@@ -84,12 +84,12 @@ class Result:
         return float(self.promoted[:, self.since : self.since + nights].any(axis=1).mean())
 
 
-def todays_rule(evaluate: Evaluate, promote: Promote, prompts: int) -> Rule:
+def todays_rule(promote: Promote, prompts: int) -> Rule:
     """promote.max_regression alone: refuse what is shown to be worse than the champion."""
 
     @cache
     def decide(champion: Counts) -> bool:
-        comparison = summarize(evaluate, paired(champion, prompts))
+        comparison = summarize(paired(champion, prompts))
         return not regressions(promote, comparison, "1")
 
     return lambda champion, anchor: decide(champion)
@@ -112,7 +112,7 @@ def budget_rule(budget: ErrorBudget, prompts: int) -> Rule:
 def rules_of(prompts: int) -> dict[str, tuple[Rule, list[World]]]:
     """Each rule with its worlds."""
     params = load_params(PROJECT / "params.yaml")
-    today = todays_rule(params.evaluate, params.promote, prompts)
+    today = todays_rule(params.promote, prompts)
     improvement = budget_rule(ErrorBudget(metric=METRIC), prompts)
     close = budget_rule(ErrorBudget(metric=METRIC, improvement=False), prompts)
     careful = budget_rule(ErrorBudget(metric=METRIC, biased_votes=0.2), prompts)

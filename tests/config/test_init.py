@@ -1,6 +1,8 @@
 """`dpo init`: a recipe from data, model and machine."""
 
+import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from training.models.tokenizer import load_tokenizer
 from training.trainer.memory import Sizes, model_sizes
 
 CPU = Machine([], 4, 16 * GIB, False)
+OWN_CODE = {"model_type": "evil-net", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
 GPU = Machine([("H200", 140 * GIB)], 16, 100 * GIB, True)
 
 
@@ -84,9 +87,7 @@ def test_what_cannot_work_is_one_sentence_and_writes_nothing(recipes: Path, tiny
     for name in ("config.json", "model.safetensors"):
         (recipes / "model" / name).write_bytes((tiny_base / name).read_bytes())
     for data, model, message in (
-        ("nothing.jsonl", tiny_base, "there is no file"),
         ("other.jsonl", tiny_base, "match no known row shape"),
-        ("pairs.jsonl", recipes, "there is no model in"),
         ("pairs.jsonl", recipes / "model", "cannot be used: "),
     ):
         with pytest.raises(UserError, match=message):
@@ -124,6 +125,96 @@ def test_what_the_adapter_trains_is_said_or_refused(recipes: Path, tiny_base: Pa
     for estimate in (adapter_of, partial(worker_memory, cluster=load_cluster(PROJECT), stage="train")):  # `dpo plan`
         with pytest.raises(UserError, match=r"train\.adapter\.dropout: 0\.1 does not work"):
             estimate(params=params, root=recipes)
+
+
+ADDRESSES = {
+    "DATA": (
+        ("nothing.jsonl", "there is no file nothing.jsonl"),
+        ("notes.txt", "must end in one of"),
+        ("empty", "has no file of rows"),
+        ("empty.jsonl", "has no rows"),
+        ("feedback:mine?colour=red", "`colour` in .* is an unknown option"),
+        ("hub:owner/name?colour=red", "`colour` in .* is an unknown option"),
+        ("ftp://host/pairs.jsonl", "must use one protocol of"),
+        ("http://127.0.0.1:9/pairs.jsonl", "could not be read"),
+    ),
+    "MODEL": (
+        ("nothing", r"there is no model in nothing \(no config\.json\)"),
+        ("no-weights", "has no .safetensors file"),
+        ("damaged", "cannot be used: "),
+        ("with-code", "needs its own Python code"),
+        ("registry:champion", "examines the files of a model"),
+    ),
+}
+KEY_OF = {"DATA": "source.data", "MODEL": "source.model"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "message"), [(a, *case) for a, cases in ADDRESSES.items() for case in cases]
+)
+def test_an_address_that_cannot_work_is_called_as_it_was_typed(
+    recipes: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch, argument: str, given: str, message: str
+) -> None:
+    monkeypatch.chdir(recipes)
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:20])
+    (recipes / "empty").mkdir()
+    for name in ("notes.txt", "empty.jsonl"):
+        (recipes / name).touch()
+    for name, changes in (("no-weights", {}), ("damaged", {"model_type": "nonesuch"}), ("with-code", OWN_CODE)):
+        shutil.copytree(tiny_base, recipes / name)
+        config = json.loads((recipes / name / "config.json").read_text())
+        (recipes / name / "config.json").write_text(json.dumps(config | changes))
+    (recipes / "no-weights/model.safetensors").unlink()
+    data, model = (given, tiny_base) if argument == "DATA" else ("pairs.jsonl", given)
+    with pytest.raises(UserError, match=rf"^{argument}: .*{message}") as error:
+        recipe.init(str(data), str(model), "mine", False, {}, False)
+    assert f"{KEY_OF[argument]}:" not in str(error.value)
+    assert not list(recipes.glob("*.yaml"))
+
+
+def test_an_address_of_a_setting_keeps_its_key(recipes: Path, tiny_base: Path) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:20])
+    with pytest.raises(UserError, match=r"^source\.eval: there is no file nothing\.jsonl"):
+        init(recipes / "pairs.jsonl", tiny_base, source__eval="nothing.jsonl", prepare__eval_fraction=None)
+
+
+def test_a_registered_model_is_set_beside_the_one_that_is_examined(recipes: Path, tiny_base: Path) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:50])
+    init(recipes / "pairs.jsonl", tiny_base, source__model="registry:mine/champion")  # as the error advises
+    assert yaml.safe_load((recipes / "mine.yaml").read_text())["params"]["source"]["model"] == "registry:mine/champion"
+
+
+def test_init_says_that_a_base_model_learns_to_answer_first(recipes: Path, tiny_base: Path, capsys) -> None:
+    base = Path(shutil.copytree(tiny_base, recipes / "base"))
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+    rows = demo.rows(0)[:50]
+    write_data(recipes / "pairs.jsonl", rows)
+    write_data(recipes / "thumbs.jsonl", [unpaired(row, n % 2 == 0) for n, row in enumerate(rows)])
+
+    def said(data: str, model: Path = base, **given: object) -> str:
+        init(recipes / data, model, force=True, **given)
+        return capsys.readouterr().out
+
+    text = said("pairs.jsonl")
+    assert "it is a base model" in text
+    assert "begins with supervised fine-tuning on the chosen answers (`sft` in the recipe, docs/sft.md)" in text
+    rate = yaml.safe_load((recipes / "mine.yaml").read_text())["params"]["sft"]["learning_rate"]
+    assert f"`--set source.sft=FILE --set sft.learning_rate={rate}`" in text
+    assert "fine-tuning on the desirable answers" in said("thumbs.jsonl")
+    write_data(recipes / "answers.jsonl", [{"prompt": "Where?", "response": "Here."}] * 5)
+    answers = str(recipes / "answers.jsonl")
+    assert f"fine-tuning on the answers of {answers}" in said(
+        "pairs.jsonl", source__sft=answers, sft__learning_rate=rate
+    )
+    assert "warning: The model has no chat template" in said("pairs.jsonl", sft=None)
+    assert yaml.safe_load((recipes / "mine.yaml").read_text())["params"]["sft"] is None
+    assert "base model" not in said("pairs.jsonl", tiny_base)
+
+
+def unpaired(row: dict, is_good: bool) -> dict:
+    return {"prompt": row["prompt"], "completion": row["chosen" if is_good else "rejected"], "label": is_good}
 
 
 def facts(pairs: int, tokens: int) -> DataFacts:

@@ -4,12 +4,14 @@ Names and types of the columns are those of the public cards; the rows are gener
 """
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from tasks.config.params import Layout
+from tasks.config.paths import ROOT
 from tasks.dataset.rows.layouts import better_shape, decode, find_layout
 from tasks.errors import UserError
 
@@ -40,6 +42,15 @@ def texts(n: int) -> dict:
 
 def compared(n: int, first: str, second: str, made=lambda text, n: text) -> dict:
     return dict(zip((first, second), (made(text, n) for text in two(n)), strict=True))
+
+
+def message(role: str, text: str, *replies: dict, **fields: int) -> dict:
+    """A message of OpenAssistant's trees."""
+    return {"message_id": text, "text": text, "role": role, "lang": "en", "replies": [*replies], **fields}
+
+
+def best_reply(n: int) -> dict:
+    return message("assistant", f"{GOOD} {n}", message("prompter", "Thanks"), rank=0)
 
 
 UNUSED = {"models": ["a", "b"], "correct_answers": ["None"], "incorrect_answers": ["None"]}
@@ -253,8 +264,79 @@ LAYOUTS = {
         "instruction": "###Task Description: ...",
         "output": "Feedback: ... [RESULT] A",
     },
+    "nvidia/HelpSteer2": lambda n: {
+        "split": "train",
+        "prompt": f"Q {n}?",
+        **compared(n, "response_1", "response_2"),
+        "preference_strength": (-2, 3)[n % 2] if n < 6 else 0,
+        "preference_statement": "Response 1 is better than response 2, since it answers the question.",
+    },
+    "nvidia/HelpSteer3": lambda n: {
+        "domain": "general",
+        "language": "english",
+        "context": chat(f"Q {n}?"),
+        **compared(n, "response1", "response2"),
+        "overall_preference": (-1, 2)[n % 2],
+        "individual_preference": [{"score": -1}],
+    },
+    "ScalerLab/JudgeBench": lambda n: {
+        "pair_id": "81ec57f2",
+        "original_id": "10646",
+        "source": "mmlu-pro-math",
+        "question": f"Q {n}?",
+        "response_model": "gpt-4o",
+        **compared(n, "response_A", "response_B"),
+        "label": ("A>B", "B>A")[n % 2],
+    },
+    "AlpacaEval 2 (annotations.json)": lambda n: {
+        "instruction": f"Q {n}?",
+        **compared(n, "output_1", "output_2"),
+        "generator_1": "gpt4_1106_preview",
+        "generator_2": "mine",
+        "dataset": "koala",
+        "annotator": "weighted_alpaca_eval_gpt4_turbo",
+        "preference": ((1.0002, 1.9), (1.25, 1.9997))[n % 3 > 0][n % 2],
+        "price_per_example": 0.01,
+        "raw_completion": {"logprobs": []},
+    },
+    "THU-KEG/RM-Bench": lambda n: {
+        "id": f"i{n}",
+        "prompt": f"Q {n}?",
+        "chosen": [f"{GOOD} {n}", f"{GOOD} {n}, at length", f"{GOOD} {n}, as a **list**"],
+        "rejected": [f"{BAD} {n}", f"{BAD} {n}, at length", f"{BAD} {n}, as a **list**"],
+        "domain": "chat",
+    },
+    "OpenAssistant/oasst1, oasst2 (.trees.jsonl.gz)": lambda n: {
+        "message_tree_id": f"t{n}",
+        "tree_state": "ready_for_export",
+        "prompt": message("prompter", f"Q {n}?", message("assistant", f"{BAD} {n}", rank=1), best_reply(n)),
+    },
+    "LLaMA-Factory v1 (chosen_messages)": lambda n: {
+        f"{side}_messages": [
+            {"role": role, "content": [{"type": "text", "value": text}], "loss_weight": float(role != "user")}
+            for role, text in (("user", f"Q {n}?"), ("assistant", f"{answer} {n}"))
+        ]
+        for side, answer in (("chosen", GOOD), ("rejected", BAD))
+    },
 }
-SIGNED = {strength: "first" if strength < 0 else "second" for strength in range(-3, 4) if strength} | {0: "tie"}
+ANSWERS_FOR_KTO = {
+    "trl-lib/kto-mix-14k": lambda n: {
+        "prompt": chat(f"Q {n}?"),
+        "completion": [{"role": "assistant", "content": f"{(GOOD, BAD)[n % 2]} {n}"}],
+        "label": n % 2 == 0,
+    },
+    "LLaMA-Factory KTO (messages, label)": lambda n: {
+        "messages": chat(f"Q {n}?", f"{(GOOD, BAD)[n % 2]} {n}"),
+        "label": n % 2 == 0,
+    },
+    "LLaMA-Factory KTO (output, kto_tag)": lambda n: {
+        "instruction": f"Q {n}?",
+        "input": "",
+        "output": f"{(GOOD, BAD)[n % 2]} {n}",
+        "kto_tag": n % 2 == 0,
+    },
+}
+TIES = ("GAIR/autoj", "nvidia/HelpSteer2", "lmsys/chatbot_arena_conversations")
 # Refused at first: the settings are those that the error names.
 SETTINGS = {
     "GAIR/autoj": (
@@ -266,29 +348,6 @@ SETTINGS = {
         },
         "prepare.values to {winner: {0: first|second|tie, 1: first|second|tie, 2: first|second|tie}}",
         {"values": {"winner": {0: "first", 1: "second", 2: "tie"}}},
-    ),
-    "nvidia/HelpSteer2": (
-        lambda n: {
-            "split": "train",
-            "prompt": f"Q {n}?",
-            **compared(n, "response_1", "response_2"),
-            "preference_strength": (-2, 3)[n % 2] if n < 6 else 0,
-            "preference_statement": "Response 1 is better than response 2, since it answers the question.",
-        },
-        "prepare.values to {winner: {-2: first|second|tie, 0: first|second|tie, 3: first|second|tie}}",
-        {"values": {"winner": SIGNED}},
-    ),
-    "nvidia/HelpSteer3": (
-        lambda n: {
-            "domain": "general",
-            "language": "english",
-            "context": chat(f"Q {n}?"),
-            **compared(n, "response1", "response2"),
-            "overall_preference": (-1, 2)[n % 2],
-            "individual_preference": [{"score": -1}],
-        },
-        "prepare.values to {winner: {-1: first|second|tie, 2: first|second|tie}}",
-        {"values": {"winner": SIGNED}},
     ),
     "openai/webgpt_comparisons": (
         lambda n: {
@@ -333,20 +392,37 @@ SETTINGS = {
 def check(rows: list[dict], wanted: Layout, ties: int = 0) -> None:
     """Every row but the ties becomes the preference for the good answer to its question."""
     made = decode(rows, find_layout(rows, "a.jsonl", wanted))
-    assert len(made) == len(rows) - ties
+    assert len({one.prompt_text for one in made}) == len(rows) - ties
     for one in made:
         (question,) = [turn["content"] for turn in one.prompt if turn["content"].startswith("Q")]
         number = question.removeprefix("Q ").removesuffix("?")
         assert one.prompt[-1] == {"role": "user", "content": question}
-        assert one.chosen == [{"role": "assistant", "content": f"{GOOD} {number}"}]
-        assert one.rejected == [{"role": "assistant", "content": f"{BAD} {number}"}]
-        assert one.label == 1.0
+        for (answer,), text in ((one.chosen, GOOD), (one.rejected, BAD)):
+            assert answer.keys() == {"role", "content"}
+            assert re.fullmatch(rf"{text} {number}(, .*)?", answer["content"])
+        assert one.label > 0.5
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_public_layouts_need_no_settings(name):
     rows = [LAYOUTS[name](n) for n in range(8)]
-    check(rows, Layout(format="auto", columns={}), ties=2 if "chatbot_arena" in name else 0)
+    check(rows, Layout(format="auto", columns={}), ties=2 if name in TIES else 0)
+
+
+@pytest.mark.parametrize("name", ANSWERS_FOR_KTO)
+def test_public_layouts_of_unpaired_rows_need_no_settings(name):
+    rows = [ANSWERS_FOR_KTO[name](n) for n in range(8)]
+    made = decode(rows, find_layout(rows, "a.jsonl"))
+    assert [(one.prompt, one.chosen[0]["content"], one.sign) for one in made] == [
+        (chat(f"Q {n}?"), f"{(GOOD, BAD)[n % 2]} {n}", (1, -1)[n % 2]) for n in range(8)
+    ]
+
+
+def test_the_documentation_lists_the_public_sets_that_need_no_setting():
+    page = (ROOT / "docs" / "data.md").read_text()
+    table = page.partition("### Public sets that need no setting")[2].partition("\n#")[0]
+    listed = re.findall(r"`([^`]+)`", "".join(line for line in table.splitlines() if line.startswith("|")))
+    assert sorted(listed) == sorted([*LAYOUTS, *ANSWERS_FOR_KTO])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -360,7 +436,7 @@ def test_other_layouts_work_with_the_settings_that_the_error_names(name):
     check(
         rows,
         Layout(**{"format": "auto", "columns": {}, **again}),
-        ties=2 if name in ("GAIR/autoj", "nvidia/HelpSteer2") else 0,
+        ties=2 if name in TIES else 0,
     )
 
 
@@ -403,6 +479,14 @@ def test_errors_name_the_columns_of_the_file():
         ((0, 1), ("response_1", "response_2"), None),
         ((0, 1, 2), ("response_1", "response_2"), None),
         ((0, 1), ("response_a", "response_b"), None),
+        (("[[A>B]]", "b > a"), ("response_1", "response_2"), "a"),
+        ((-3, -1, 0, 2), ("response_a", "response_b"), "<0"),
+        ((-1, 0, 1), ("response_a", "response_b"), None),
+        ((1, 2, 3), ("response_a", "response_b"), None),
+        ((1.0, 1.4, 2), ("output_1", "output_2"), "1"),
+        ((1.1, 1.4), ("output_1", "output_2"), None),
+        ((1.2, 1.9), ("output_a", "output_b"), None),
+        ((float("nan"), float("inf"), 0.5), ("output_1", "output_2"), None),
         ((-1, 1), ("response_a", "response_b"), None),
         ((True, False), ("response_a", "response_b"), None),
     ],
@@ -410,11 +494,11 @@ def test_errors_name_the_columns_of_the_file():
 def test_values_are_understood_only_where_they_are_evident(values, columns, first):
     rows = [{"prompt": "Q?", columns[0]: "x", columns[1]: "y", "winner": value} for value in values]
     if first is None:
-        with pytest.raises(UserError, match=r"not evident.*prepare\.values"):
+        with pytest.raises(UserError, match=r"(not evident|do not say who wins).*prepare\.values"):
             find_layout(rows, "a.jsonl")
     else:
         votes = find_layout(rows, "a.jsonl").votes
-        assert [value for value, meaning in votes.items() if meaning == "first"] == [first]
+        assert next(value for value, meaning in votes.items() if meaning == "first") == first
 
 
 def test_ties_of_scores_follow_prepare_ties():

@@ -11,7 +11,7 @@ import yaml
 from tasks.config.params import dotted, load_params, overlay, read_yaml
 from tasks.dataset import demo
 from tasks.dataset.pairs import read_pairs, read_rows
-from tasks.dataset.reading import read_limits
+from tasks.dataset.reading import fetch, read_limits
 from tasks.dataset.rows.preference import is_held_out, prompt_hash
 from tasks.errors import UserError
 from tasks.evaluation.answers import held_out_prompts
@@ -362,14 +362,15 @@ def test_a_damaged_or_empty_file_writes_nothing(workspace, name, content, messag
     assert not list(Path("data").glob("*"))
 
 
-def test_a_folder_a_url_and_a_data_set_give_the_same_pairs(workspace):
+def test_a_folder_a_url_and_a_data_set_give_the_same_pairs(workspace, monkeypatch):
     """The same rows from each; the hub's library loads a local folder as it would a repository."""
-    Path("folder/more").mkdir(parents=True)
-    write_data(Path("folder/a.jsonl"), rows(20))
-    write_data(Path("folder/more/b.jsonl"), rows(20, start=20))
-    Path("folder/README.md").write_text("not rows")
+    monkeypatch.setattr(fetch, "DATASETS", f"{workspace}/")
+    Path("a/folder/more").mkdir(parents=True)
+    write_data(Path("a/folder/a.jsonl"), rows(20))
+    write_data(Path("a/folder/more/b.jsonl"), rows(20, start=20))
+    Path("a/folder/README.md").write_text("not rows")
     hashes = []
-    for address in ("folder", f"file://{workspace}/folder", f"hub:{workspace}/folder?split=train"):
+    for address in ("a/folder", f"file://{workspace}/a/folder", "hub:a/folder?split=train"):
         change(source__data=address)
         go(source, prepare)
         assert report()["rows"] == 40

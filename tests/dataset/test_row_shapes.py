@@ -22,8 +22,19 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def reply(role: str, text: str, *replies: dict, **fields: object) -> dict:
+    """A message of OpenAssistant's trees."""
+    return {"role": role, "text": text, "replies": [*replies], **fields}
+
+
+def parts(message: dict[str, str]) -> dict:
+    """The message with LLaMA-Factory's content parts."""
+    return {"role": message["role"], "content": [{"type": "text", "value": message["content"]}], "loss_weight": 1.0}
+
+
 PROMPT = [turn("user", "Q?")]
 GOOD, BAD = [turn("assistant", "good")], [turn("assistant", "bad")]
+SIDES = {"chosen": [*PROMPT, *GOOD], "rejected": [*PROMPT, *BAD]}
 
 
 def read(row, columns=None, **options):
@@ -60,6 +71,13 @@ EXAMPLES = [
     ("ranked", {"prompt": "Q?", "completions": ["good", "bad"]}),
     ("scored", {"prompt": "Q?", "completions": ["bad", "good"], "scores": [1, 2]}),
     ("alpaca", {"instruction": "Q?", "input": None, "output": ["good", "bad"]}),
+    (
+        "tree",
+        {"prompt": reply("prompter", "Q?", reply("assistant", "bad", rank=1), reply("assistant", "good", rank=0))},
+    ),
+    ("transcript", {f"{side}_messages": [parts(turn) for turn in turns] for side, turns in SIDES.items()}),
+    ("pairs", {"prompt": "Q?", "chosen": ["good"], "rejected": ["bad"]}),
+    ("transcript", {side: [turns] for side, turns in SIDES.items()}),
 ]
 
 
@@ -70,7 +88,7 @@ def test_every_shape_gives_the_same_preference(shape, row):
     assert replace(pair, margin=0.0) == Preference(PROMPT, GOOD, BAD)
     if "scores" not in row:
         (scored,) = read({**row, "score_chosen": 5, "score_rejected": 1})
-        assert scored.margin == (0.0 if shape in ("ranked", "alpaca") else 4.0)
+        assert scored.margin == (0.0 if shape in ("ranked", "alpaca", "tree") else 4.0)
 
 
 def test_every_shape_has_an_example_a_line_of_the_documentation_and_columns_that_can_be_named():
@@ -184,6 +202,54 @@ def test_ranked_answers_become_pairs(how, pairs):
     assert [(one.chosen[0]["content"], one.rejected[0]["content"]) for one in read(row, expand=how)] == pairs
 
 
+@pytest.mark.parametrize(
+    ("how", "pairs"),
+    [
+        ("all", [(BEST, MIDDLE), (BEST, WORST), (MIDDLE, WORST)]),
+        ("adjacent", [(BEST, MIDDLE), (MIDDLE, WORST)]),
+        ("best_rest", [(BEST, MIDDLE), (BEST, WORST)]),
+    ],
+)
+def test_each_message_of_a_tree_with_ranked_replies_is_a_ranking(how, pairs):
+    more = reply("prompter", "more?", reply("assistant", "no", rank=1), reply("assistant", "yes", rank=0))
+    answers = [reply("assistant", WORST, more, rank=2.0)]
+    answers += [reply("assistant", text, rank=n) for n, text in enumerate((BEST, MIDDLE))]
+    others = [reply("assistant", "gone", rank=3, deleted=True), reply("assistant", "not ranked")]
+    made = read({"prompt": reply("prompter", "Q?", *answers, *others)}, expand=how)
+    assert [(one.chosen[0]["content"], one.rejected[0]["content"]) for one in made] == [*pairs, ("yes", "no")]
+    assert made[-1].prompt == [*PROMPT, turn("assistant", WORST), turn("user", "more?")]
+    assert reject_reason({"prompt": reply("prompter", "Q?", reply("assistant", "alone", rank=0))}) == "no_comparison"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("Q?", "not_text"),
+        ({"text": "Q?", "replies": []}, "wrong_role"),
+        (reply("prompter", "Q?", reply("narrator", "x", rank=0), reply("assistant", "y", rank=1)), "wrong_role"),
+        (reply("prompter", "Q?", *(reply("assistant", None, rank=n) for n in (0, 1))), "missing_field"),
+        (reply("prompter", "Q?", *(reply("assistant", "x", rank="best") for _ in (0, 1))), "bad_number"),
+        ({**reply("prompter", "Q?"), "replies": [{**reply("assistant", "x"), "replies": 3}, 4]}, "no_comparison"),
+    ],
+)
+def test_a_broken_tree_names_its_reason(prompt, name):
+    (rejected,) = to_preferences({"prompt": prompt}, RowLayout("tree"))
+    assert rejected.name == name
+
+
+def test_several_chosen_and_rejected_answers_become_pairs():
+    row = {"prompt": "Q?", "chosen": ["a", "b"], "rejected": ["x", "y"]}
+
+    def pairs(row, **options):
+        return [(one.chosen[0]["content"], one.rejected[0]["content"]) for one in read(row, **options)]
+
+    assert pairs(row) == pairs(row, expand="adjacent") == [("a", "x"), ("b", "y")]  # the same style, in RM-Bench
+    assert pairs(row, expand="all") == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
+    assert pairs({**row, "rejected": ["x", "y", "z"]}) == [("a", "x"), ("b", "y"), ("a", "z")]  # every answer is used
+    assert pairs({**row, "chosen": "a"}) == [("a", "x"), ("a", "y")]
+    assert pairs({**row, "chosen": [GOOD, GOOD], "rejected": [{"response": "bad"}]}) == [("good", "bad")] * 2
+
+
 def test_scored_answers_are_ranked_by_score_with_their_margins():
     row = {"prompt": "Q?", "completions": [WORST, BEST, MIDDLE], "scores": [1.0, 4.0, 3.5]}
     made = read(row, expand="all", min_margin=1.0)
@@ -212,6 +278,26 @@ def test_votes_of_annotators_become_soft_labels():
     assert one.label == pytest.approx(2 / 3)
     assert reject_reason({**row, "annotator2": 1}) == "tie"
     assert reject_reason({**row, "annotator2": 7}) == "bad_number"
+
+
+def test_ratings_with_a_sign_have_a_margin_and_fractions_a_soft_label():
+    row = {"prompt": "Q?", "response1": "good", "response2": "bad"}
+    ratings = {"<0": "first", "0": "tie", ">0": "second"}
+
+    def compared(winner, votes, **options):
+        (one,) = read({**row, "winner": winner}, votes=votes, **options)
+        return one.name if isinstance(one, RejectedRow) else (one.chosen[0]["content"], one.label, one.margin)
+
+    assert [compared(rating, ratings) for rating in (-3, 1, "-2")] == [("good", 1, 3), ("bad", 1, 1), ("good", 1, 2)]
+    assert compared(0, ratings) == "tie"
+    assert compared(-1, ratings, min_margin=2.0) == "small_margin"
+    assert compared(3, {"<0": "second", ">0": "first"}) == ("good", 1.0, 3.0)  # as prepare.values may say
+    ends = {"1": "first", "2": "second"}
+    assert compared(1.25, ends) == ("good", 0.75, 0.0)
+    assert compared("1.75", ends) == ("bad", 0.75, 0.0)
+    assert (compared(1.5, ends), compared(1.5, ends, ties="soft")) == ("tie", ("good", 0.5, 0.0))
+    assert {compared(vote, ends) for vote in (0, 2.5, 3, "x", "nan", True)} == {"bad_number"}
+    assert compared(2, {"1": "first", "3": "second"}) == "bad_number"  # a whole number may be a vote that nobody named
 
 
 def test_columns_are_renamed_and_may_hold_numbers():

@@ -4,12 +4,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
 from tasks.config.params import load_cluster
-from tasks.evaluation.bootstrap import interval, mean_interval
 from tasks.evaluation.evaluator import Weights
 from tasks.evaluation.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
 from tasks.evaluation.sharding import answer_log_ratios, evaluator_pool
@@ -32,49 +30,16 @@ def row(prompt: str, **more: str) -> dict:
     return {"prompt": prompt, "chosen_ids": [1], "rejected_ids": [2], **more}
 
 
-def test_the_interval_of_a_mean_agrees_with_its_standard_error():
-    values = list(numpy.random.default_rng(1).normal(2.0, 1.0, 400))
-    found = mean_interval(values, [str(n) for n in range(400)], seed=0)
-    error = numpy.std(values) / math.sqrt(400)  # about 0.05
-    assert found.mean == pytest.approx(numpy.mean(values), abs=1e-6)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-    assert mean_interval(values, [str(n) for n in range(400)], seed=0) == found
-    assert mean_interval(values, [str(n) for n in range(400)], seed=1) != found
-
-
-def test_pairs_of_one_prompt_are_resampled_together():
-    """Ten copies of each of 20 values say no more than the 20 do: the interval must not shrink by sqrt(10)."""
-    values = [float(n % 2) for n in range(20)]
-    alone = mean_interval(values, [str(n) for n in range(20)], seed=0)
-    copies = mean_interval(values * 10, [str(n) for n in range(20)] * 10, seed=0)
-    assert (copies.low, copies.high) == (alone.low, alone.high)
-
-
-def test_the_interval_depends_on_the_number_of_prompts_even_if_all_agree():
-    """Wilson's lower bound at a share of 1 is n / (n + z^2): 200 / 203.84 = 0.98116."""
-    found = mean_interval([1.0] * 200, [str(n) for n in range(200)], 0, (0.0, 1.0))
-    assert (found.mean, found.high) == (1.0, 1.0)
-    assert found.low == pytest.approx(0.98116, abs=1e-5)
-    assert mean_interval([0.0] * 4, list("abcd"), 0, (0.0, 1.0)).high == pytest.approx(3.8415 / 7.8415, abs=1e-4)
-    same = mean_interval([0.0] * 200, [str(n) for n in range(200)], 0, (-1.0, 1.0))  # two models that never differed
-    assert (same.low, same.high) == (pytest.approx(-0.01884, abs=1e-5), pytest.approx(0.01884, abs=1e-5))
-
-
-def test_any_statistic_has_an_interval():
-    found = interval(lambda index: float(numpy.median(index)), 101, seed=0)
-    assert found.low < found.mean == 50.0 < found.high
-
-
 def test_calibration_compares_confidence_with_accuracy():
     """Of 25 pairs at 88% 22 are right: no error. At 88% and none right, the error is 0.88 - 0."""
     good = [value(str(n), SURE if n < 22 else -SURE) for n in range(25)]
     (only,) = calibration(good)
     assert only == {"confidence": 0.88, "accuracy": 0.88, "pairs": 25}
-    found = held_out(good, [row(str(n)) for n in range(25)], seed=0)
+    found = held_out(good, [row(str(n)) for n in range(25)])
     assert found["calibration"]["expected_error"] == pytest.approx(0.0, abs=1e-6)
     assert found["calibration"]["brier"] == pytest.approx((22 * 0.12**2 + 3 * 0.88**2) / 25, abs=1e-6)
     assert found["calibration"]["log_loss"] == pytest.approx(-(22 * math.log(0.88) + 3 * math.log(0.12)) / 25, abs=1e-6)
-    wrong = held_out([value("a", -SURE)], [row("a")], seed=0)
+    wrong = held_out([value("a", -SURE)], [row("a")])
     assert wrong["calibration"]["expected_error"] == pytest.approx(0.88)
 
 
@@ -96,7 +61,7 @@ def test_length_bias_reports_accuracy_where_the_chosen_response_is_shorter():
 def test_tables_by_source_and_by_length_of_the_longer_response():
     values = [value("a", 1.0, 32, 4), value("b", -1.0, 4, 33), value("c", 2.0, 600, 4)]
     rows = [row("a", source="hh"), row("b", source="hh"), row("c")]
-    tables = held_out(values, rows, seed=0)["tables"]
+    tables = held_out(values, rows)["tables"]
     assert tables["source"]["hh"] == {"pairs": 2, "accuracy": 0.5, "margin": 0.0, "kl": 0.0}
     assert tables["source"]["all"]["pairs"] == 1  # a row without a source
     assert list(tables["length"]) == ["1-32", "33-64", "513-"]
@@ -195,7 +160,7 @@ def test_both_labels_of_unpaired_rows_count_the_same():
     """Nine desirable rows and one undesirable, all above the zero reward: 90% are right, but that is no skill."""
     values = [*(rated(0.5 + n / 100, 1) for n in range(9)), rated(0.4, -1)]
     rows = [row(f"prompt {n}") for n in range(10)]
-    measured = held_out(values, rows, seed=0)
+    measured = held_out(values, rows)
     assert measured["tables"]["source"]["all"]["accuracy"] == 0.5
     assert measured["intervals"]["rewards/accuracies"]["low"] <= 0.5
     assert measured["rewards/auc"] == 1.0  # and yet the rewards order them rightly
@@ -207,8 +172,8 @@ def test_both_labels_of_unpaired_rows_count_the_same():
 def test_auc_counts_a_tie_half_and_one_label_alone_has_none():
     values = [rated(0.5, 1), rated(0.2, 1), rated(0.2, -1), rated(0.1, -1)]  # pairs: 1, 1, 0.5, 1
     rows = [row(f"prompt {n}") for n in range(4)]
-    assert held_out(values, rows, seed=0)["rewards/auc"] == pytest.approx(3.5 / 4)
-    assert "rewards/auc" not in held_out(values[:2], rows[:2], seed=0)
+    assert held_out(values, rows)["rewards/auc"] == pytest.approx(3.5 / 4)
+    assert "rewards/auc" not in held_out(values[:2], rows[:2])
 
 
 def test_the_texts_of_an_unpaired_row_are_its_own():

@@ -62,6 +62,7 @@ class Harness:
             "DVC_NO_ANALYTICS": "1",
             "DVC_SITE_CACHE_DIR": str(self.folder / "site"),
             "PREFECT_HOME": str(self.folder / "prefect"),
+            "XDG_CONFIG_HOME": str(self.folder / "config"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "OMP_NUM_THREADS": "1",
         }

@@ -1,8 +1,10 @@
 """Who agrees with whom: a planted contradicting rater is named, honest ones are not."""
 
 import random
+from dataclasses import replace
 
 from tasks.feedback.raters import LEVEL, agreement, below_chance, comparisons, contradicting, raters, table
+from tasks.feedback.rows import Query, rows
 from tests.support.feedback import NOW, answer, feedback, vote
 
 RIGHT, WRONG = "first", "second"
@@ -41,6 +43,24 @@ def test_the_last_vote_of_a_rater_counts():
     one, two = answer(id="1" * 32), answer(id="2" * 32)
     votes = [vote(one, two, "a", "second", time=NOW + 5), vote(two, one, "a", "second", time=NOW + 9)]
     assert comparisons(reversed(votes)) == {(one.id, two.id): {"a": "first"}}
+
+
+def test_a_token_has_one_vote_on_an_answer_however_many_users_it_invents():
+    """Eight voices of one application against one rater of another and one of the arena; its last one counts."""
+    one, two = answer(id="1" * 32, text="one"), answer(id="2" * 32, text="two")
+    invented = [vote(one, two, f"user {n}", "second", time=NOW + n, through="a" * 16) for n in range(8)]
+    votes = [*invented, vote(one, two, "ben", "first", through="b" * 16), vote(one, two, "cem", "first")]
+    events = [one, two, *votes, *(feedback(one, rater=f"user {n}", time=NOW + n, through="a" * 16) for n in range(8))]
+    found = {rater.name: (rater.votes, rater.thumbs) for rater in raters(events)}
+    assert found == {"user 7": (1, 1), "ben": (1, 0), "cem": (1, 0)}
+    (row,) = rows(events, Query(model="m", exclude_contradicting=False))
+    assert (row["response1"], row["annotator1"], row["annotator2"], row["annotator3"]) == ("one", 1, 1, 2)
+    assert "annotator4" not in row
+    edits = [replace(cast, kind="edit", other="", value=f"edit of {cast.rater}") for cast in invented]
+    (row,) = rows([one, *edits], Query(model="m"))
+    assert row["response1"] == "edit of user 7"
+    withdrawn = vote(one, two, "user 3", "withdrawn", time=NOW + 9, through="a" * 16)
+    assert "user 7" not in {rater.name for rater in raters([one, two, *votes, withdrawn]) if rater.votes}
 
 
 def test_a_planted_contradicting_rater_is_named_and_honest_ones_are_not():

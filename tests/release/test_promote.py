@@ -14,6 +14,7 @@ from tasks.config.params import Cluster, load_cluster, load_params, overlay, rea
 from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
 from tasks.evaluation.compare import find_model, pair_up, print_comparison, read_results, summarize
+from tasks.private import user_folder
 from tasks.promote import promote
 from tasks.redact import redact
 from tasks.release import outbox, verify
@@ -398,7 +399,7 @@ def test_rollback_refuses_a_damaged_or_forged_version(workspace, monkeypatch, tm
 
 def test_an_export_without_a_signature_is_not_promoted_until_it_is_signed(workspace, monkeypatch):
     export("one")
-    key = workspace / ".services" / "signing.key"
+    key = user_folder() / "signing.key"
     assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     (MODEL / verify.SIGNATURE).unlink()
     with pytest.raises(UserError, match=r"manifest.sig is missing: .*sign it with your key: `dpo sign data/model`"):
@@ -457,7 +458,7 @@ def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsy
         name = model_registry.versions()[0].tags["run"]
     for model in ("challenger", "1", name, f"{NAME}/1", f"{NAME}/challenger", f"{name}/1", "demo/1"):
         paired = pair_up(load_params().evaluate, ours, read_results(find_model(model).results))
-        kind = summarize(load_params().evaluate, paired)["samples/policy/kind"]
+        kind = summarize(paired)["samples/policy/kind"]
         assert (kind["ours"], kind["theirs"], kind["difference"]) == (1.0, 0.75, 0.25)
         assert kind["low"] < 0.25 < kind["high"]
     with pytest.raises(UserError, match=f"{NAME} has no champion: no version passed the gate.* as in {NAME}/1"):

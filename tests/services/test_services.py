@@ -36,6 +36,7 @@ from websockets.sync.client import connect
 
 from flows.parameters import known_and_typed
 from services import stack
+from tasks.private import checkout_folder
 from tasks.system.processes import this_process
 from tests.support import fork_server, workspaces
 from tests.support.browser import Page, browser
@@ -75,10 +76,17 @@ class Up:
 
     def login(self, name: str) -> str:
         """user:password of `prefect/admin`, `mlflow/reader` and the like."""
-        return f"{name.partition('/')[2]}:{json.loads((self.root / '.services/passwords.json').read_text())[name]}"
+        return f"{name.partition('/')[2]}:{self._passwords()[name]}"
 
     def passwords(self) -> list[str]:
-        return list(json.loads((self.root / ".services/passwords.json").read_text()).values())
+        return list(self._passwords().values())
+
+    def _passwords(self) -> dict[str, str]:
+        return dict(json.loads(self.password_file.read_text()))
+
+    @property
+    def password_file(self) -> Path:
+        return checkout_folder(self.root) / "passwords.json"
 
     def request(self, url: str, body: Any, login: str | None, method: str | None = None, **headers: str) -> Any:
         """The open response."""
@@ -210,10 +218,10 @@ def test_every_service_listens_only_on_loopback_with_our_settings(up: Up) -> Non
 def test_prefect_requires_a_login_shown_once_and_accepts_only_its_own_pages(up: Up) -> None:
     page, login = up.record("prefect")["address"], up.login("prefect/admin")
     assert up.first_output.count(login) == up.first_output.count(up.login("mlflow/reader")) == 1
-    for name in (".services/passwords.json", "prefect.toml"):
-        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o600
-    for name in (".services", ".prefect"):
-        assert stat.S_IMODE((up.root / name).stat().st_mode) == 0o700
+    for path in (up.password_file, up.root / "prefect.toml"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for path in (up.password_file.parent, up.root / ".services", up.root / ".prefect"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
     for body, who in (({}, None), ({}, "admin:guess")):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             up.request(f"{page}/api/flows/filter", body, who)
@@ -754,7 +762,7 @@ def test_down_stops_all_that_up_started_and_nothing_else(up: Up, bystander: psut
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not any(map(is_alive, family))
     assert bystander.is_running()
-    assert [path.name for path in (up.root / ".services").glob("*.json")] == ["passwords.json"]
+    assert not list((up.root / ".services").glob("*.json"))
     assert not (up.root / "prefect.toml").exists()
     assert "database is locked" not in (up.root / ".services" / "prefect.log").read_text()
     assert up.dpo("status").count("not running") == 4

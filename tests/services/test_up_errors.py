@@ -60,7 +60,7 @@ def test_pages_accept_only_host_names_of_this_machine(monkeypatch: pytest.Monkey
 
 def test_passwords_are_generated_once_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "FOLDER", tmp_path / ".services")
-    monkeypatch.setattr(passwords, "FILE", tmp_path / ".services" / "passwords.json")
+    monkeypatch.setattr(passwords, "ROOT", tmp_path)
     monkeypatch.setattr(passwords, "CLIENT", tmp_path / "prefect.toml")
     old = os.umask(0)  # no protection from the umask
     try:
@@ -72,7 +72,7 @@ def test_passwords_are_generated_once_and_private(tmp_path: Path, monkeypatch: p
     made = passwords.load()
     assert min(map(len, made.values())) >= 32
     assert len(set(made.values())) == len(made) == 6
-    for path in (passwords.FILE, passwords.CLIENT):
+    for path in (passwords.file(), passwords.CLIENT):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert tomllib.loads(passwords.CLIENT.read_text())["api"]["auth_string"] == 'ada:a "quoted" \\ one'
     passwords.remove_client()

@@ -3,8 +3,10 @@ under load, faults, canary. The tests share one gateway and run in their order."
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,9 +37,16 @@ from tasks.tracking.pipeline_run import open_run
 from tests.release.test_promote import NAME, export
 from tests.support.fork_server import family
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
+from training.models.prompt_tokens import PromptTokens
 
 pytestmark = pytest.mark.slow
 TOKENS = {"ann": "a-token-of-ann-0123456789", "bob": "b-token-of-bob-0123456789"}
+IMPATIENT = """
+from services.serving import watchdog
+watchdog.PATIENCE = 20.0
+from cli.main import main
+main()
+"""
 HELLO = [{"role": "user", "content": "hello"}]
 # One client: each makes a TLS context, which takes longer than an answer. No connection outlives a gateway.
 HTTP = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -56,7 +65,7 @@ class Gateway:
         paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "DPO_SERVE_TOKENS": tokens, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         env["FORK_STAGES"] = "1"  # an engine imports for nine seconds of a core
-        command = [sys.executable, "-m", "cli", "serve", "--port", str(self.port), *options]
+        command = [sys.executable, "-c", IMPATIENT, "serve", "--port", str(self.port), *options]
         with (self.workspace / "serve.log").open("a") as log:
             self.process = subprocess.Popen(command, cwd=self.workspace, env=env, stdout=log, stderr=log)
         wait_for(lambda: self.process.poll() is not None or is_healthy(f"http://127.0.0.1:{self.port}/health"), 300)
@@ -131,6 +140,7 @@ def test_an_answer_is_recorded_under_the_id_of_the_response(gateway):
     assert raw.headers["X-DPO-Answer-Id"] == answer.id
     assert (answer.model, answer.choices[0].finish_reason) == (f"{NAME}/1", "length")
     assert answer.usage.completion_tokens == 5
+    assert answer.usage.prompt_tokens == PromptTokens(MODEL).count(HELLO)
     kept = gateway.events()[answer.id]
     assert (kept.text, kept.messages) == (answer.choices[0].message.content, HELLO)
     assert (kept.model, kept.version, kept.role, kept.user) == (NAME, "1", "champion", "carol")
@@ -198,6 +208,37 @@ def test_a_client_that_disconnects_ends_the_generation(gateway):
     assert len(gateway.events()) == before
 
 
+def test_a_prompt_beyond_the_context_is_refused_before_it_reaches_the_engine(gateway):
+    long = [{"role": "user", "content": "hello " * 150_000}]
+    refused = gateway.ask(messages=long).json()["error"]
+    assert (refused["type"], refused["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert re.search(
+        r"The messages have \d{6} tokens and max_tokens asks for 4, and the model's context 1024", refused["message"]
+    )
+    assert gateway.ask(max_tokens=1024).json()["error"]["code"] == "context_length_exceeded"
+    most = PromptTokens(MODEL).count(HELLO)
+    answer = gateway.call("POST", "/v1/chat/completions", json={"messages": HELLO}).json()  # to the end of the context
+    assert answer["usage"]["completion_tokens"] == 1024 - most
+
+
+def test_an_engine_that_stays_busy_after_its_client_left_is_started_again(gateway):
+    (engine,) = gateway.engines()
+    port = int(engine.cmdline()[engine.cmdline().index("--port") + 1])
+    (server,) = {one.pid for one in psutil.net_connections("tcp") if one.laddr[1] == port and one.status == "LISTEN"}
+    psutil.Process(server).suspend()  # as in a long computation: it takes connections and answers nothing
+    with pytest.raises(httpx.ReadTimeout):
+        gateway.call("POST", "/v1/chat/completions", json={"messages": HELLO}, timeout=2)
+    wait_for(lambda: "answered nobody for 20 s after a client had left" in gateway.said(), 60)
+    wait_for(lambda: gateway.ask().status_code == 200, 240)
+    assert engine.pid not in {process.pid for process in gateway.engines()}
+
+
+def test_half_a_request_is_closed(gateway):
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(b"POST /v1/feedback HTTP/1.1\r\nHost: x\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
 def test_feedback_is_on_disk_when_it_is_acknowledged_and_reaches_mlflow(gateway):
     first, second = (gateway.ask().json()["id"] for _ in range(2))
     sent = [
@@ -213,6 +254,11 @@ def test_feedback_is_on_disk_when_it_is_acknowledged_and_reaches_mlflow(gateway)
         assert event.rater == body.get("user", "bob")
     (figures,) = gateway.call("GET", "/v1/stats").json()["versions"]
     assert (figures["model"], figures["role"], figures["answers"]) == (f"{NAME}/1", "champion", len(answers(gateway)))
+    assert (figures["thumbs"]["up"], figures["thumbs"]["down"]) == (0, 1)  # a token has one vote: its last
+    another = {"answer_id": first, "kind": "thumb", "value": "up", "user": "ann"}
+    assert gateway.call("POST", "/v1/feedback", "bob", json=another).status_code == 403  # ann has a token
+    assert gateway.call("POST", "/v1/feedback", json=another).status_code == 200
+    (figures,) = gateway.call("GET", "/v1/stats").json()["versions"]
     assert figures["thumbs"] == {"up": 1, "down": 1, "share_up": {"value": 0.5, "low": 0.0945, "high": 0.9055}}
     assert 0 < figures["latency_seconds"]["p50"] <= figures["latency_seconds"]["p95"]
 
@@ -238,6 +284,7 @@ def answers(gateway: Gateway) -> list[Answer]:
         ({"kind": "preference", "value": "first"}, 400),
         ({"kind": "preference", "value": "first", "other": "0" * 32}, 404),
         ({"more": 1}, 400),
+        ({"user": "a\nraters"}, 400),
     ],
 )
 def test_bad_feedback_is_refused(gateway, change, status):

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tasks.config.access import check_protocol, configured, guarded_client
+from tasks.config.addresses import FILE
 from tasks.config.params import RUN, Source
-from tasks.config.paths import home
 from tasks.dataset import demo
 from tasks.dataset.reading.readers import COMPRESSED, SUFFIXES, suffix_of
 from tasks.errors import UserError
@@ -26,6 +26,8 @@ from tasks.runs.run_data import copy_rows, run_commit
 from tasks.system.files import fingerprint, known_sha256
 
 REMOTE = "://"
+DATASETS = "hf://datasets/"  # keeps `datasets` from reading a folder of this machine that has the same name
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_TIMEOUT = 10.0  # seconds for the hub to name its newest commit
 # Saved beside the rows of a data set.
@@ -36,8 +38,12 @@ def check_address(key: str, address: str) -> None:
     """UserError for an address that cannot work, before anything is fetched."""
     if address.startswith(FEEDBACK):
         feedback.parse(key, address)
+    if address.startswith(HUB):
+        _hub_name(key, address)
     if not _is_local(address):
         return
+    if address.startswith(FILE):
+        check_protocol(key, address, configured())
     path = local_path(address)
     if not path.exists():
         raise UserError(
@@ -51,7 +57,8 @@ def check_address(key: str, address: str) -> None:
 
 
 def _is_local(address: str) -> bool:
-    return address != "demo" and not address.startswith((HUB, RUN, FEEDBACK)) and REMOTE not in address
+    remote = REMOTE in address and not address.startswith(FILE)
+    return address != "demo" and not address.startswith((HUB, RUN, FEEDBACK)) and not remote
 
 
 def fetch(key: str, address: str, seed: int, folder: Path) -> None:
@@ -68,9 +75,10 @@ def fetch(key: str, address: str, seed: int, folder: Path) -> None:
         copy_rows(key, address.removeprefix(RUN), folder)
     elif address.startswith(HUB):
         _fetch_hub(key, address, folder / "rows.parquet")
-    elif REMOTE in address:
+    elif not _is_local(address):
         _fetch_remote(key, address, folder)
     else:
+        check_address(key, address)
         path = local_path(address)
         for file in local_files(address):
             target = folder / file.relative_to(path if path.is_dir() else path.parent)
@@ -103,7 +111,7 @@ def content_id(key: str, address: str) -> str:
         return fingerprint(feedback.lines(key, address))
     if address.startswith(RUN):
         return run_commit(key, address.removeprefix(RUN))
-    if REMOTE in address or address.startswith(HUB):
+    if not _is_local(address):
         return remote_version(key, address)
     check_address(key, address)
     path = local_path(address)
@@ -113,8 +121,7 @@ def content_id(key: str, address: str) -> str:
 
 def local_files(address: str) -> list[Path]:
     """The files of rows behind a local address; none for the demo and for addresses elsewhere."""
-    path = local_path(address)
-    if not _is_local(address) or not path.exists():
+    if not _is_local(address) or not (path := local_path(address)).exists():
         return []
     return [path] if path.is_file() else _row_files(path)
 
@@ -122,20 +129,7 @@ def local_files(address: str) -> list[Path]:
 def _row_files(folder: Path) -> list[Path]:
     """Files of rows below a folder, in a fixed order. Names that start with a dot belong to tools and are ignored."""
     paths = (path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts))
-    files = sorted(path for path in paths if path.is_file() and _is_row_file(path.name))
-    for path in files:
-        _refuse_outside_link(path, folder)
-    return files
-
-
-def _refuse_outside_link(path: Path, folder: Path) -> None:
-    """A link may point into the folder or the project (DVC's cache, for example), and nowhere else."""
-    target = path.resolve()
-    if not any(target.is_relative_to(root) for root in (folder.resolve(), home())):
-        raise UserError(
-            f"{path} is a symbolic link to {target}, outside the folder {folder}. Copy the file into the folder, or "
-            "use its own address."
-        )
+    return sorted(path for path in paths if path.is_file() and _is_row_file(path.name))
 
 
 def _path_inside(folder: Path, name: str) -> Path:
@@ -151,18 +145,35 @@ def _is_row_file(name: str) -> bool:
 
 
 def _fetch_hub(key: str, address: str, target: Path) -> None:
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
 
     repository, _, query = address.partition("?")
     options = dict(parse_qsl(query))
     if unknown := options.keys() - {"split", "config"}:
         raise UserError(f"{key}: `{unknown.pop()}` in {address} is an unknown option. Use `split` or `config`.")
-    name, revision = hub_address(repository)
+    name, revision = _hub_name(key, address), hub_address(repository)[1]
     _guard_http(configured().networks)
     failure = f"{key}: the data set {name} (revision {revision or 'newest'}) could not be loaded from the hub"
     with errors_of_stores(failure, "Check the name, ?split=, your network and HF_TOKEN."):
-        rows = load_dataset(name, options.get("config"), revision=revision, split=options.get("split", "train"))
-        rows.to_parquet(str(target))
+        builder = load_dataset_builder(f"{DATASETS}{name}", options.get("config"), revision=revision)
+        _check_data_files(key, address, builder)
+        builder.download_and_prepare()
+        builder.as_dataset(split=options.get("split", "train")).to_parquet(str(target))
+
+
+def _hub_name(key: str, address: str) -> str:
+    name = hub_address(address.partition("?")[0])[0]
+    if not HUB_NAME.fullmatch(name):
+        raise UserError(f"{key}: {address} must name a data set of the hub as hub:OWNER/NAME. A path needs no `hub:`.")
+    return name
+
+
+def _check_data_files(key: str, address: str, builder: Any) -> None:
+    """A data set's card names its files, and `datasets` also reads those of this machine."""
+    own = (f"{str(builder.base_path).rstrip('/')}/", "hf://", "https://", "http://")
+    for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
+        if not file.startswith(own) or ".." in file.split("/"):
+            raise UserError(f"{key}: the card of {address} names {file}, which is not a file of that data set.")
 
 
 def _fetch_remote(key: str, address: str, folder: Path) -> None:

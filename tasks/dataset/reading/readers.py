@@ -100,16 +100,21 @@ def _parse(line: bytes) -> RawRow | RejectedRow:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return RejectedRow("invalid_utf8", f"byte {error.start} of the line", line.decode(errors="replace"))
+        return RejectedRow("invalid_utf8", f"byte {error.start} of the line", _length(line))
     except (ValueError, RecursionError) as error:
-        return RejectedRow("invalid_json", str(error), line.decode())
+        return RejectedRow("invalid_json", str(error), _length(line))
     if line.count(b"[") + line.count(b"{") > limits.NESTING and _is_too_nested(row):
-        return RejectedRow("invalid_json", f"nested deeper than {limits.NESTING} levels", line.decode())
+        return RejectedRow("invalid_json", f"nested deeper than {limits.NESTING} levels", _length(line))
     return row if isinstance(row, dict) else _not_an_object(row)
 
 
+def _length(line: bytes) -> str:
+    """What reports say about a line that is no row: it may be of any file, also of one with a key."""
+    return f"a line of {len(line)} bytes"
+
+
 def _not_an_object(row: Any) -> RejectedRow:
-    return RejectedRow("not_an_object", type(row).__name__, row)
+    return RejectedRow("not_an_object", type(row).__name__, f"a value of the type {type(row).__name__}")
 
 
 def _is_too_nested(row: Any) -> bool:

@@ -17,7 +17,7 @@ ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **dict.fromkeys(("gpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function", "ipython"), "tool"),
-    "human": "user",
+    **dict.fromkeys(("human", "prompter"), "user"),
     "developer": "system",
 }
 EXTRA_KEYS = ("tool_calls", "tool_call_id", "name")  # a chat template may read these too
@@ -211,11 +211,16 @@ def _is_call(call: Any) -> bool:
 
 
 def _join_parts(content: Any, column: str) -> str:
-    """OpenAI's list of content parts, if all of them are text."""
+    """A list of content parts, if all of them are text: OpenAI's with the key `text`, LLaMA-Factory's with `value`."""
     parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        if isinstance(part, dict) and not isinstance(part.get("text"), str) and part.get("type", "text") != "text":
-            raise RejectedRow("unsupported_part", f"a part of the type {part['type']!r} in a message of {column}")
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    return "".join(_part_text(part, column) for part in parts)
+
+
+def _part_text(part: Any, column: str) -> str:
+    named = part if isinstance(part, dict) else {}
+    text = named.get("value") if "text" not in named and named.get("type") == "text" else named.get("text")
+    if not isinstance(text, str):
+        if (kind := named.get("type", "text")) != "text":
+            raise RejectedRow("unsupported_part", f"a part of the type {kind!r} in a message of {column}")
         raise RejectedRow("not_text", f"the content of a message of {column}")
-    return "".join(part["text"] for part in parts)
+    return text

@@ -8,6 +8,7 @@ from typing import Any
 from tasks.dataset.rows.messages import prompt_messages, require_number, to_messages
 from tasks.dataset.rows.preference import MaybePreference, Preference, RowLayout
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+from tasks.dataset.rows.vote_values import read_vote
 
 
 def apply_scores(preference: Preference, row: RawRow, layout: RowLayout) -> MaybePreference:
@@ -33,32 +34,28 @@ def compare_two(row: RawRow, layout: RowLayout) -> tuple[RawRow, float]:
     sides = row["completions"] if "response1" not in row else [row["response1"], row["response2"]]
     if not isinstance(sides, list) or len(sides) != 2:
         raise RejectedRow("not_text", "completions is not a list of two answers")
-    sides = [_answer_text(side) for side in sides]
-    if "score1" in row:
+    sides = [answer_text(side) for side in sides]
+    if "score1" in layout.columns or ("score1" in row and "winner" not in row):
         scores = [require_number(row[column], column) for column in ("score1", "score2")]
         order = (0, 1) if scores[0] >= scores[1] else (1, 0)
         named = {f"score_{side}": scores[at] for side, at in zip(("chosen", "rejected"), order, strict=True)}
         return {**row, **named, "chosen": sides[order[0]], "rejected": sides[order[1]]}, 1.0
-    first = _votes_for_first(row, layout.votes)
+    first, strength = _votes_for_first(row, layout.votes)
     if first == 0.5 and layout.ties == "drop":
         raise RejectedRow("tie")
     better, worse = sides if first >= 0.5 else sides[::-1]
-    return {**row, "chosen": better, "rejected": worse}, max(first, 1.0 - first)
+    rated = {"score_chosen": strength, "score_rejected": 0.0} if strength else {}
+    return {**rated, **row, "chosen": better, "rejected": worse}, max(first, 1.0 - first)
 
 
-def _votes_for_first(row: RawRow, meaning: Mapping[str, str]) -> float:
-    """The share of the votes for the first answer; a tie counts half."""
+def _votes_for_first(row: RawRow, meaning: Mapping[str, str]) -> tuple[float, float]:
+    """The share of the votes for the first answer, of which a tie counts half; and the mean strength of ratings."""
     named = ["winner"] if "winner" in row else [name for name in row if str(name).startswith("annotator")]
-    votes = [vote_key(row[name]) for name in named if row[name] is not None]
-    if unknown := [vote for vote in votes if vote not in meaning] or (not votes and ["missing"]):
-        raise RejectedRow("bad_number", f"the vote {unknown[0]}; known: {', '.join(meaning)}")
-    return sum({"first": 1.0, "second": 0.0, "tie": 0.5}[meaning[vote]] for vote in votes) / len(votes)
-
-
-def vote_key(value: Any) -> str:
-    """A vote as prepare.values writes it: 1, 1.0 and " 1" are the same."""
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return str(whole).strip().lower()
+    votes = [read_vote(row[name], meaning) for name in named if row[name] is not None]
+    if not votes:
+        raise RejectedRow("bad_number", "there is no vote")
+    share, strength = (sum(values) / len(votes) for values in zip(*votes, strict=True))
+    return share, strength
 
 
 def from_ranking(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
@@ -72,29 +69,29 @@ def from_ranking(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
         scores = [answer.get(key) for answer in answers]
         if key == "rank":  # 1 is the best
             scores = [-require_number(rank, key) for rank in scores]
-    texts = [to_messages(_answer_text(answer), "completions", "assistant") for answer in answers]
+    texts = [to_messages(answer_text(answer), "completions", "assistant") for answer in answers]
     prompt = prompt_messages(row, "instruction", "prompt")
     if scores is None:
-        pairs = _expand(range(len(texts)), layout.expand)
+        pairs = expand(range(len(texts)), layout.expand)
         return [Preference(prompt, texts[better], texts[worse]) for better, worse in pairs]
     if not isinstance(scores, list) or len(scores) != len(texts):
         raise RejectedRow("bad_number", f"{len(texts)} completions and scores {scores}")
     numbers = [require_number(score, "scores") for score in scores]
-    pairs = _expand(sorted(range(len(texts)), key=lambda index: -numbers[index]), layout.expand)
+    pairs = expand(sorted(range(len(texts)), key=lambda index: -numbers[index]), layout.expand)
     return [
         _with_margin(Preference(prompt, texts[better], texts[worse]), numbers[better] - numbers[worse], layout)
         for better, worse in pairs
     ]
 
 
-def _expand(order: Sequence[int], how: str) -> Iterable[tuple[int, int]]:
+def expand(order: Sequence[int], how: str) -> Iterable[tuple[int, int]]:
     """Pairs (better, worse) of answers that are sorted best first."""
     if how == "all":
         return combinations(order, 2)
     return pairwise(order) if how == "adjacent" else ((order[0], worse) for worse in order[1:])
 
 
-def _answer_text(answer: Any) -> Any:
+def answer_text(answer: Any) -> Any:
     """An answer that is an object holds its text under one of these keys."""
     if not isinstance(answer, dict) or "role" in answer or "from" in answer:
         return answer

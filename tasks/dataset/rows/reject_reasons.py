@@ -37,6 +37,7 @@ SKIPPED = {
     "near_duplicate": "nearly the same words as an earlier pair",
     "over_length": "longer than prepare.max_tokens",
     "tie": "both answers have the same score or number of votes",
+    "no_comparison": "the row has no two answers that somebody compared",
     "small_margin": "the scores differ by less than prepare.min_margin",
     "excluded": "the file source.exclude names the pair",
     "not_sampled": "outside the share of its source or the sample of prepare.max_pairs, or replaced by sampled answers",
@@ -56,7 +57,7 @@ class RejectedRow(ValueError):
     def __init__(self, name: str, detail: str = "", content: Any = None) -> None:
         super().__init__(name, detail, content)  # what a pickle, for another process, is made from
         self.name, self.detail = name, detail
-        self.content = content  # of a line that could not be parsed into a row
+        self.content = content  # in reports, in place of a line that could not be parsed into a row
 
     def __str__(self) -> str:
         return f"{REJECT_REASONS[self.name]}{f' ({self.detail})' if self.detail else ''}"

@@ -7,21 +7,25 @@ A row with several ranked or scored answers gives several preferences.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from tasks.dataset.rows import messages
 from tasks.dataset.rows.preference import MaybePreference, Preference, RowLayout
-from tasks.dataset.rows.rankings import apply_scores, compare_two, from_ranking, vote_key
+from tasks.dataset.rows.rankings import answer_text, apply_scores, compare_two, from_ranking
 from tasks.dataset.rows.reject_reasons import RawRow, RejectedRow
+from tasks.dataset.rows.trees import from_tree, is_tree
+from tasks.dataset.rows.vote_values import vote_key
 
 ALIASES = {
     "prompt": ("question", "input"),
-    "chosen": ("chosen_response", "response_j"),
-    "rejected": ("rejected_response", "response_k"),
+    "chosen": ("chosen_response", "response_j", "chosen_messages"),
+    "rejected": ("rejected_response", "response_k", "rejected_messages"),
     "messages": ("conversations", "conversation"),
     "completions": ("responses", "answers"),
     "score_chosen": ("chosen_score", "chosen_rating"),
     "score_rejected": ("rejected_score", "rejected_rating"),
+    "label": ("kto_tag",),
 }
 
 
@@ -109,8 +113,39 @@ def _openai(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
 
 
 def _prompt_in(*columns: str) -> Callable[[RawRow, RowLayout], list[MaybePreference]]:
-    """For rows with a prompt in one of these columns, and chosen and rejected: text or messages."""
-    return lambda row, layout: [_two_sides(messages.prompt_messages(row, *columns), row, layout)]
+    """For rows with chosen and rejected (text, messages, or lists of answers), and a prompt in one of these columns.
+
+    Without a column both sides are whole conversations.
+    """
+
+    def read(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
+        prompt = messages.prompt_messages(row, *columns) if columns else []
+        return [_two_sides(prompt, one, layout) for one in _each_pair(row, layout.expand)]
+
+    return read
+
+
+def _each_pair(row: RawRow, expand: str) -> list[RawRow]:
+    """RM-Bench lists several chosen and several rejected answers: a row for each pair that `prepare.expand` asks for.
+
+    `all` compares every chosen with every rejected answer, the others those at the same place of both lists.
+    """
+    lists = [_answer_list(row["chosen"]), _answer_list(row["rejected"])]
+    if lists == [None, None]:
+        return [row]
+    chosen, rejected = (found or [row[side]] for side, found in zip(("chosen", "rejected"), lists, strict=True))
+    size = max(len(chosen), len(rejected))  # every answer is used: the shorter list starts again
+    side_by_side = ((chosen[n % len(chosen)], rejected[n % len(rejected)]) for n in range(size))
+    pairs = product(chosen, rejected) if expand == "all" else side_by_side
+    return [{**row, "chosen": better, "rejected": worse} for better, worse in pairs]
+
+
+def _answer_list(value: Any) -> list[Any] | None:
+    """Several answers; None for a single one, which may be a list of messages."""
+    if not isinstance(value, list) or not value:
+        return None
+    is_message = isinstance(value[0], dict) and value[0].keys() & {"role", "from"}
+    return None if is_message else [answer_text(answer) for answer in value]
 
 
 def _two_sides(prompt: list[messages.Message], row: RawRow, layout: RowLayout) -> MaybePreference:
@@ -148,11 +183,22 @@ def _unpaired(row: RawRow, layout: RowLayout) -> list[MaybePreference]:
     shape = detect_shape(row)
     if "completion" not in row and shape not in (None, "unpaired", "votes"):
         return [answer for pair in SHAPES[shape].read(row, layout) for answer in _both_answers(pair)]
-    prompt = messages.prompt_messages(row, "instruction", "prompt")
-    answer = messages.answer_turns(row["completion"], prompt, "completion")
+    prompt, answer = _single_answer(row)
     if (label := layout.votes.get(vote_key(row["label"]))) is None:
         raise RejectedRow("bad_number", f"the label {row['label']!r}; known: {', '.join(layout.votes)}")
     return [Preference(prompt, answer, answer, sign=1 if label == "desirable" else -1)]
+
+
+def _single_answer(row: RawRow) -> tuple[list[messages.Message], list[messages.Message]]:
+    """Prompt and answer: two columns, or a conversation whose last turns are the answer (LLaMA-Factory's KTO files)."""
+    column = next((name for name in ("completion", "output") if name in row), None)
+    if column is None and "messages" in row:
+        turns = messages.to_messages(row["messages"], "messages", "user")
+        start = max((n + 1 for n, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+        return turns[:start], turns[start:]
+    prompt = messages.prompt_messages(row, "instruction", "prompt", "messages")
+    column = column or "completion"
+    return prompt, messages.answer_turns(row[column], prompt, column)
 
 
 def _both_answers(pair: MaybePreference) -> list[MaybePreference]:
@@ -174,6 +220,11 @@ def _has(*names: str) -> Callable[[RawRow], bool]:
     return lambda row: set(names) <= row.keys()
 
 
+def _has_single_answer(row: RawRow) -> bool:
+    two_columns = row.keys() & {"completion", "output"} and row.keys() & {"prompt", "instruction"}
+    return "label" in row and ("messages" in row or bool(two_columns))
+
+
 def _has_completions(row: RawRow) -> bool:
     return "completions" in row and ("prompt" in row or "instruction" in row)
 
@@ -191,14 +242,13 @@ SHAPES: dict[str, Shape] = {
     "pairs": Shape(_has("prompt", "chosen", "rejected"), _prompt_in("prompt")),
     "messages": Shape(_has("messages", "chosen", "rejected"), _prompt_in("messages")),
     "instruction": Shape(_has("instruction", "chosen", "rejected"), _prompt_in("instruction", "prompt")),
-    "transcript": Shape(_has("chosen", "rejected"), lambda row, layout: [_two_sides([], row, layout)]),
+    "transcript": Shape(_has("chosen", "rejected"), _prompt_in()),
     "scored": Shape(lambda row: _has_completions(row) and "scores" in row, from_ranking),
     "ranked": Shape(_has_completions, from_ranking),
     "alpaca": Shape(
         lambda row: "instruction" in row and isinstance(row.get("output"), list),
         lambda row, layout: from_ranking({**row, "completions": row["output"]}, layout),
     ),
-    "unpaired": Shape(
-        lambda row: {"completion", "label"} <= row.keys() and bool(row.keys() & {"prompt", "instruction"}), _unpaired
-    ),
+    "tree": Shape(is_tree, from_tree),
+    "unpaired": Shape(_has_single_answer, _unpaired),
 }

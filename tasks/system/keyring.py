@@ -1,0 +1,83 @@
+"""The files of tasks/private.py: create them, and move those that an earlier version kept in the checkout."""
+
+import hashlib
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.errors import UserError
+from tasks.private import SERVICES, checkout_folder, forget_values, main_checkout, user_folder
+from tasks.system.files import sync, temporary
+
+
+def private_file(name: str, checkout: Path) -> Path:
+    """The path of a checkout's private file, whether it exists or not."""
+    path, old = checkout_folder(checkout) / name, former_file(name, checkout)
+    if not os.path.exists(old):  # unlike Path.exists, False in a folder of another user
+        return path
+    if is_foreign(old):
+        return old
+    if not move(old, path):  # from a backup, for example: it is the one that the user wants
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        os.replace(path, path.with_name(f"{path.stem}-{digest}{path.suffix}"))
+        move(old, path)
+    return path
+
+
+def former_file(name: str, checkout: Path) -> Path:
+    """Where an earlier version kept the file."""
+    return main_checkout(checkout) / SERVICES / name
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether the file belongs to another user, as for a `sudo` in somebody's checkout: then it stays where it is."""
+    with suppress(FileNotFoundError):  # another process moved it
+        return path.stat().st_uid != os.geteuid()
+    return False
+
+
+def move(old: Path, new: Path) -> bool:
+    """Move a file, which is at no moment at neither place. False, and nothing moved, if `new` has another content."""
+    try:
+        content = old.read_text()
+        create(new, content)
+        if new.read_text() != content:
+            return False
+        old.unlink()
+    except FileNotFoundError:  # another process was faster
+        return True
+    except OSError as error:
+        raise UserError(f"{old} cannot be moved to {new}: {error}. Move it yourself.") from None
+    forget_values()
+    print(f"{old} is now {new}: keys and passwords are kept outside of the checkout.", file=sys.stderr, flush=True)
+    return True
+
+
+def create(path: Path, text: str) -> None:
+    """Write a private file unless there is one: of two processes at the same time, one wins."""
+    make_folder(path.parent)
+    with temporary(path) as aside, suppress(FileExistsError):
+        aside.touch(mode=0o600)
+        aside.write_text(text)
+        sync(aside)
+        os.link(aside, path)
+    sync(path.parent)
+    forget_values()
+
+
+def make_folder(folder: Path) -> None:
+    """A private folder, and those above it up to the user's."""
+    try:
+        if not user_folder().is_absolute():
+            raise FileNotFoundError("this user has no home")
+        user_folder().parent.mkdir(parents=True, exist_ok=True)
+        for path in (*reversed(folder.parents), folder):
+            if path.is_relative_to(user_folder()):
+                path.mkdir(mode=0o700, exist_ok=True)
+                path.chmod(0o700)
+    except OSError as error:
+        raise UserError(
+            f"There is no folder for keys and passwords: {error}. Set XDG_CONFIG_HOME to a folder of yours, or "
+            "DPO_SIGNING_KEY to a key (docs/operations.md)."
+        ) from None
