@@ -19,11 +19,11 @@ def printable(value: Any) -> str:
     return "".join(char if char.isprintable() or char == "\n" or char in JOINERS else " " for char in str(value))
 
 
-def shortened(text: str, width: int) -> str:
-    """At most `width` characters, with dots for what is left out of the middle. No emoji or letter is cut apart."""
+def shortened(text: str, width: int, tail: float = 0.3) -> str:
+    """At most `width` characters, with dots for what is left out before the `tail`. No emoji or letter is cut apart."""
     if len(text) <= width:
         return text
-    end = len(text) - (width - 3) // 3
+    end = len(text) - int(tail * (width - 3))
     start = width - 3 - (len(text) - end)
     while start and _joined(text, start):
         start -= 1

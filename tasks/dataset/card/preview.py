@@ -38,7 +38,7 @@ def describe(template: ChatTemplate, preferences: Sequence[Preference]) -> Itera
             continue
         decoded = decode_pair(template.tokenizer, pair_row(preference, tokens, "", 1.0))
         for part, pieces in decoded.items():
-            yield SIGNS[part] + shortened(_line(mark_loss(pieces)), WIDTH)
+            yield SIGNS[part] + shortened(_line(mark_loss(pieces)), WIDTH, tail=0.8 if part == "prompt" else 0.3)
 
 
 def mark_loss(pieces: Iterable[tuple[str, bool]]) -> str:
