@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks import adapters, stage
+from tasks import stage
 from tasks.config.params import Source, load_params
 from tasks.config.paths import BASE, RAW
 from tasks.dataset import demo
@@ -35,6 +35,7 @@ from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
+from tasks.trainer import adapters
 from training.models.adapter_config import adapter_options
 
 DATA_KEY, MODEL_KEY, SFT_KEY = "source.data", "source.model", "source.sft"

@@ -6,12 +6,12 @@ from typing import Any
 
 import psutil
 
-from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.doctor.report import Report
 from tasks.models import base_folder, local_path
 from tasks.system.files import read_json
+from tasks.trainer import adapters
 from tasks.trainer.disk_space import run_needs
 
 GIB = 2**30

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from tasks import adapters
 from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, dotted, overlay, read_yaml, validate
 from tasks.config.paths import ROOT
@@ -22,6 +21,7 @@ from tasks.init.times import measured_speed, run_seconds, short_trial
 from tasks.models import HUB, REGISTRY
 from tasks.source import DATA_KEY, MODEL_KEY, check_addresses, model_folder
 from tasks.system.files import write_text
+from tasks.trainer import adapters
 
 NAME = re.compile(r"\w[\w.-]*")
 ARGUMENTS = {DATA_KEY: "DATA", MODEL_KEY: "MODEL"}  # of the command, as its --help and its errors call them

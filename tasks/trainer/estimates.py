@@ -4,13 +4,13 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks import adapters
 from tasks.config.params import Cluster, Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
 from tasks.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
 from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
+from tasks.trainer import adapters
 from tasks.trainer.driver import make_settings
 
 RUNS = 5  # the newest, whose median counts

@@ -15,15 +15,16 @@ from tasks.dataset import demo
 from tests.support.workspaces import PROJECT, write_data
 
 NAMES = ["source.data pairs.jsonl", "source.model model", "source.adapter adapter"]
+WEIGHTS = ("model/model.safetensors", "adapter/adapter_model.safetensors")
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
     """Our params.yaml and our `watch`; `source` and what is behind it are copies, which take no time."""
     write_data(tmp_path / "pairs.jsonl", demo.rows(0)[:20])
-    for folder in ("model", "adapter"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "weights.safetensors").write_bytes(b"0")
+    for weights in WEIGHTS:
+        (tmp_path / weights).parent.mkdir()
+        (tmp_path / weights).write_bytes(b"0")
     given = {"source.data": "pairs.jsonl", "source.model": "model", "source.adapter": "adapter"}
     content = overlay(read_yaml(PROJECT / "params.yaml"), dotted(given))
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
@@ -56,7 +57,7 @@ def ran(said: str) -> list[str]:
 def test_dvc_repro_notices_an_edited_file_and_edited_folders_and_nothing_else(repo: Path) -> None:
     assert ran(dvc(repo, "repro")) == ["watch", "source", "behind"]
     first = (repo / "dvc.lock").read_text()
-    edited = [repo / "pairs.jsonl", *(repo / name / "weights.safetensors" for name in ("model", "adapter"))]
+    edited = [repo / "pairs.jsonl", *(repo / name for name in WEIGHTS)]
     for file in edited:
         file.touch()
     assert ran(dvc(repo, "repro")) == ["watch"]  # touched, and not changed

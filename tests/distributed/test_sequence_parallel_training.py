@@ -121,7 +121,9 @@ def assert_same_course(log: list[dict], expected: list[dict]) -> None:
     assert [line["step"] for line in lines] == [line["step"] for line in expected] != []
     for line, values in zip(lines, expected, strict=True):
         assert line.keys() == values.keys()
-        for metric in values.keys() - {*SPEED}:
+        # Before the first update all margins are 0 but for rounding, which decides their signs.
+        undecided = {"rewards/accuracies"} if line["step"] == 1 else set()
+        for metric in values.keys() - {*SPEED} - undecided:
             assert line[metric] == pytest.approx(values[metric], rel=1e-4, abs=2e-5), (line["step"], metric)
 
 
