@@ -1,4 +1,8 @@
-"""The files of tasks/private.py: create them, and move those that an earlier version kept in the checkout."""
+"""The files of tasks/private.py: create them, and move those that an earlier version kept in the checkout.
+
+A symbolic link stays at the old place: runs from before the upgrade go on with the code of their worktree, which reads
+the file there and would make another one.
+"""
 
 import hashlib
 import os
@@ -9,12 +13,13 @@ from pathlib import Path
 from tasks.errors import UserError
 from tasks.private import SERVICES, checkout_folder, forget_values, main_checkout, user_folder
 from tasks.system.files import sync, temporary
+from tasks.system.lock import file_lock
 
 
 def private_file(name: str, checkout: Path) -> Path:
     """The path of a checkout's private file, whether it exists or not."""
     path, old = checkout_folder(checkout) / name, former_file(name, checkout)
-    if not os.path.exists(old):  # unlike Path.exists, False in a folder of another user
+    if not os.path.exists(old) or leads_to(old, path):  # unlike Path.exists, False in a folder of another user
         return path
     if is_foreign(old):
         return old
@@ -32,21 +37,29 @@ def former_file(name: str, checkout: Path) -> Path:
 
 def is_foreign(path: Path) -> bool:
     """Whether the file belongs to another user, as for a `sudo` in somebody's checkout: then it stays where it is."""
-    with suppress(FileNotFoundError):  # another process moved it
-        return path.stat().st_uid != os.geteuid()
-    return False
+    return path.stat().st_uid != os.geteuid()
+
+
+def leads_to(old: Path, new: Path) -> bool:
+    """Whether the file was moved: its old place is a link to the new one."""
+    return old.is_symlink() and os.path.realpath(old) == os.path.realpath(new)
 
 
 def move(old: Path, new: Path) -> bool:
-    """Move a file, which is at no moment at neither place. False, and nothing moved, if `new` has another content."""
+    """Move a file, which both places lead to at every moment. False, and nothing moved, if `new` has another content."""
+    make_folder(new.parent)
     try:
-        content = old.read_text()
-        create(new, content)
-        if new.read_text() != content:
-            return False
-        old.unlink()
-    except FileNotFoundError:  # another process was faster
-        return True
+        with file_lock(user_folder() / ".lock"):
+            if leads_to(old, new):  # another process was faster
+                return True
+            content = old.read_text()
+            create(new, content)
+            if new.read_text() != content:
+                return False
+            with temporary(old) as aside:
+                aside.symlink_to(new)
+                os.replace(aside, old)
+            sync(old.parent)
     except OSError as error:
         raise UserError(f"{old} cannot be moved to {new}: {error}. Move it yourself.") from None
     forget_values()

@@ -119,14 +119,15 @@ def _key_file() -> Path | None:
 
 
 def _default() -> Path:
-    """The checkout's own key if it has one, else the user's."""
+    """The checkout's own key if it has one, else the user's; of a key that was moved, the one that its link names."""
     own, of_user, old = checkout_folder(home()) / NAME, user_folder() / NAME, keyring.former_file(NAME, home())
-    if os.path.exists(old):  # unlike Path.exists, False in a folder of another user
-        if keyring.is_foreign(old):
-            return old
-        if not keyring.move(old, of_user):
-            keyring.private_file(NAME, home())
-    return own if own.exists() else of_user
+    if not os.path.exists(old):  # unlike Path.exists, False in a folder of another user
+        return own if own.exists() else of_user
+    if keyring.is_foreign(old):
+        return old
+    if keyring.leads_to(old, own) or not (keyring.leads_to(old, of_user) or keyring.move(old, of_user)):
+        return keyring.private_file(NAME, home())
+    return of_user
 
 
 def _is_key(text: str) -> bool:

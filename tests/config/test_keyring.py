@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 def former_key(checkout: Path, digits: str) -> Path:
     (checkout / ".services").mkdir(exist_ok=True)
     path = checkout / ".services" / "signing.key"
+    path.unlink(missing_ok=True)  # as `tar` and `rsync` restore a file where a link is
     path.write_text(f"{digits}\n")
     return path
 
@@ -51,7 +53,7 @@ def test_the_key_of_a_checkout_moves_and_what_it_signed_stays_valid(checkout, mo
     monkeypatch.delenv("DPO_SIGNING_KEY")
     assert signing.sign(b"manifest") == line
     assert signing.checkpoint_key() == mac
-    assert not old.exists()
+    assert old.readlink() == user_folder() / "signing.key"
     said = capsys.readouterr().err
     assert said == f"{old} is now {user_folder()}/signing.key: keys and passwords are kept outside of the checkout.\n"
 
@@ -82,7 +84,8 @@ def test_no_key_is_ever_lost(checkout):
         signing.public_key()
     kept = {path.read_text().strip() for path in private.private_files()}
     assert kept == {"ab" * 32, "cd" * 32, "ef" * 32}
-    assert not list((checkout / ".services").iterdir())
+    (left,) = (checkout / ".services").iterdir()
+    assert left.samefile(signing._default())
 
 
 def test_processes_that_start_together_agree_on_the_key(checkout):
@@ -101,9 +104,28 @@ def test_processes_that_start_together_agree_on_the_key(checkout):
     assert (user_folder() / "signing.key").read_text() == "ab" * 32 + "\n"
 
 
+def test_a_run_from_before_the_upgrade_reads_the_same_files_at_the_old_place(checkout, monkeypatch):
+    """Its worktree keeps the old code, which makes a file of its own where none is."""
+    old = former_key(checkout, "ab" * 32)
+    old.with_name("passwords.json").write_text('{"mlflow/reader": "the-first-password"}')
+    public = signing.public_key()
+    for path in (old, old.with_name("passwords.json")):
+        now = signing._default() if path == old else keyring.private_file(path.name, checkout)
+        assert not now.is_symlink()
+        assert path.read_text() == now.read_text()
+        assert private.Private([checkout]).contains(path)
+    links = [(path, path.lstat().st_ino) for path in old.parent.iterdir()]
+    assert signing.public_key() == public
+    keyring.private_file("passwords.json", checkout)
+    assert [(path, path.lstat().st_ino) for path in old.parent.iterdir()] == links
+    shutil.rmtree(user_folder())  # as on a new machine: the key that is made is the one for both
+    assert signing.public_key() != public
+    assert old.read_text() == (user_folder() / "signing.key").read_text()
+
+
 def test_passwords_of_a_checkout_move_and_a_restored_backup_counts(checkout):
     for text in ("first", "second"):
-        (checkout / ".services").mkdir(exist_ok=True)
+        former_key(checkout, "ab" * 32).with_name("passwords.json").unlink(missing_ok=True)
         (checkout / ".services" / "passwords.json").write_text(json.dumps({"mlflow/reader": f"the-{text}-password"}))
         path = keyring.private_file("passwords.json", checkout)
         assert json.loads(path.read_text()) == {"mlflow/reader": f"the-{text}-password"}
