@@ -326,6 +326,19 @@ def test_ray_in_kubernetes_matches_the_code():
     assert (ROOT / "flows" / "recipes" / f"{entrypoint[-1]}.yaml").exists()
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_drives_runs_or_serves_has_the_operators_key(overlay):
+    """A container makes a key in its home otherwise, which is gone with the pod."""
+    built = build(overlay)
+    parts = [value for document in built for _, value in walk(document) if isinstance(value, dict)]
+    containers = [container for part in parts for container in part.get("containers", [])]
+    needed = ["ray-head"]  # it runs the entry points of RayJobs
+    needed += [one["name"] for one in containers if {"infra/worker.sh", "dpo"} & set(one.get("args", []))]
+    secret = {"name": "DPO_SIGNING_KEY", "valueFrom": {"secretKeyRef": {"name": "dpo", "key": "signing_key"}}}
+    assert sorted(one["name"] for one in containers if secret in one.get("env", [])) == sorted(needed)
+    assert sorted(needed) == ["ray-head", "serve", "worker"]
+
+
 COMPOSE = yaml.safe_load((INFRA / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
 
