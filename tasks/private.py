@@ -27,10 +27,11 @@ OF_CHECKOUT = (".services", ".prefect", ".mlflow", ".git", "prefect.toml", *ENVI
 # Where other programs keep keys and logins, below the user's home, and in the environment.
 OF_USER = (
     *(".aws", ".azure", ".config", ".docker", ".git-credentials", ".gnupg", ".kube", ".netrc", ".password-store"),
-    *(".pypirc", ".prefect", ".ray", ".ssh", ".cache/huggingface/token", ".cache/huggingface/stored_tokens"),
-    ".local/share/keyrings",
+    *(".pypirc", ".prefect", ".ray", ".ssh", ".local/share/keyrings"),
 )
-OF_SYSTEM = ("/proc", "/run/secrets")  # processes' environments; secrets of containers
+OF_HUB = ("token", "stored_tokens")  # of Hugging Face's hub, in HF_HOME
+# Processes' environments; secrets of containers; the environment of `dpo up` (docs/cluster.md).
+OF_SYSTEM = ("/proc", "/run/secrets", "/etc/dpo/up.env")
 NAMED = (
     *("DPO_SIGNING_KEY", "RAY_AUTH_TOKEN_PATH", "PREFECT_HOME", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH"),
     *("AWS_SHARED_CREDENTIALS_FILE", "KUBECONFIG", "NETRC"),
@@ -58,7 +59,7 @@ def checkout_folder(checkout: Path) -> Path:
 def main_checkout(root: Path) -> Path:
     """In a worktree, as `dpo open` makes one, .git names the folder .git/worktrees/NAME of the main checkout."""
     with suppress(OSError):
-        folder = Path((root / ".git").read_text().partition("gitdir:")[2].strip())
+        folder = Path(os.path.normpath(root / (root / ".git").read_text().partition("gitdir:")[2].strip()))
         return folder.parents[2] if folder.parent.name == "worktrees" else root
     return root
 
@@ -85,12 +86,22 @@ class Private:
         return self.places.get((state.st_dev, state.st_ino))
 
     def _places(self) -> Iterator[Path]:
-        home, named = Path(os.path.expanduser("~")), (os.environ.get(name) for name in NAMED)
+        home, named = Path(os.path.expanduser("~")), [os.environ.get(name, "") for name in NAMED]
         yield from (*map(Path, OF_SYSTEM), user_folder(), *(home / name for name in OF_USER))
-        yield from (Path(name).expanduser() for name in named if name)
+        yield from (folder / name for folder in _hub_folders() for name in OF_HUB)
+        several = {path for value in named for path in (value, *value.split(os.pathsep))}  # KUBECONFIG=one:two
+        yield from (Path(path).expanduser() for path in several if path)
         for checkout in self.checkouts:
             yield from (checkout / name for name in OF_CHECKOUT)
         yield from private_files(*self.checkouts)
+
+
+def _hub_folders() -> Iterator[Path]:
+    """Where the hub's library keeps its tokens."""
+    for name, below in (("HF_HOME", ""), ("XDG_CACHE_HOME", "huggingface")):
+        if value := os.environ.get(name):
+            yield Path(os.path.expandvars(value), below).expanduser()
+    yield Path(os.path.expanduser("~"), ".cache", "huggingface")
 
 
 def _hidden(parts: tuple[str, ...]) -> tuple[str, ...] | None:

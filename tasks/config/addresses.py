@@ -38,15 +38,13 @@ def permitted(path: Path) -> Path:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """What lies in the folder and those below it, without following links. Hidden folders belong to tools: nothing of
-    them is read, and neither is what cannot be."""
+    """What lies in the folder and those below it, also in hidden ones, without following links; nothing of a folder
+    that cannot be read."""
     with suppress(PermissionError), os.scandir(folder) as entries:
         for entry in entries:
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if not (is_folder and entry.name.startswith(".")):
-                yield entry
-                if is_folder:
-                    yield from _entries(Path(entry))
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(Path(entry))
 
 
 def _check_entry(entry: os.DirEntry[str], folder: Path, private: Private) -> None:

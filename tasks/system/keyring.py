@@ -46,7 +46,7 @@ def leads_to(old: Path, new: Path) -> bool:
 
 
 def move(old: Path, new: Path) -> bool:
-    """Move a file, which both places lead to at every moment. False, and nothing moved, if `new` has another content."""
+    """Move a file and leave a link. False, and nothing moved, if `new` has another content."""
     make_folder(new.parent)
     try:
         with file_lock(user_folder() / ".lock"):

@@ -138,8 +138,9 @@ def test_passwords_of_a_checkout_move_and_a_restored_backup_counts(checkout):
 def test_a_worktree_has_the_files_of_its_checkout(checkout):
     opened = checkout / ".scratch" / "opened"
     opened.mkdir(parents=True)
-    (opened / ".git").write_text(f"gitdir: {checkout}/.git/worktrees/opened\n")
-    assert checkout_folder(opened) == checkout_folder(checkout)
+    for main in (checkout, "../.."):  # git writes a relative path with worktree.useRelativePaths
+        (opened / ".git").write_text(f"gitdir: {main}/.git/worktrees/opened\n")
+        assert checkout_folder(opened) == checkout_folder(checkout)
 
 
 def test_without_a_folder_of_the_user_the_error_says_what_to_set(checkout, monkeypatch):

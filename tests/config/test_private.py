@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from tasks.config import access
+from tasks.config.addresses import local_path
 from tasks.config.cluster import SITE, Cluster, site_overlay
 from tasks.config.params import Params, Source, dotted, overlay
 from tasks.config.strict import all_keys, read_yaml
@@ -111,7 +112,8 @@ FOLDERS = {
 }
 PLACES = [".services", ".prefect", ".git", ".mlflow", ".dvc/tmp", "infra/.env", "infra/k8s/secrets.env", "prefect.toml"]
 PLACES += [".services/passwords.json", "~/.ssh", "~/.config/dpo", "~/.aws/credentials", "$XDG_CONFIG_HOME/dpo"]
-PLACES += ["$DPO_SIGNING_KEY", "$PREFECT_HOME"]
+PLACES += ["$DPO_SIGNING_KEY", "$PREFECT_HOME", "$HF_HOME/token", "$HF_HOME/stored_tokens/x.jsonl"]
+PLACES += ["~/.cache/huggingface/token"]
 
 
 def test_every_text_of_the_parameters_is_a_path_of_this_test_or_none():
@@ -122,7 +124,7 @@ def test_every_text_of_the_parameters_is_a_path_of_this_test_or_none():
 def workspace(tmp_path, tiny_base, monkeypatch) -> Path:
     root = make_workspace(tmp_path / "workspace", tiny_base, rows=12)
     monkeypatch.chdir(root)
-    for name in ("XDG_CONFIG_HOME", "PREFECT_HOME"):
+    for name in ("XDG_CONFIG_HOME", "PREFECT_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     monkeypatch.setenv("DPO_SIGNING_KEY", str(tmp_path / "key.jsonl"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -132,7 +134,7 @@ def workspace(tmp_path, tiny_base, monkeypatch) -> Path:
 def private_file(place: str) -> Path:
     """A file of rows at, or below, a private place, which would be read if nothing refused it."""
     path = Path(os.path.expandvars(os.path.expanduser(place))).absolute()
-    path = path if path.suffix or path.name == ".env" or path.name == "credentials" else path / "x.jsonl"
+    path = path if path.suffix or path.name in (".env", "credentials", "token") else path / "x.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(ROW)
     return path
@@ -177,6 +179,8 @@ def of_a_key(place: str) -> bool:
         "prefect.toml",
         ".services/passwords.json",
         "$DPO_SIGNING_KEY",
+        "$HF_HOME/token",
+        "~/.cache/huggingface/token",
     )
 
 
@@ -216,11 +220,38 @@ def test_what_is_read_after_hours_is_checked_before_the_first_stage(changes, wor
         access.check(params)
 
 
-@pytest.mark.parametrize("place", [".services/x.yaml", ".git/x.yaml", "~/.config/dpo/x.yaml"])
-def test_the_site_overlay_is_no_private_file(place, workspace, monkeypatch):
-    monkeypatch.setenv(SITE, str(private_file(place)))
+def test_each_of_several_files_in_a_variable_is_private(workspace, tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("one.yaml", "two.yaml")]
+    for file in files:
+        file.write_text("token: x")
+    monkeypatch.setenv("KUBECONFIG", os.pathsep.join(map(str, files)))
+    for file in files:
+        with pytest.raises(UserError, match="leads to"):
+            local_path(str(file))
+
+
+def test_what_lies_in_hidden_folders_is_checked_too(workspace, tmp_path):
+    """Folders are copied and hashed with all that is in them."""
+    file, folder = private_file("~/.ssh"), tmp_path / "data"
+    hidden = folder / ".cache" / "deep"
+    hidden.mkdir(parents=True)
+    (hidden / "a.json").write_text("{}")
+    (folder / "inside.json").symlink_to(".cache/deep/a.json")
+    assert local_path(str(folder)) == folder
+    (hidden / "z.jsonl").symlink_to(file)
+    with pytest.raises(UserError, match="outside the folder"):
+        local_path(str(folder))
+    (hidden / "z.jsonl").unlink()
+    os.link(private_file(".services/passwords.json"), hidden / "z.jsonl")
     with pytest.raises(UserError, match="leads to"):
-        site_overlay()
+        local_path(str(folder))
+
+
+def test_the_operators_site_overlay_may_be_where_secrets_are(workspace, monkeypatch):
+    path = private_file("~/.config/dpo/x.yaml")
+    path.write_text("currency: USD")
+    monkeypatch.setenv(SITE, str(path))
+    assert site_overlay() == {"currency": "USD"}
 
 
 def test_the_operators_own_fields_are_no_business_of_a_run():
