@@ -5,12 +5,14 @@ import shutil
 import urllib.request
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.processing_utils import ProcessorMixin
 
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.templates import choose_template
@@ -298,6 +300,23 @@ def test_an_exported_model_renders_the_prompts_of_training(tiny_base: Path, tmp_
     assert tokenizer.apply_chat_template(told, tokenize=False, thinking=True).startswith("True a")
     (prompt,) = tokenize(choose_template(load_tokenizer(tiny_base), text, arguments), [Preference(told, *answers)])
     assert tokenizer(expected, add_special_tokens=False)["input_ids"] == prompt.prompt_ids
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}", {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}])
+def test_a_processor_renders_what_the_exports_tokenizer_renders(template: Any, tiny_base: Path, tmp_path: Path):
+    """Servers load the processor where there is one, and its own template would come before that of training."""
+    shutil.copytree(tiny_base, folder := tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    template = template or tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the base's processor"}))
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": "older", "image_seq_length": 4}))
+    keep_template(folder, template, {})
+    kept, _ = ProcessorMixin.get_processor_dict(folder)
+    assert kept == {"chat_template": template, "image_seq_length": 4}
+    assert load_tokenizer(folder).chat_template == template
 
 
 def test_the_licence_comes_from_the_model_card_or_a_licence_file(tmp_path: Path):

@@ -60,9 +60,7 @@ class Harness:
             "MLFLOW_ALLOW_MODEL_CODE_EXECUTION": "false",
             "DO_NOT_TRACK": "1",
             "DVC_NO_ANALYTICS": "1",
-            "DVC_SITE_CACHE_DIR": str(self.folder / "site"),
-            "PREFECT_HOME": str(self.folder / "prefect"),
-            "XDG_CONFIG_HOME": str(self.folder / "config"),
+            **homes(self.folder),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "OMP_NUM_THREADS": "1",
         }
@@ -178,6 +176,12 @@ sys.path[0] = os.getcwd()
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
+
+
+def homes(folder: Path) -> dict[str, str]:
+    """Where commands keep what is of a user, who owns what a scenario starts from and what a command makes of it."""
+    names = {"DVC_SITE_CACHE_DIR": "site", "PREFECT_HOME": "prefect", "XDG_CONFIG_HOME": "config"}
+    return {variable: str(folder / name) for variable, name in names.items()}
 
 
 def compiled(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from tasks.system.files import hash_files
 from tasks.system.ports import free_port
 from tasks.tracking.journal import unsent
 from tests.conftest import make_dummy_repo
-from tests.faults.harness import PROJECT, Harness, copy, locks
+from tests.faults.harness import PROJECT, Harness, copy, homes, locks
 from tests.support import fork_server
 from tests.support.workspaces import make_workspace, wait_for
 
@@ -82,7 +82,7 @@ def workspace(bench: Path, root: Path, uri: str) -> None:
 
 def registered(bench: Path, root: Path, uri: str) -> None:
     make_workspace(root, bench / "base", cluster={"tracking_uri": uri})
-    _python(root, REGISTER, str(PROJECT))
+    _python(bench, root, REGISTER)
 
 
 def repository(bench: Path, root: Path, uri: str) -> None:
@@ -93,12 +93,13 @@ def repository(bench: Path, root: Path, uri: str) -> None:
 
 def old_runs(bench: Path, root: Path, uri: str) -> None:
     repository(bench, root, uri)
-    _python(root, RUNS, str(PROJECT), path=root)
+    _python(bench, root, RUNS, path=root)
 
 
-def _python(root: Path, code: str, *arguments: str, path: Path = PROJECT) -> None:
-    command = [sys.executable, "-c", code, *arguments]
+def _python(bench: Path, root: Path, code: str, path: Path = PROJECT) -> None:
+    command = [sys.executable, "-c", code, str(PROJECT)]
     env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(path), "HOME": str(Path.home())}
+    env |= homes(bench)
     if fork_server.ADDRESS in os.environ:  # in the tests; the sweep has none
         env |= {"PYTHONPATH": f"{path}:{fork_server.SITE}", "FORK_STAGES": "1"}
         env[fork_server.ADDRESS] = os.environ[fork_server.ADDRESS]

@@ -35,6 +35,7 @@ try:
         run.dvc("repro", "prepare")
         if fails:
             raise UserError("stopped")
+        run_workspace.commit_results(run)
 except UserError:
     if not fails:
         raise

@@ -49,6 +49,7 @@ files = run_config.changed_files(None, {"train.beta": 0.2 + len(name) / 100})
 record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
 with run_workspace.open_workspace(record, f"flow-{name}") as run:
     run.dvc("repro", "export")
+    run_workspace.commit_results(run)
 run_workspace.close_workspace(run)
 client = MlflowClient(absolute_uri(load_cluster().tracking_uri))
 if not client.search_registered_models():

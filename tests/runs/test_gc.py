@@ -34,6 +34,7 @@ for number, name in enumerate(sys.argv[1:]):
             if name == "broken":
                 raise UserError("broken")
             run.dvc("repro", "export")
+            run_workspace.commit_results(run)
     except UserError:
         continue
     run_workspace.close_workspace(run)

@@ -211,7 +211,7 @@ def test_a_run_with_a_wrong_value_is_resumed_with_another(three: tuple[Path, str
     assert "Mend it" not in failed.stdout  # said once
     worktree = root / ".scratch/worktrees/wrong"
     assert command(root, env, "open", "wrong").stdout.startswith(
-        f"wrong is in {worktree}\nIt is the worktree of an unfinished run, and stays until `dpo resume wrong`"
+        f"wrong is in {worktree}\nIt is the worktree of an unfinished run and stays until `dpo resume wrong`"
     )
     assert "The run wrong ended (failed) before its stages were done" in command(root, env, "open", "wrong", "x").stderr
     typo = command(root, env, "resume", "wrong", "--set", "train.bta=0.2")

@@ -1,6 +1,7 @@
 """Every route of our own servers refuses who has no login, but for a few that are listed here."""
 
-from collections.abc import Iterator
+import asyncio
+import base64
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.support.arena import TOKEN, FixedAnswers
 FREE = {
     "arena": {("GET", "/"), ("GET", "/page.js"), ("POST", "/api/logout")},
     "gateway": {("GET", "/health")},
+    "metrics": {("GET", "/health")},
 }
 DOCUMENTATION = ("/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect")  # of FastAPI, on each app as it comes
 
@@ -38,7 +40,13 @@ def serving(folder: Path) -> FastAPI:
     return gateway.create_app(fleet, Tokens(), FeedbackJournal(folder), RateLimit(10_000), 64)
 
 
-@pytest.mark.parametrize(("name", "make"), [("arena", arena), ("gateway", serving)])
+def metrics(_: Path) -> FastAPI:
+    registry = CollectorRegistry()
+    Gauge("dpo_secret", "a metric", registry=registry).set(7)
+    return application(registry, "a-password")
+
+
+@pytest.mark.parametrize(("name", "make"), [("arena", arena), ("gateway", serving), ("metrics", metrics)])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guess"}, {"Cookie": "dpo_arena=616461.guess"}])
 def test_every_route_that_is_not_listed_needs_a_login(
     name: str, make: Any, headers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,23 +68,34 @@ def test_every_route_that_is_not_listed_needs_a_login(
     assert mounted > FREE[name]
 
 
-def respond(app: Any, method: str, path: str, **environ: str) -> Iterator[str]:
-    """The status, then the text."""
-    statuses = list[str]()
-    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": "", **environ}
-    parts = app(environ, lambda status, headers, *_: statuses.append(status[:3]))
-    yield statuses[0]
-    yield b"".join(parts).decode()
+def respond(app: FastAPI, method: str, path: str, login: str = "") -> tuple[int, str]:
+    """Status and text for exactly this path, which a client would tidy up."""
+    sent = list[Any]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), *([(b"authorization", login.encode())] if login else [])]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "PUT"])
-def test_metrics_need_the_login_whatever_the_method_and_the_spelling(method: str) -> None:
-    registry = CollectorRegistry()
-    Gauge("dpo_secret", "a metric", registry=registry).set(7)
-    app = application(registry, "a-password")
+def test_metrics_need_the_login_whatever_the_method_and_the_spelling(method: str, tmp_path: Path) -> None:
+    app = metrics(tmp_path)
+    refusals = {"/metrics": 401 if method == "GET" else 405, "/metrics/": 307}  # to /metrics
     for path in ("/metrics", "/metrics/", "//metrics", "/METRICS", "/health/../metrics", "/", "", "/favicon.ico"):
-        for login in ({}, {"HTTP_AUTHORIZATION": "Basic cmVhZGVyOmd1ZXNz"}):
-            status, text = respond(app, method, path, **login)
-            assert status == ("401" if path == "/metrics" else "404")
+        for login in ("", basic("reader:guess"), basic("a-password"), basic(":a-password")):
+            status, text = respond(app, method, path, login)
+            assert (path, status) == (path, refusals.get(path, 404))
             assert "dpo_secret" not in text
-    assert [*respond(app, method, "/health")] == ["200", "ok\n"]
+    status, text = respond(app, method, "/metrics", basic("reader:a-password"))
+    assert (status, "dpo_secret 7.0" in text) == ((200, True) if method == "GET" else (405, False))
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"

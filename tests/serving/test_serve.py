@@ -37,7 +37,9 @@ from tasks.tracking.pipeline_run import open_run
 from tests.release.test_promote import NAME, export
 from tests.support.fork_server import family
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
+from training.models.chat import keep_template
 from training.models.prompt_tokens import PromptTokens
+from training.models.tiny import TEMPLATE
 
 pytestmark = pytest.mark.slow
 TOKENS = {"ann": "a-token-of-ann-0123456789", "bob": "b-token-of-bob-0123456789"}
@@ -47,6 +49,7 @@ watchdog.PATIENCE = 20.0
 from cli.main import main
 main()
 """
+OPENING = "{{ bos_token }}"
 HELLO = [{"role": "user", "content": "hello"}]
 # One client: each makes a TLS context, which takes longer than an answer. No connection outlives a gateway.
 HTTP = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -122,7 +125,8 @@ def register(base: Path, about: str) -> str:
     shutil.rmtree(MODEL)
     shutil.copytree(base, MODEL)
     (MODEL / "README.md").write_text(about)
-    endless = {**read_json(base / "generation_config.json"), "eos_token_id": 0}  # every answer has max_tokens
+    keep_template(MODEL, TEMPLATE.replace(OPENING, OPENING + "{{ style }}"), {"style": "Short words."})  # as `export`
+    endless = {**read_json(base / "generation_config.json"), "eos_token_id": 0}  # a greedy answer has max_tokens
     write_json(MODEL / "generation_config.json", endless)
     if about == "broken":
         (MODEL / "config.json").write_text("{}")
@@ -132,7 +136,7 @@ def register(base: Path, about: str) -> str:
     return str(read_json(Path("data/metrics/promote.json"))["version"])
 
 
-def test_an_answer_is_recorded_under_the_id_of_the_response(gateway):
+def test_an_answer_is_recorded_under_the_id_of_the_response(gateway, tiny_base):
     raw = gateway.client().chat.completions.with_raw_response.create(
         model=NAME, messages=HELLO, max_completion_tokens=5, temperature=0, user="carol"
     )
@@ -140,7 +144,7 @@ def test_an_answer_is_recorded_under_the_id_of_the_response(gateway):
     assert raw.headers["X-DPO-Answer-Id"] == answer.id
     assert (answer.model, answer.choices[0].finish_reason) == (f"{NAME}/1", "length")
     assert answer.usage.completion_tokens == 5
-    assert answer.usage.prompt_tokens == PromptTokens(MODEL).count(HELLO)
+    assert answer.usage.prompt_tokens == PromptTokens(MODEL).count(HELLO) > PromptTokens(tiny_base).count(HELLO)
     kept = gateway.events()[answer.id]
     assert (kept.text, kept.messages) == (answer.choices[0].message.content, HELLO)
     assert (kept.model, kept.version, kept.role, kept.user) == (NAME, "1", "champion", "carol")
@@ -217,7 +221,8 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_reaches_the_engine(gat
     )
     assert gateway.ask(max_tokens=1024).json()["error"]["code"] == "context_length_exceeded"
     most = PromptTokens(MODEL).count(HELLO)
-    answer = gateway.call("POST", "/v1/chat/completions", json={"messages": HELLO}).json()  # to the end of the context
+    unlimited = {"messages": HELLO, "temperature": 0}  # a sampled answer may end before the context does
+    answer = gateway.call("POST", "/v1/chat/completions", json=unlimited).json()
     assert answer["usage"]["completion_tokens"] == 1024 - most
 
 

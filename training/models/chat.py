@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.limits import bounded
+from training.models.model_files import read_object
 from training.models.tokenizer import load_tokenizer
 
 RENDER_SECONDS, RENDER_BYTES = 60.0, 1 << 30  # for one conversation, which normally takes a fraction of a second
@@ -45,7 +46,8 @@ def chat_pieces(tokenizer: Any) -> ChatPieces | None:
 
 
 def keep_template(folder: Path, template: Any, arguments: Mapping[str, Any]) -> None:
-    """Whoever loads the folder's tokenizer renders prompts as training did, unless they pass other arguments."""
+    """The folder's tokenizer and processor render prompts as training did, unless they are given other arguments."""
+    _drop_processors_template(folder)
     if not isinstance(template, str):  # a model's own templates by name, which are in the folder
         return
     defaults = "".join(
@@ -57,6 +59,15 @@ def keep_template(folder: Path, template: Any, arguments: Mapping[str, Any]) -> 
     (folder / "chat_template.jinja").write_text(defaults + template)
     if load_tokenizer(folder).chat_template != defaults + template:
         raise ValueError("the chat template that training used could not be written into the exported model's folder")
+
+
+def _drop_processors_template(folder: Path) -> None:
+    """In two files of earlier releases of transformers, which processors read before the tokenizer's."""
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    path = folder / "processor_config.json"
+    settings = read_object(path) if path.is_file() else {}
+    if settings.pop("chat_template", None):
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _literal(value: Any) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from training.models.model_files import loadable
 from training.models.tokenizer import load_tokenizer
 
 
@@ -26,7 +27,8 @@ class PromptTokens:
 
 def context_length(folder: Path) -> int | None:
     """The longest text that the model was made for; None if its configuration names none, as of a recurrent model."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
+    with loadable(folder) as files:
+        config = AutoConfig.from_pretrained(files, local_files_only=True, trust_remote_code=False).get_text_config()
     longest: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     stretched = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 0)  # YaRN, Llama 3
