@@ -30,6 +30,8 @@ def file() -> Path:
 def load() -> dict[str, str]:
     """Passwords by `server/user`; missing ones are generated."""
     path = file()
+    if not path.exists():  # the first, or the checkout has another name now
+        SHOWN.unlink(missing_ok=True)
     passwords = json.loads(path.read_text()) if path.exists() else {}
     names = [f"prefect/{PREFECT_USER}", ARENA, *(f"mlflow/{user}" for user in MLFLOW_USERS)]
     if missing := [name for name in names if name not in passwords]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services import passwords
 from tasks import private, redact
 from tasks.errors import UserError
 from tasks.private import checkout_folder, user_folder
@@ -133,6 +134,25 @@ def test_passwords_of_a_checkout_move_and_a_restored_backup_counts(checkout):
     assert len(list(path.parent.glob("passwords*.json"))) == 2
     assert redact.redact("the-first-password and the-second-password") == "*** and ***"
     assert checkout_folder(checkout) != checkout_folder(checkout.with_name("two"))
+
+
+def test_new_passwords_are_printed_and_those_of_a_former_folder_can_be_kept(checkout, monkeypatch):
+    """As in a checkout that was renamed."""
+    shown = checkout / ".services" / "passwords.shown"
+    monkeypatch.setattr(passwords, "ROOT", checkout)
+    monkeypatch.setattr(passwords, "SHOWN", shown)
+    made = passwords.load()
+    former_key(checkout, "ab" * 32)
+    shown.touch()
+    assert passwords.load() == made
+    assert shown.exists()
+    renamed = checkout.rename(checkout.with_name("renamed"))
+    monkeypatch.setattr(passwords, "ROOT", renamed)
+    monkeypatch.setattr(passwords, "SHOWN", renamed / ".services" / "passwords.shown")
+    assert passwords.load() != made
+    assert not passwords.SHOWN.exists()
+    shutil.copy(checkout_folder(checkout) / "passwords.json", renamed / ".services")
+    assert passwords.load() == made
 
 
 def test_a_worktree_has_the_files_of_its_checkout(checkout):
