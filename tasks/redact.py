@@ -1,7 +1,8 @@
 """Removes secrets from text: params, logs, tracking, tracebacks and pages pass through here.
 
 A secret is the password in an address, a token with a known format, the value after `password=` and similar names, the
-value of any environment variable with such a name, and what this user's files of keys and passwords hold.
+value of any environment variable with such a name, the password alone of an address in any other variable, and what
+this user's files of keys and passwords hold.
 """
 
 import json
@@ -14,6 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
+from urllib.parse import unquote
 
 from tasks.private import secret_values
 from tasks.secret_patterns import PRIVATE_KEY, RUN, TOKEN, WEBHOOK, is_secret_name
@@ -110,16 +112,24 @@ def _looks_secret(value: str) -> bool:
 
 
 def _values() -> frozenset[str]:
-    named = [name for name in os.environ if name in _names or is_secret_name(name)]
-    return _worth_hiding(tuple(os.environ.get(name, "") for name in named), secret_values())
+    named, addresses = list[str](), list[str]()
+    for name, value in os.environ.items():
+        if name in _names or is_secret_name(name):
+            named.append(value)
+        elif "://" in value and "@" in value:
+            addresses.append(value)
+    return _worth_hiding(tuple(named), tuple(addresses), secret_values())
 
 
 @lru_cache(maxsize=64)
-def _worth_hiding(of_variables: tuple[str, ...], of_files: frozenset[str]) -> frozenset[str]:
+def _worth_hiding(
+    of_variables: tuple[str, ...], addresses: tuple[str, ...], of_files: frozenset[str]
+) -> frozenset[str]:
     """A variable may name the file that holds the secret: that name is none."""
     whole = [value for value in of_variables if not (os.sep in value and os.path.exists(value))]
     parts = (part.strip() for value in whole for part in _parts(value))
     found = [*whole, *(part for part in parts if not part.isdigit()), *of_files]
+    found += [password for address in addresses for password in _url_passwords(address)]
     return frozenset(value for value in found if len(value) >= MINIMUM_LENGTH and value.lower() not in SWITCHES)
 
 
@@ -146,6 +156,14 @@ def _parts(value: str) -> Iterator[str]:
     pairs = {item: PAIR.split(item, 1) for item in items}
     chosen = [item for item in items if is_secret_name(pairs[item][0])] or items
     yield from (pairs[item][-1] for item in chosen if len(items) == 1 or len(pairs[item][-1]) >= PART_LENGTH)
+
+
+def _url_passwords(text: str) -> Iterator[str]:
+    """The passwords of the logins in addresses, as they stand there and decoded; a common word is none."""
+    for login in URL_LOGIN.finditer(text):
+        user, _, password = login[0].partition("://")[2].removesuffix("@").partition(":")
+        if password != user and len(password) >= PART_LENGTH and not password.isdigit():
+            yield from {password, unquote(password)}
 
 
 def _url_parts(url: str) -> Iterator[str]:

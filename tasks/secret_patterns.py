@@ -9,12 +9,12 @@ from functools import lru_cache
 
 # Ends of words that make a name that of a secret wherever the word stands: PGPASSWORD, GITHUB_TOKEN_OF_CI.
 STRONG = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|(API|ACCESS|ACCOUNT|PRIVATE|SECRET|MASTER)KEY)S?$"
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|(API|ACCESS|ACCOUNT|PRIVATE|SECRET|MASTER)KEY)S?\d*$"
 )
 # Words that do so at the end of a name, and pairs of words that do so everywhere.
 LAST = re.compile(
     r"_(API|ACCESS|ACCOUNT|PRIVATE|SIGNING)_KEYS?_|_(KEYS?|KEY_ID|COOKIES?|PATS?|JWTS?|DSN|PASS|PASSCODE|PW|PWD|SAS|CREDS|AUTH|AUTH_STRING|CONNECTION_STRING"
-    r"|CONNECTION_URL|DATABASE_URL)$"
+    r"|CONNECTION_URL|DATABASE_URL|[A-Z0-9]+(?<!COM)(?<!BY)(?<!TRES)(?<!SUR)(?<!ER)PASS\d*|[A-Z0-9]+PWD?\d*)$"
 )
 # Words after them that tell several secrets apart, and those that describe a secret instead of holding it.
 SEVERAL = re.compile(

@@ -104,11 +104,12 @@ WEBHOOKS OPENAI_APIKEY APIKEY SESSION_COOKIE COOKIES GITHUB_PAT SENTRY_DSN PGPAS
 GITHUB_NEW_TOKEN OPENAI_API_KEY_2 OPENAI_API_KEY_OF_CI AWS_ACCESS_KEY_ID
 AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD RAY_AUTH_TOKEN
 PREFECT_SERVER_API_AUTH_STRING GOOGLE_CREDENTIALS_JSON SECRET_KEY_BASE AZURE_STORAGE_CONNECTION_STRING DPO_SIGNING_KEY
+LDAP_BINDPW SMTPPASS SMTPPASS2 MYPASSWORD1 DBPWD MYSQL_PWD
 JUDGE_KEY MY_PASSPHRASE REDIS_AUTH SLURM_JWT STORAGE_ACCOUNTKEY DATABASE_URL KAGGLE_KEY
 """
 HARMLESS = """
 TOKENIZERS_PARALLELISM MAX_TOKENS NUM_TOKENS TOKENS_PER_SECOND PAD_TOKEN EOS_TOKEN_ID PWD OLDPWD KEYBOARD MONKEY PATH
-SSH_AUTH_SOCK TOKEN_BUDGET DPO_TRUSTED_KEYS PUBLIC_KEY XDG_SESSION_TYPE DESKTOP_SESSION BYPASS RAY_AUTH_MODE
+SSH_AUTH_SOCK TOKEN_BUDGET DPO_TRUSTED_KEYS PUBLIC_KEY XDG_SESSION_TYPE DESKTOP_SESSION BYPASS COMPASS RAY_AUTH_MODE
 MAX_NEW_TOKENS KEY_VARIABLE HOSTNAME CUDA_VISIBLE_DEVICES
 """
 
@@ -151,6 +152,15 @@ def test_each_part_of_a_variable_with_several_is_taken_out(value, secrets, open_
         assert redact.redact(f"got {secret} here") == "got *** here"
     for word in open_:
         assert redact.redact(f"got {word} here") == f"got {word} here"
+
+
+def test_the_password_of_an_address_in_any_variable_is_taken_out_alone_too(monkeypatch):
+    monkeypatch.setenv("DPO_MLFLOW_USERS", "postgresql://dpo:hunter2hunter2@h/x")
+    monkeypatch.setenv("BROKERS", "redis://:p%40ss-one@a:1/0,redis://postgres:postgres@b:1/0")
+    said = redact.redact("hunter2hunter2, p%40ss-one and p@ss-one of dpo in postgres")
+    assert said == "***, *** and *** of dpo in postgres"
+    monkeypatch.setenv("DPO_MLFLOW_USERS", "another")
+    assert redact.redact("hunter2hunter2") == "hunter2hunter2"
 
 
 ORDINARY = [
