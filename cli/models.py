@@ -90,11 +90,14 @@ def serve(
     share: Annotated[float, typer.Option(min=0, max=1, help="The challenger's share of the requests.")] = 0.1,
     rate: Annotated[int, typer.Option(min=1, help="Requests a minute of each token.")] = 600,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Seconds of silence after which an engine whose client has left starts again.")
+    ] = 60,
 ) -> None:
     """Serve the champion behind an OpenAI-compatible endpoint, swap it when the alias moves, and take feedback."""
     from services.serving.serve import serve
 
-    serve(model, host, port, challenger, share, rate, max_tokens)
+    serve(model, host, port, challenger, share, (rate, max_tokens, patience))
 
 
 def raters(

@@ -21,16 +21,16 @@ from tasks.system.ports import http_address, require_free
 DRAIN = 30  # seconds that running answers get when the gateway ends
 
 
-def serve(
-    model: str, host: str, port: int, challenger: str | None, share: float, per_minute: int, most_tokens: int
-) -> None:
+def serve(model: str, host: str, port: int, challenger: str | None, share: float, limits: tuple[int, int, int]) -> None:
+    """`limits`: requests a minute of each token, tokens of an answer, seconds of silence of an engine."""
+    per_minute, most_tokens, patience = limits
     require_free(host, port)
     tokens, journal, fleet = Tokens(), FeedbackJournal(), Fleet(model, challenger, share)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the blocks below end
     try:
         with suppress(KeyboardInterrupt):
             fleet.start()
-            app = create_app(fleet, tokens, journal, RateLimit(per_minute), most_tokens)
+            app = create_app(fleet, tokens, journal, RateLimit(per_minute), most_tokens, patience)
             _print_address(fleet, tokens, host, port)
             sender = [sys.executable, "-m", "services.serving.sender"]
             log = home() / ".scratch" / "serving" / "sender.log"

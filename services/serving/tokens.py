@@ -18,6 +18,7 @@ from pathlib import Path
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.feedback.events import person
+from tasks.private import forget_values
 from tasks.system.keyring import create, private_file
 
 VARIABLE = "DPO_SERVE_TOKENS"
@@ -36,7 +37,9 @@ class Tokens:
         """The name behind an Authorization header; every token is compared, so that timing tells nothing."""
         scheme, _, token = authorization.partition(" ")
         with suppress(UserError):  # a mistake in the file locks nobody out
-            self.names = self._read()
+            before, self.names = self.names, self._read()
+            if self.names != before:
+                forget_values()  # logs must not show the new tokens, either
         owners = [name for name, known in self.names.items() if hmac.compare_digest(known.encode(), token.encode())]
         return owners[0] if owners and scheme.lower() == "bearer" else None
 

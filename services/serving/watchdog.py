@@ -11,16 +11,15 @@ from fastapi.concurrency import run_in_threadpool
 
 from services.serving.engine import Engine
 
-PATIENCE = 60.0  # seconds without a word for anybody
-
 Ask = Callable[[Engine], Awaitable[None]]
 
 
 class Watchdog:
-    """`ask` gets one token from an engine, or an error."""
+    """`ask` gets one token from an engine, or an error. `patience`: seconds without a word for anybody."""
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask, self.left, self.tasks = ask, set[Engine](), dict[Engine, asyncio.Task[None]]()
+    def __init__(self, ask: Ask, patience: float) -> None:
+        self.ask, self.patience = ask, patience
+        self.left, self.tasks = set[Engine](), dict[Engine, asyncio.Task[None]]()
 
     def client_left(self, engine: Engine) -> None:
         self.left.add(engine)
@@ -33,8 +32,8 @@ class Watchdog:
                 self.left.discard(engine)  # a client that leaves from now on may be behind this question
                 if not await self._answers(engine):
                     print(
-                        f"serve: {engine.target.name} answered nobody for {PATIENCE:.0f} s after a client had left, "
-                        "and starts again",
+                        f"serve: {engine.target.name} answered nobody for {self.patience:.0f} s after a client had "
+                        "left, and starts again (`--patience` sets the time)",
                         flush=True,
                     )
                     await run_in_threadpool(engine.stop)
@@ -48,7 +47,7 @@ class Watchdog:
         try:
             while engine.is_alive:
                 words = engine.words
-                await asyncio.wait({question}, timeout=PATIENCE)
+                await asyncio.wait({question}, timeout=self.patience)
                 if question.done() or engine.words == words:
                     return question.done()
             return True

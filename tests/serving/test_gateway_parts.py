@@ -28,6 +28,7 @@ from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback, check, person
 from tasks.feedback.journal import FeedbackJournal
 from tasks.private import checkout_folder
+from tasks.redact import redact
 from tests.support.workspaces import write_cluster
 from training.models.prompt_tokens import PromptTokens, context_length
 
@@ -53,8 +54,10 @@ def test_the_first_start_makes_a_token_that_only_its_owner_can_read(workspace):
 
 def test_an_edited_file_counts_at_once_and_a_mistake_in_it_locks_nobody_out(workspace):
     known, file = Tokens(), checkout_folder(workspace) / "tokens.json"
+    assert redact("a" * 16) == "a" * 16
     file.write_text(json.dumps({"ann": "a" * 16}))
     assert known.owner("Bearer " + "a" * 16) == "ann"
+    assert redact("a" * 16) == "***"
     file.write_text("{")
     assert known.owner("Bearer " + "a" * 16) == "ann"
     with pytest.raises(UserError, match=r"tokens\.json must have the form"):
@@ -208,13 +211,12 @@ class Stuck:
 
 
 @pytest.mark.parametrize(("others", "free_after", "stopped"), [(0, 9, 1), (0, 0.05, 0), (4, 0.05, 0), (4, 9, 1)])
-def test_an_engine_that_answers_nobody_after_a_client_left_is_ended(monkeypatch, others, free_after, stopped):
+def test_an_engine_that_answers_nobody_after_a_client_left_is_ended(others, free_after, stopped):
     """One that goes on answering others is not, and a second client that leaves meanwhile is asked about, too."""
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.3)
     engine: Any = Stuck(others)
 
     async def run() -> None:
-        dog = watchdog.Watchdog(lambda one: one.answer(free_after))
+        dog = watchdog.Watchdog(lambda one: one.answer(free_after), 0.3)
         dog.client_left(engine)
         await asyncio.sleep(0.02)
         dog.client_left(engine)

@@ -43,12 +43,6 @@ from training.models.tiny import TEMPLATE
 
 pytestmark = pytest.mark.slow
 TOKENS = {"ann": "a-token-of-ann-0123456789", "bob": "b-token-of-bob-0123456789"}
-IMPATIENT = """
-from services.serving import watchdog
-watchdog.PATIENCE = 20.0
-from cli.main import main
-main()
-"""
 OPENING = "{{ bos_token }}"
 HELLO = [{"role": "user", "content": "hello"}]
 # One client: each makes a TLS context, which takes longer than an answer. No connection outlives a gateway.
@@ -68,7 +62,7 @@ class Gateway:
         paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "DPO_SERVE_TOKENS": tokens, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         env["FORK_STAGES"] = "1"  # an engine imports for nine seconds of a core
-        command = [sys.executable, "-c", IMPATIENT, "serve", "--port", str(self.port), *options]
+        command = [sys.executable, "-m", "cli", "serve", "--port", str(self.port), "--patience", "20", *options]
         with (self.workspace / "serve.log").open("a") as log:
             self.process = subprocess.Popen(command, cwd=self.workspace, env=env, stdout=log, stderr=log)
         wait_for(lambda: self.process.poll() is not None or is_healthy(f"http://127.0.0.1:{self.port}/health"), 300)
