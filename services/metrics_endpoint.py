@@ -200,7 +200,7 @@ def application(registry: CollectorRegistry, password: str) -> FastAPI:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"Content-Type": content_type})
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])  # some probes ask with HEAD
     def health() -> Response:
         return PlainTextResponse("ok\n")
 

@@ -42,7 +42,7 @@ class Gate:
         if method == "OPTIONS":  # a browser asks, without a login, whether a page may send a request
             return True
         is_file = not any(pattern.match(path) for pattern in self.behind_login)
-        return method in ("GET", "HEAD") and (path in OPEN or is_file)
+        return (method == "GET" and path in OPEN) or (method in ("GET", "HEAD") and is_file)
 
     def has_login(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]

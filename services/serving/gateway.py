@@ -25,12 +25,14 @@ from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import FeedbackJournal
 
 
-def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: RateLimit, most_tokens: int) -> FastAPI:
+def create_app(
+    fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: RateLimit, most_tokens: int, patience: float
+) -> FastAPI:
     # Connections are not kept: one that the engine closes at that moment would fail a request.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     client = httpx.AsyncClient(timeout=UPSTREAM, limits=limits, trust_env=False)
     index, started = AnswerIndex(journal.folder), int(time.time())
-    watchdog = Watchdog(lambda engine: one_word(engine, client))
+    watchdog = Watchdog(lambda engine: one_word(engine, client), patience)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -55,7 +57,7 @@ def create_app(fleet: Fleet, tokens: Tokens, journal: FeedbackJournal, limit: Ra
 
     Caller = Annotated[str, Depends(caller)]
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])  # some probes ask with HEAD
     async def health() -> Response:
         is_well = fleet.engines[CHAMPION].is_alive
         return JSONResponse({"status": "ok" if is_well else "starting"}, 200 if is_well else 503)

@@ -5,7 +5,10 @@ twice, below `/api/` for clients and below `/ajax-api/` for pages. Placeholders 
 tests/tracking/test_mlflow_routes.py compares these lists with what the installed MLflow mounts.
 """
 
-OPEN = "GET /health"
+OPEN = """
+GET  /health
+HEAD /health
+"""
 
 # Runs, metrics, artifacts, registered models and traces with their feedback.
 READ = """

@@ -23,8 +23,8 @@ from tests.support.arena import TOKEN, FixedAnswers
 
 FREE = {
     "arena": {("GET", "/"), ("GET", "/page.js"), ("POST", "/api/logout")},
-    "gateway": {("GET", "/health")},
-    "metrics": {("GET", "/health")},
+    "gateway": {("GET", "/health"), ("HEAD", "/health")},
+    "metrics": {("GET", "/health"), ("HEAD", "/health")},
 }
 DOCUMENTATION = ("/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect")  # of FastAPI, on each app as it comes
 
@@ -37,7 +37,7 @@ def arena(folder: Path) -> FastAPI:
 
 def serving(folder: Path) -> FastAPI:
     fleet: Any = SimpleNamespace(engines={CHAMPION: SimpleNamespace(is_alive=True)})
-    return gateway.create_app(fleet, Tokens(), FeedbackJournal(folder), RateLimit(10_000), 64)
+    return gateway.create_app(fleet, Tokens(), FeedbackJournal(folder), RateLimit(10_000), 64, 60)
 
 
 def metrics(_: Path) -> FastAPI:
