@@ -23,10 +23,7 @@ def private_file(name: str, checkout: Path) -> Path:
         return path
     if is_foreign(old):
         return old
-    if not move(old, path):  # from a backup, for example: it is the one that the user wants
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-        os.replace(path, path.with_name(f"{path.stem}-{digest}{path.suffix}"))
-        move(old, path)
+    move(old, path, replace=True)  # from a backup, for example: it is the one that the user wants
     return path
 
 
@@ -45,8 +42,9 @@ def leads_to(old: Path, new: Path) -> bool:
     return old.is_symlink() and os.path.realpath(old) == os.path.realpath(new)
 
 
-def move(old: Path, new: Path) -> bool:
-    """Move a file and leave a link. False, and nothing moved, if `new` has another content."""
+def move(old: Path, new: Path, replace: bool = False) -> bool:
+    """Move a file and leave a link. If `new` has another content, `replace` keeps it under another name; else the
+    answer is False, and nothing moves."""
     make_folder(new.parent)
     try:
         with file_lock(user_folder() / ".lock"):
@@ -55,7 +53,11 @@ def move(old: Path, new: Path) -> bool:
             content = old.read_text()
             create(new, content)
             if new.read_text() != content:
-                return False
+                if not replace:
+                    return False
+                digest = hashlib.sha256(new.read_bytes()).hexdigest()[:8]
+                os.replace(new, new.with_name(f"{new.stem}-{digest}{new.suffix}"))
+                create(new, content)
             with temporary(old) as aside:
                 aside.symlink_to(new)
                 os.replace(aside, old)
