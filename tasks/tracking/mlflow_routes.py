@@ -26,6 +26,7 @@ GET   /ajax-api/2.0/mlflow/metrics/ get-history-bulk
 GET   2.0/mlflow/artifacts/list
 GET   2.0/mlflow-artifacts/artifacts
 GET   2.0/mlflow-artifacts/artifacts/{artifact_path:path}
+GET   2.0/mlflow-artifacts/presigned/<path:artifact_path>
 GET   2.0/mlflow/registered-models/ get search alias get-latest-versions
 POST  2.0/mlflow/registered-models/ get-latest-versions
 GET   2.0/mlflow/model-versions/ get get-download-uri search
@@ -43,6 +44,7 @@ RECORD = """
 POST  2.0/mlflow/experiments/ create set-experiment-tag
 POST  2.0/mlflow/runs/ create update log-batch log-inputs set-tag
 PUT   2.0/mlflow-artifacts/artifacts/{artifact_path:path}
+POST  2.0/mlflow-artifacts/mpu/ create/<path:artifact_path> complete/<path:artifact_path> abort/<path:artifact_path>
 POST  3.0/mlflow/traces
 POST  3.0/mlflow/traces/<trace_id>/assessments
 POST  /v1/traces

@@ -188,6 +188,37 @@ def dvc(root: Path, env: Env, *arguments: str) -> str:
     return done.stdout
 
 
+LOGS_AND_READS = """
+import os, sys
+from mlflow import MlflowClient
+def client(user):
+    os.environ |= {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": f"a-password-of-{user.upper()}"}
+    return MlflowClient(sys.argv[1])
+writer = client("writer")
+run = writer.create_run(writer.create_experiment("files")).info.run_id
+writer.log_artifacts(run, sys.argv[2], "model")
+print(client("reader").download_artifacts(run, "model", sys.argv[3]))
+"""
+
+
+def test_files_of_any_size_go_to_s3_and_come_back_through_the_gate(stack: Stack, tmp_path: Path) -> None:
+    """On S3 MLflow's client asks for links to the store itself, and sends large files in parts."""
+    (tmp_path / "to" / "folder").mkdir(parents=True)
+    (tmp_path / "from").mkdir()
+    files = {"small": b"a", "folder/large": os.urandom(6 << 20)}
+    for name, content in files.items():
+        (tmp_path / "to" / name).write_bytes(content)
+    limits = {
+        "MLFLOW_MULTIPART_UPLOAD_MINIMUM_FILE_SIZE": str(1 << 20),
+        "MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE": str(5 << 20),
+    }
+    command = [sys.executable, "-c", LOGS_AND_READS, stack.mlflow, str(tmp_path / "to"), str(tmp_path / "from")]
+    done = subprocess.run(command, env={**stack.env, **limits}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {name: (tmp_path / "from/model" / name).read_bytes() for name in files} == files
+    assert (stack.here.folder / "mlflow.log").read_text().count("/mpu/complete/") == 1
+
+
 def command(root: Path, env: Env, module: str, *arguments: str) -> str:
     path = os.pathsep.join([str(root), *filter(None, [env.get("PYTHONPATH")])])
     ours = {**fork_server.with_torch(env), "PYTHONPATH": path, "DPO_CLUSTER": str(site(root)), "FORK_STAGES": "1"}

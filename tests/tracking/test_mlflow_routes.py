@@ -42,7 +42,6 @@ UNUSED = [
     r"/api/3.0/mlflow/(datasets|label-schemas|review-queues)/.*",
     r"/api/3.0/mlflow/(issues|workspaces)(/.*)?",
     r"/ajax-api/3.0/mlflow/ui-telemetry",
-    r"/api/2.0/mlflow-artifacts/(mpu|presigned)/.*",
     r"/build/.*",
 ]
 # ... and single routes beside those that we do.
