@@ -239,7 +239,7 @@ def test_a_template_that_reads_content_parts_alone_gets_them_everywhere(model):
     assert render(tokenizer, [turn], add_generation_prompt=True) == expected
     in_parts = {**turn, "content": [{"type": "text", "text": "Where?"}]}
     assert render(tokenizer, [in_parts], add_generation_prompt=True) == expected
-    assert chat_pieces(tokenizer).start == f"{tokenizer.bos_token}<user>"
+    assert chat_pieces(model).start == f"{tokenizer.bos_token}<user>"
     text("chat_template.jinja", PARTS_ALONE.replace("part.text", "part.words"))(model)
     with pytest.raises(UserError, match="the text of a turn is missing"):
         check_addresses(params(model, None))

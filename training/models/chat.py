@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.limits import bounded
+from training.models.ends import end_ids_of
 from training.models.model_files import read_object
 from training.models.tokenizer import load_tokenizer
 
@@ -26,8 +27,9 @@ class ChatPieces:
     ends: list[str]
 
 
-def chat_pieces(tokenizer: Any) -> ChatPieces | None:
-    """None if there is no template, or if it changes the texts."""
+def chat_pieces(folder: Path) -> ChatPieces | None:
+    """Of the model in a folder; None if there is no template, or if it changes the texts."""
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
         return None
     user = {"role": "user", "content": USER}
@@ -43,7 +45,8 @@ def chat_pieces(tokenizer: Any) -> ChatPieces | None:
             after_system = rest.split(USER)[0]
     except Exception:  # a template may reject a system message with any exception
         pass
-    return ChatPieces(start, after, before_system, after_system, [tokenizer.eos_token])
+    ends = [text for token in end_ids_of(tokenizer, folder) if (text := str(tokenizer.decode([token]))).strip()]
+    return ChatPieces(start, after, before_system, after_system, ends)
 
 
 def keep_template(folder: Path, template: Any, arguments: Mapping[str, Any]) -> None:
