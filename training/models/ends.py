@@ -16,7 +16,7 @@ def end_ids(tokenizer: Any, generation: Any, config: Any) -> list[int]:
     """
     text = config.get_text_config(decoder=True) if config is not None else None
     named = (generation, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None))
-    configured = next((ids for ids in named if ids is not None), [])
+    configured: Any = next((ids for ids in named if ids is not None), [])
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     return sorted({token for token in ids if isinstance(token, int) and token >= 0})  # -1 stands for none
 
