@@ -34,15 +34,16 @@ def model_folder(name: str | None) -> Path:
 def weights_folder(found: NamedModel) -> Path:
     """The folder with a model's weights; what this pipeline exported is verified against its signed manifest."""
     if found.kind == FOLDER:
-        return plain_folder(local_path(found.name))
+        return plain_folder(found.folder)
     if found.kind == HUB_MODEL:
         with errors_of_stores(f"{found.name} could not be fetched from the hub", "Check the name and your network."):
-            return hub_snapshot(*hub_address(found.name))
+            folder = hub_snapshot(*hub_address(found.name))
+        return plain_folder(folder)
     if found.kind == BASE_MODEL:
         is_here = not (found.version or found.run)
-        return base_folder(load_params().source.model) if is_here else _base_of(found)
+        return plain_folder(base_folder(load_params().source.model) if is_here else _base_of(found))
     if found.kind == HERE:
-        return MODEL
+        return found.folder
     if found.version:
         with registered_version(f"{found.model}/{found.version}") as (_, models, version):
             require_intact_version(models, version)
@@ -54,7 +55,7 @@ def weights_folder(found: NamedModel) -> Path:
 
 
 def _base_of(found: NamedModel) -> Path:
-    """The folder of the base model of a version or run."""
+    """The folder of the base model of a version or run; with source.adapter, the one with the merged adapter."""
     manifest = manifest_of(found)
     if "sft" in manifest:
         return open_run(found.run) / SFT

@@ -65,7 +65,6 @@ def _write_model(
     """Write the model's files and return the checks; runs in a worker, or in all workers of a model that they share."""
     from training.exporting import merging  # imports torch, which this stage's own process does not need
     from training.models.chat import chat_pieces, keep_template
-    from training.models.tokenizer import load_tokenizer
 
     adapter, dtype, shard_size = params.train.adapter is not None, params.export.dtype, params.export.max_shard_size
     try:
@@ -84,7 +83,7 @@ def _write_model(
         ) from error
     if params.export.gguf:
         file = f"model-{params.export.gguf[-1]}.gguf"
-        (out / "Modelfile").write_text(modelfile(file, chat_pieces(load_tokenizer(out))))
+        (out / "Modelfile").write_text(modelfile(file, chat_pieces(out)))
     return checks
 
 

@@ -35,6 +35,7 @@ from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
+from training.models.model_files import weight_files
 from training.rows.pair import Pair
 
 NUMERICS = 4  # increase when our computation gives other values
@@ -139,7 +140,7 @@ def _compute(
     warn_of_slow_dtype("reference", config.dtype, group.gpus_per_worker)
     with WorkerPool(cluster, group, ReferenceScorer, "reference", len(missing), bar.say) as pool:
         source = reference_folder(params.source.model)
-        weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        weights = sum((source / name).stat().st_size for name in weight_files(source))
         compiled = group.compile and weights * tokens >= COMPILE_FROM
         model = BaseModel(str(pool.shared_path(source)), config.dtype, config.quantization, compiled)
         root = str(pool.shared_path(Path.cwd(), PAIRS))

@@ -37,6 +37,7 @@ from tasks.tracking.journal import Run
 from tasks.tracking.results import lineage
 from tasks.trainer import adapters
 from training.models.adapter_config import adapter_options
+from training.models.model_files import weight_files
 
 DATA_KEY, MODEL_KEY, SFT_KEY = "source.data", "source.model", "source.sft"
 KEYS = {DATA_KEY: DATA_KEY, MODEL_KEY: MODEL_KEY}  # as errors call them
@@ -77,11 +78,18 @@ def check_addresses(params: Source, template: str = "auto", called: Mapping[str,
                 "`save_pretrained` wrote, `demo`, a model of the hub as `hub:owner/name@revision`, or a registered "
                 "one as `registry:champion`."
             )
-        if not list(folder.glob("*.safetensors")):
+        if not _has_weights(folder, model, called[MODEL_KEY]):
             raise UserError(f"{called[MODEL_KEY]}: {model} has no .safetensors file. Save its weights as safetensors.")
         _check_model(folder, model, template, params.adapter, called[MODEL_KEY])
     if params.adapter:
         _check_adapter(params.adapter)
+
+
+def _has_weights(folder: Path, model: str, key: str) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except ValueError as error:
+        raise UserError(f"{key}: {model} cannot be used: {error}.") from None
 
 
 def _check_adapter(adapter: str) -> None:

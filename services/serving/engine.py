@@ -51,7 +51,7 @@ def find_target(name: str) -> Target:
     found = named_model(name)
     if found.kind == VERSION:
         return Target(found.model, found.version, found.run, f"{found.model}/{found.version}")
-    shown = Path(name).expanduser().resolve().name if found.kind == FOLDER else name
+    shown = found.folder.resolve().name if found.kind == FOLDER else name
     return Target(_plain(shown), "", found.run if found.kind == RUN else "", name)
 
 

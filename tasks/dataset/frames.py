@@ -38,6 +38,22 @@ def frame_of(template: ChatTemplate, context: Sequence[Message], answer: Message
     return template.known[key]
 
 
+def opens_thought(template: ChatTemplate) -> bool:
+    """Whether the generation prompt after a question opens a thought."""
+    if "opens_thought" not in template.known:
+        question = [{"role": "user", "content": "mark1text"}]
+        prompts = (_prompt_of(template, handed(template, form, question)) for form in _forms(question))
+        template.known["opens_thought"] = any(OPENED.search(prompt) for prompt in prompts)
+    return bool(template.known["opens_thought"])
+
+
+def _prompt_of(template: ChatTemplate, turns: list[Message]) -> str:
+    try:
+        return str(render(template, turns, None, generation=True))
+    except RejectedRow:
+        return ""
+
+
 def _shape(turn: Message) -> Any:
     """What may change how a template writes a turn, except for its texts."""
     if len(turn) == 2:

@@ -19,6 +19,7 @@ from tasks.dataset.templates import ChatTemplate, render
 EMPTY = "mark0empty"  # stands for a thought that is empty
 OTHER = "Set prepare.template to chatml, plain or the text of a template"
 SEVERAL = "several turns of an answer"
+MOVES_SYSTEM = "the system prompt is not written at the start, but into the last user turn"
 TOOLS_FIX = "Set prepare.tools to text, or prepare.template to the text of a template that writes tools"
 REASONING_FIX = (
     "Set prepare.reasoning to strip, or the template's argument for it in prepare.chat_template_kwargs, such as "
@@ -31,6 +32,7 @@ FIXES = {  # by reason, and by what the detail names or what the row has
         "": f"{OTHER} that writes it, or remove it from the rows",
     },
     "template_rewrites": {
+        MOVES_SYSTEM: f"{OTHER} that begins a conversation with the system prompt, or remove it from the rows",
         SEVERAL: "Set prepare.loss_on to last, or prepare.reasoning to strip",
         "`tool": TOOLS_FIX,
         "reasoning": REASONING_FIX,
@@ -128,6 +130,16 @@ def writes_system(template: ChatTemplate) -> bool:
     return template.known["system"]
 
 
+def _moves_system(template: ChatTemplate) -> bool:
+    """Whether a conversation that goes on does not begin with its system prompt any more."""
+    if "moves_system" not in template.known:
+        roles = ("system", "user", "assistant", "user", "assistant")
+        turns = [{"role": role, "content": f"mark{number}"} for number, role in enumerate(roles, 1)]
+        text = text_of(template, turns) or text_of(template, [{**t, "content": _parts(t["content"])} for t in turns])
+        template.known["moves_system"] = "mark2" in text and "mark1" not in text.partition("mark2")[0]
+    return template.known["moves_system"]
+
+
 def _writes(template: ChatTemplate, mark: str, turns: list[Message]) -> bool:
     parts = [{**turn, "content": _parts(turn["content"])} for turn in turns]
     return any(mark in text_of(template, form) for form in (turns, parts))
@@ -201,7 +213,9 @@ def explained(template: ChatTemplate, rejected: RejectedRow, turns: Sequence[Mes
     if rejected.name not in FIXES:
         return rejected
     detail = rejected.detail
-    cause = detail if rejected.name == "template_drops" or detail == SEVERAL else _suspect(turns, tools)
+    if rejected.name == "template_rewrites" and turns[0]["role"] == "system" and _moves_system(template):
+        detail = MOVES_SYSTEM
+    cause = detail if rejected.name == "template_drops" or detail in (SEVERAL, MOVES_SYSTEM) else _suspect(turns, tools)
     fix = next(fix for part, fix in FIXES[rejected.name].items() if part in cause)
     what = f"{detail}; {template.name}" if detail else template.name
     return RejectedRow(rejected.name, f"{what}. {fix}", rejected.content)

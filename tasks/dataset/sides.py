@@ -10,7 +10,7 @@ from enum import IntFlag
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from tasks.dataset.frames import frame_of
+from tasks.dataset.frames import frame_of, opens_thought
 from tasks.dataset.rendering import (
     SEVERAL,
     Frame,
@@ -64,7 +64,7 @@ def clear(template: ChatTemplate, preference: Preference) -> tuple[Preference, N
         sides = (preference.prompt, preference.chosen, preference.rejected)
     if not any(len(turn) > 2 or CLOSE in turn["content"] for side in sides for turn in side):
         return preference, note
-    prompt, *answers = (separate(side) for side in sides)
+    prompt, *answers = (separate(side, opens_thought(template)) for side in sides)
     if template.reasoning == "strip":
         note |= Note.REASONING_STRIPPED if any(FIELD in turn for side in answers for turn in side) else 0
         answers = [[stripped(turn) for turn in side] for side in answers]

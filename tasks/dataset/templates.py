@@ -11,7 +11,6 @@ from tasks.dataset.rows.messages import Message
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.errors import UserError
 from tasks.models import source_folder
-from tasks.system.files import read_json
 from training.limits import bounded
 
 # For a model without a chat template.
@@ -58,8 +57,10 @@ def load_template(params: Params) -> ChatTemplate:
 
 def template_of(tokenizer: Any, folder: Path, options: Prepare) -> ChatTemplate:
     """The template of a model folder, by the settings of `prepare`."""
+    from training.models.ends import end_ids_of  # heavy: transformers
+
     chosen = choose_template(tokenizer, options.template, options.chat_template_kwargs, options.loss_on)
-    stops = chosen.stop_ids.union(configured_ends(folder))
+    stops = chosen.stop_ids.union(end_ids_of(tokenizer, folder))
     return replace(
         chosen, stop_ids=stops, end_ids=chosen.end_ids | stops, tools=options.tools, reasoning=options.reasoning
     )
@@ -84,14 +85,6 @@ def choose_template(
     cuts = tuple(token.content for token in added.values() if not token.lstrip and not token.single_word)
     end_ids = frozenset({number for number, token in added.items() if token.special} | {tokenizer.eos_token_id})
     return ChatTemplate(tokenizer, name, kwargs or {}, loss_on, cuts, end_ids, frozenset({tokenizer.eos_token_id}))
-
-
-def configured_ends(folder: Path) -> list[int]:
-    """The tokens at which generation stops, by the model's configuration; it often names more than the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file() and (ends := read_json(folder / name).get("eos_token_id")) is not None:
-            return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
-    return []
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -164,7 +164,7 @@ def find_model(name: str | None) -> Evaluated:
     if name == "base":
         return replace(find_model(None), name=name, answers_of="base")
     found = named_model(name)
-    if found.kind == HUB_MODEL or (found.kind == FOLDER and not _is_export(Path(found.name))):
+    if found.kind == HUB_MODEL or (found.kind == FOLDER and not _is_export(found.folder)):
         raise UserError(
             f"'{name}' is {found.kind} without an evaluation, so there is nothing to compare. Name the run or the "
             "registered version of a model that was evaluated; `dpo chat` and `dpo generate` take any model."
@@ -182,16 +182,21 @@ def find_model(name: str | None) -> Evaluated:
 
 def _is_export(folder: Path) -> bool:
     """Whether it is the data/model of a workspace, which has its evaluation."""
-    root = folder.resolve().parents[1]
+    root = _workspace(folder)
     return folder.resolve() == root / MODEL and (root / METRICS / "pairs.jsonl").exists()
+
+
+def _workspace(folder: Path) -> Path:
+    """Whose data/model this folder would be."""
+    return folder.resolve().parent.parent
 
 
 def _in_workspace(found: NamedModel) -> Evaluated:
     """The export of this workspace, or the one in the folder of another."""
-    folder = MODEL if found.kind == HERE else Path(found.name)
+    folder = found.folder
     if not (folder / "manifest.json").exists():
         raise UserError(f"There is no model in {folder}. Name two models, as in `dpo compare RUN champion`.")
-    results = METRICS if found.kind == HERE else folder.resolve().parents[1] / METRICS
+    results = METRICS if found.kind == HERE else _workspace(folder) / METRICS
     return Evaluated(found.name, read_json(folder / "manifest.json"), results, lambda: folder)
 
 

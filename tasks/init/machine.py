@@ -10,6 +10,7 @@ from tasks.system.files import read_json
 from tasks.system.process_pool import available_cpus
 from training.evaluation.hardware import gpus
 from training.models.dtypes import gpu_has_bfloat16
+from training.models.prompt_tokens import context_length
 from training.trainer.memory import Sizes, model_sizes
 
 GIB = 2**30
@@ -32,8 +33,10 @@ class ModelFacts:
 def examine_model(folder: Path, tokenizer: Any) -> ModelFacts:
     config = read_json(folder / "config.json")
     text = config.get("text_config", config)
-    context, dtype = text.get("max_position_embeddings"), text.get("dtype") or text.get("torch_dtype") or "float32"
-    return ModelFacts(folder, model_sizes(folder, None), dtype, context, tokenizer.chat_template is not None)
+    dtype = text.get("dtype") or text.get("torch_dtype") or "float32"
+    return ModelFacts(
+        folder, model_sizes(folder, None), dtype, context_length(folder), tokenizer.chat_template is not None
+    )
 
 
 @dataclass(frozen=True)

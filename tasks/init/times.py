@@ -71,7 +71,8 @@ def estimate_here(params: Params, cluster: Cluster) -> Estimate | None:
     here = all(entry["address"] == "demo" or local_files(entry["address"]) for entry in data_sources(source))
     if folder is None or not here or cluster.ray.address != "local":
         return None
-    with suppress(UserError), redirect_stdout(StringIO()):  # the run itself says what is wrong with the data
+    # The run itself says what is wrong with the data or the model.
+    with suppress(UserError, OSError, ValueError), redirect_stdout(StringIO()):
         check_addresses(source, params.prepare.template)
         facts = examine(params.model_copy(update={"source": source}), folder)
         if facts.machine.gpus or not cluster.actor_train.gpus_per_worker:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.config.addresses import local_path
 from tasks.config.params import load_cluster
 from tasks.config.paths import MODEL, home
 from tasks.system.files import read_json
@@ -24,14 +25,17 @@ class NamedModel:
     model: str = ""  # the registered one; of a base model, the one that was trained from it
     version: str = ""
     run: str = ""  # that made it
+    folder: Path = Path()  # of a folder and of this workspace's export
 
 
 def named_model(name: str | None) -> NamedModel:
     """What a name means now: an alias may have moved since the last call. Without a name: this workspace's export."""
     if name is None:
-        return NamedModel(HERE, HERE)
+        return NamedModel(HERE, HERE, folder=MODEL)
     kind, rest = read_name(name)
-    if kind in (FOLDER, HUB_MODEL) or not rest:
+    if kind == FOLDER:
+        return NamedModel(name, kind, folder=local_path(name))
+    if kind == HUB_MODEL or not rest:
         return NamedModel(name, kind)
     found = _of_version_or_run(rest)
     return replace(found, name=name, kind=BASE_MODEL if kind == BASE_MODEL else found.kind)

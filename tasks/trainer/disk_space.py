@@ -13,6 +13,7 @@ from tasks.models import local_path
 from tasks.system import disk
 from tasks.system.files import recall
 from tasks.tracking.registry import LARGEST_UPLOAD
+from training.models.model_files import weight_files
 from training.trainer.settings import SAVED_MOMENT_BYTES
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def _parameters_at_most(params: Params, model: Path) -> Parameters:
     peft gives experts' fused matrices the rank of each part: twice the rank on the joined outputs.
     """
     adapter, parameters, trainable = params.train.adapter, 0, 0
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, "np") as file:
+    for file_name in weight_files(model):
+        with safe_open(model / file_name, "np") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 weight = file.get_slice(name)
                 shape, packed = weight.get_shape(), "8" in weight.get_dtype()  # two values of 4 bits in a byte

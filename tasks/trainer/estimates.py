@@ -12,6 +12,7 @@ from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
 from tasks.trainer import adapters
 from tasks.trainer.driver import make_settings
+from training.models.model_files import model_files, weight_files
 
 RUNS = 5  # the newest, whose median counts
 
@@ -75,11 +76,18 @@ def adapter(params: Params, root: Path) -> str | None:
 
 
 def model_on_machine(address: str, root: Path) -> Path | None:
-    """The folder of a base model that needs no download."""
+    """The folder of a base model that needs no download; None if files are missing, as of an interrupted one."""
     folder = root / BASE if address == "demo" or address.startswith(REGISTRY) else local_path(address)
     if address.startswith(HUB):
         folder = _cached_snapshot(address) or folder
-    return folder if (folder / "config.json").exists() else None
+    return folder if (folder / "config.json").exists() and _has_weights(folder) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(model_files(folder) and weight_files(folder))
+    except ValueError:  # a file that its index names is missing
+        return False
 
 
 def _cached_snapshot(address: str) -> Path | None:

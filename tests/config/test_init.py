@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from tasks.config.params import (
     Cluster,
@@ -27,7 +27,7 @@ from tasks.init import recipe
 from tasks.init.choices import choose
 from tasks.init.data_facts import DataFacts, languages
 from tasks.init.facts import Facts
-from tasks.init.machine import GIB, Machine, ModelFacts
+from tasks.init.machine import GIB, Machine, ModelFacts, examine_model
 from tasks.init.times import Estimate, estimate_here, run_seconds, short_trial
 from tasks.runs import run_config
 from tasks.trainer.estimates import adapter as adapter_of
@@ -164,7 +164,7 @@ def test_an_address_that_cannot_work_is_called_as_it_was_typed(
         shutil.copytree(tiny_base, recipes / name)
         config = json.loads((recipes / name / "config.json").read_text())
         (recipes / name / "config.json").write_text(json.dumps(config | changes))
-    (recipes / "no-weights/model.safetensors").unlink()
+    (recipes / "no-weights/model.safetensors").rename(recipes / "no-weights/consolidated.safetensors")
     data, model = (given, tiny_base) if argument == "DATA" else ("pairs.jsonl", given)
     with pytest.raises(UserError, match=rf"^{argument}: .*{message}") as error:
         recipe.init(str(data), str(model), "mine", False, {}, False)
@@ -313,6 +313,33 @@ def test_the_estimated_time_follows_the_limits_of_a_run(tiny_base: Path) -> None
     assert seconds(**fixed, prepare__max_pairs=500, train__max_steps=20) == pytest.approx(
         90 + 600 * (500 + 2 * 20 * 10 + 250) / 45
     )
+
+
+def test_plan_survives_a_model_whose_download_was_interrupted(recipes: Path, tiny_base: Path, tmp_path: Path) -> None:
+    write_data(recipes / "pairs.jsonl", demo.rows(0)[:20])
+    model = Path(shutil.copytree(tiny_base, tmp_path / "model"))
+    changes = {"source.data": str(recipes / "pairs.jsonl"), "source.model": str(model)}
+    params = validate(Params, overlay(read_yaml(PROJECT / "params.yaml"), dotted(changes)), Path("params.yaml"))
+    cluster = load_cluster(PROJECT)
+
+    def known() -> tuple[object, ...]:
+        found = worker_memory(params, cluster, PROJECT, "train"), adapter_of(params, PROJECT)
+        return *found, estimate_here(params, cluster)
+
+    assert all(known())
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert known() == (None, None, None)
+    (model / "model.safetensors.index.json").unlink()
+    assert known() == (None, None, None)
+
+
+def test_the_context_is_the_one_that_the_configuration_means(tiny_base: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_base)
+    config = GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=77)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert examine_model(tmp_path, tokenizer).context == 77
 
 
 def test_plan_estimates_what_init_estimated_from_the_same_facts(

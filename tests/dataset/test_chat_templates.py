@@ -16,7 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from tasks.dataset.frames import opens_thought
 from tasks.dataset.rows.preference import Preference
+from tasks.dataset.rows.reasoning import separate
 from tasks.dataset.rows.reject_reasons import RejectedRow
 from tasks.dataset.sides import Note
 from tasks.dataset.templates import ChatTemplate, choose_template
@@ -289,6 +291,52 @@ def test_answers_that_a_template_makes_equal_are_no_pair():
     rejected = render(make(FORGETS_SYSTEM.replace("m.content", "m.content | trim")), QUESTION, [GOOD], None,
                       [assistant("On the table. \n")])  # fmt: skip
     assert rejected.name == "equal_answers"
+
+
+LAST_USER = (  # Mistral: the system text is in the last user turn
+    "{% if messages[0].role == 'system' %}{% set s = messages[0].content ~ '\n' %}{% set ms = messages[1:] %}"
+    "{% else %}{% set s = '' %}{% set ms = messages %}{% endif %}{% for m in ms %}"
+    "{% if m.role == 'user' %}[INST]{% if IS_LAST %}{{ s }}{% endif %}{{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+TALK = [system("Be brief and kind."), user("Hello there."), assistant("Hello to you."), *QUESTION]
+
+
+def test_a_system_prompt_may_be_written_into_the_last_user_turn():
+    by_role = make(LAST_USER.replace("IS_LAST", "m == (ms | selectattr('role', 'eq', 'user') | list)[-1]"))
+    tokens = render(by_role, TALK, [GOOD])
+    assert shown(by_role, tokens)[0].endswith("[INST]Be brief and kind.\nWhere is the cup?[/INST]")
+    template = make(LAST_USER.replace("IS_LAST", "loop.last"))  # and with an answer it is in no turn
+    rejected = render(template, TALK, [GOOD])
+    assert rejected.name == "template_rewrites"
+    assert "the system prompt is not written at the start" in str(rejected)
+    assert isinstance(render(template, TALK[1:], [GOOD]), TokenizedPair)
+
+
+@pytest.mark.parametrize(
+    ("content", "ends_a_thought"),
+    [
+        (f"{THOUGHT}\n</think>\n\nOn the table.", True),
+        ("</think>\n\nOn the table.", True),
+        ("The tag </think> ends a thought.", False),
+        ("Models end a thought with </think>\nand then answer.", False),
+    ],
+)
+def test_a_text_may_mention_the_end_of_a_thought(content: str, ends_a_thought: bool):
+    (turn,) = separate([assistant(content)])
+    assert (turn["content"] != content) == ends_a_thought
+    (after_opened,) = separate([assistant(content)], opened=True)
+    assert after_opened["content"] != content
+    template = make(TEMPLATES["qwen2_5"], reasoning="strip")
+    shown_answer = shown(template, render(template, QUESTION, [assistant(content)]))[1]
+    assert ("</think>" in shown_answer) != ends_a_thought
+
+
+def test_a_prompt_that_opens_a_thought_lets_it_end_anywhere():
+    assert not opens_thought(make(TEMPLATES["qwen2_5"]))
+    template = make(TEMPLATES["deepseek_r1_distill"])
+    tokens = render(template, QUESTION, [assistant(f"{THOUGHT}</think>On the table.")])
+    assert shown(template, tokens)[1] == f"{THOUGHT}\n</think>\n\nOn the table.<｜end▁of▁sentence｜>"
 
 
 TWO_CALLS = {**call(), "tool_calls": call()["tool_calls"] + call("Rome in the south", "call00002")["tool_calls"]}

@@ -23,6 +23,7 @@ from tasks.source import check_addresses, fetch_model
 from tests.dataset.test_source import edit, params
 from tests.models import test_architectures as architectures
 from training.models import adapters
+from training.models.chat import chat_pieces, render
 from training.models.folder_checks import _check_tensors
 from training.models.loading import load_config, load_model
 from training.models.model_files import INDEX, OF_TOKENIZERS, SINGLE, loadable
@@ -220,6 +221,28 @@ def test_random_numbers_never_take_the_place_of_a_tensor(model):
     tensors(lambda state: state.pop(HEADS))(model)
     with pytest.raises(ValueError, match="random numbers would take their place"):
         load_model(model, "float32")
+
+
+PARTS_ALONE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>"
+    "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_that_reads_content_parts_alone_gets_them_everywhere(model):
+    """As those of models for images: prepare finds the form by itself, and so do chat, judges and the Modelfile."""
+    text("chat_template.jinja", PARTS_ALONE)(model)
+    check_addresses(params(model, None))
+    tokenizer, turn = load_tokenizer(model), {"role": "user", "content": "Where?"}
+    expected = f"{tokenizer.bos_token}<user>Where?{tokenizer.eos_token}<assistant>"
+    assert render(tokenizer, [turn], add_generation_prompt=True) == expected
+    in_parts = {**turn, "content": [{"type": "text", "text": "Where?"}]}
+    assert render(tokenizer, [in_parts], add_generation_prompt=True) == expected
+    assert chat_pieces(model).start == f"{tokenizer.bos_token}<user>"
+    text("chat_template.jinja", PARTS_ALONE.replace("part.text", "part.words"))(model)
+    with pytest.raises(UserError, match="the text of a turn is missing"):
+        check_addresses(params(model, None))
 
 
 def test_a_quantization_whose_package_is_missing_is_named(model):

@@ -155,6 +155,11 @@ def test_answers_that_differ_in_reasoning_alone_are_a_pair():
     assert check_pair(one, 100) is None
 
 
+def with_parts(part: dict) -> dict:
+    """A row whose question has this part too."""
+    return {**PAIR, "prompt": [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]}
+
+
 @pytest.mark.parametrize(
     ("row", "named"),
     [
@@ -162,6 +167,10 @@ def test_answers_that_differ_in_reasoning_alone_are_a_pair():
         ({**PAIR, "chosen": [{**GOOD[0], "audio": {"id": "x"}}]}, "`audio` of a message of chosen"),
         ({**PAIR, "prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "'image_url'"),
         ({**PAIR, "prompt": [{**PROMPT[0], "content": [{"type": "text", "text": ""}, {"type": "image"}]}]}, "'image'"),
+        (with_parts({"type": "image", "image": "x.png", "text": ""}), "'image'"),
+        (with_parts({"type": "audio", "text": ""}), "'audio'"),
+        (with_parts({"type": "text", "text": "hi", "image_url": {"url": "x.png"}}), "`image_url` of a part"),
+        (with_parts({"type": None, "text": "hi", "video": "x.mp4"}), "`video` of a part"),
     ],
 )  # fmt: skip
 def test_what_is_not_text_is_rejected_by_name(row, named):
@@ -169,6 +178,8 @@ def test_what_is_not_text_is_rejected_by_name(row, named):
     assert rejected.name == "unsupported_part"
     assert named in str(rejected)
     assert isinstance(read({**PAIR, "images": None, "audio": []})[0], Preference)
+    (one,) = read(with_parts({"type": "text", "text": "", "image": None, "image_url": {"url": None}}))
+    assert one.prompt == [turn("user", "What is this?")]
 
 
 def test_keys_of_messages_that_nothing_reads_are_known():

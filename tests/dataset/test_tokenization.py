@@ -1,5 +1,6 @@
 """Preferences to tokens: prompt + response are exactly the tokens of the whole text."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tasks.dataset.rows.preference import Preference
 from tasks.dataset.rows.reject_reasons import RejectedRow
-from tasks.dataset.templates import CHATML, PLAIN, ChatTemplate, choose_template, configured_ends, encode
+from tasks.dataset.templates import CHATML, PLAIN, ChatTemplate, choose_template, encode
 from tasks.dataset.tokenization import TokenizedPair, tokenize, truncate
 from tasks.errors import UserError
+from training.models.ends import end_ids_of
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -181,12 +183,20 @@ def test_a_template_that_raises_or_rewrites_the_prompt_rejects_the_row():
     assert bad.name == "template_rewrites"
 
 
-def test_the_tokens_that_end_generation_are_those_of_the_model_folder(tmp_path):
-    assert configured_ends(tmp_path) == []
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert configured_ends(tmp_path) == [5]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
-    assert configured_ends(tmp_path) == [6, 7]
+def test_the_tokens_that_end_an_answer_are_those_of_the_model_folder(tmp_path):
+    tokenizer = make_tokenizer()
+    eos = tokenizer.eos_token_id
+
+    def ends(name: str, **values) -> set[int]:
+        (tmp_path / name).write_text(json.dumps(values))
+        return set(end_ids_of(tokenizer, tmp_path)) - {eos}
+
+    text = {"model_type": "gemma3_text", "eos_token_id": 95}
+    assert ends("config.json", model_type="gemma3", eos_token_id=None, text_config=text) == {95}
+    assert ends("config.json", model_type="llama", eos_token_id=95) == {95}
+    assert ends("generation_config.json", temperature=1.0) == {95}
+    assert ends("generation_config.json", eos_token_id=[96, -1]) == {96}
+    assert eos in end_ids_of(tokenizer, tmp_path)
 
 
 def test_truncation_set_in_the_tokenizer_is_switched_off():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from tasks import chat
+from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
+from tasks.evaluation.compare import _is_export, find_model
+from tasks.runs.named_model import NamedModel
+from tasks.tracking.model_names import BASE_MODEL, HUB_MODEL
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +52,34 @@ def test_answers_are_written_once_each_and_continue_after_an_interruption(tiny_b
     prompts.write_text("Something else\n")
     with pytest.raises(UserError, match="has answers to other prompts"):
         chat.generate(prompts, str(tiny_base), None, **how)
+
+
+def test_a_folder_is_the_same_for_every_command(tiny_base: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = Path(shutil.copytree(tiny_base, tmp_path / MODEL))
+    assert chat.model_folder(f"~/{MODEL}") == folder
+    with pytest.raises(UserError, match="is a folder without an evaluation"):
+        find_model(f"~/{MODEL}")
+    (tmp_path / METRICS).mkdir(parents=True)
+    (tmp_path / METRICS / "pairs.jsonl").write_text("")
+    (folder / "manifest.json").write_text("{}")
+    found = find_model(f"~/{MODEL}")
+    assert (found.weights(), found.results) == (folder, tmp_path / METRICS)
+    for below_root in ("/", "/model"):
+        assert not _is_export(Path(below_root))
+
+
+def test_a_base_model_beside_an_adapter_is_refused_like_any_folder(tiny_base: Path, tmp_path: Path, monkeypatch):
+    folder = Path(shutil.copytree(tiny_base, tmp_path / "model"))
+    (folder / "adapter_config.json").write_text("{}")
+    manifest = {"base": {"model": str(folder)}, "params": {"source": {"adapter": None}}}
+    monkeypatch.setattr(chat, "manifest_of", lambda found: manifest)
+    monkeypatch.setattr(chat, "hub_snapshot", lambda *address: folder)  # there is no hub
+    for found in (NamedModel("one/base", BASE_MODEL, run="one"), NamedModel("hub:owner/name", HUB_MODEL)):
+        with pytest.raises(UserError, match="also holds an adapter"):
+            chat.weights_folder(found)
+    (folder / "adapter_config.json").unlink()
+    assert chat.weights_folder(found) == folder
 
 
 @pytest.mark.parametrize(

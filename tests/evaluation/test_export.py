@@ -266,9 +266,9 @@ def test_full_fine_tuning_exports_without_a_merge(tmp_path: Path, tiny_base: Pat
     )
 
 
-def test_the_modelfile_writes_what_the_chat_template_writes(tiny_base: Path):
+def test_the_modelfile_writes_what_the_chat_template_writes(tiny_base: Path, tmp_path: Path):
     tokenizer = load_tokenizer(tiny_base)
-    text = modelfile("model-q8_0.gguf", chat_pieces(tokenizer))
+    text = modelfile("model-q8_0.gguf", chat_pieces(tiny_base))
     assert text.startswith("FROM ./model-q8_0.gguf\n")
     template = text.split('"""')[1]
     asked = template.replace("{{ .Prompt }}", "Hi").replace("{{ .Response }}", "")
@@ -279,6 +279,11 @@ def test_the_modelfile_writes_what_the_chat_template_writes(tiny_base: Path):
     without = asked.split("{{ else }}")[1].replace("{{ end }}", "")
     assert without == tokenizer.apply_chat_template(messages[1:], tokenize=False, add_generation_prompt=True)
     assert 'PARAMETER stop "<|eos|>"' in text
+    shutil.copytree(tiny_base, folder := tmp_path / "model")
+    more = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # such as <|eot_id|> and <|end_of_text|>
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
+    text = modelfile("m.gguf", chat_pieces(folder))
+    assert all(f'PARAMETER stop "{end}"' in text for end in (tokenizer.eos_token, tokenizer.bos_token))
     assert "could not be put" in modelfile("m.gguf", None)
 
 

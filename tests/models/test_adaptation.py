@@ -1,5 +1,6 @@
 """What an adapter trains, in every architecture: counted as by peft, trained and merged, or refused in a sentence."""
 
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import product
@@ -10,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_architectures import ALL, BASE, EXPERTS
+from tests.models.test_architectures import ALL, BASE, EXPERTS, make_model
 from training.models import adapters
 from training.models.adaptation import Adaptation, examine
 from training.models.loading import empty_model, load_model
@@ -96,6 +97,13 @@ def test_experts_and_routers_are_said_to_be_adapted_or_frozen(name):
     assert (f"experts ({share:.1%})" in frozen) == (name in FROZEN_EXPERTS)
     assert "q_" in trained
     assert f"{found.trainable:,} trained parameters, {found.trainable / found.model:.2%} of the model's" in trained
+
+
+def test_peft_does_not_warn_of_the_patterns_that_it_makes_for_experts():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        adapters.add_adapter(make_model("Mixtral", torch.float32), 4, 8.0, "all-linear", False, False, seed=0)
+    assert [str(warning.message) for warning in said if issubclass(warning.category, RuntimeWarning)] == []
 
 
 def test_layers_that_no_adapter_fits_around_are_left_out_and_said_to_be_frozen():

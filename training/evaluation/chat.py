@@ -9,6 +9,7 @@ from transformers import TextIteratorStreamer
 
 from training.evaluation.sampling import sample
 from training.models.chat import render
+from training.models.ends import end_ids
 from training.models.loading import best_device, load_model
 from training.models.tokenizer import load_tokenizer
 
@@ -35,7 +36,9 @@ class ChatModel:
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = torch.tensor([self.prompt_ids(messages)], device=self.model.device)
         draw = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-        options = {"max_new_tokens": max_new_tokens, "pad_token_id": self.tokenizer.pad_token_id, **draw}
+        ends = end_ids(self.tokenizer, self.model.generation_config.eos_token_id, self.model.config)
+        tokens = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": ends}
+        options = {"max_new_tokens": max_new_tokens, **tokens, **draw}
         errors: list[BaseException] = []
 
         def generate() -> None:

@@ -41,12 +41,6 @@ def make_answer(ids: Sequence[int], tokenizer: Any, end_ids: Collection[int]) ->
     return Answer(str(text), tuple(ids if end is None else ids[: end + 1]), end is not None)
 
 
-def end_token_ids(tokenizer: Any, configured: int | list[int] | None) -> list[int]:
-    """All tokens that end an answer: a model's generation config often names more than its tokenizer."""
-    more = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [tokenizer.eos_token_id, *more] if isinstance(token, int)})
-
-
 def prompt_digest(prompt: Sequence[int], seed: int) -> bytes:
     """Seeds a prompt's random numbers, so that they do not depend on the other prompts of a batch."""
     return hashlib.sha256(f"{seed}:{','.join(map(str, prompt))}".encode()).digest()

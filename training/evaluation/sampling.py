@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
-from training.evaluation.samples import Answer, end_token_ids, make_answer, prompt_digest
+from training.evaluation.samples import Answer, make_answer, prompt_digest
+from training.models.ends import end_ids as ends_of
 from training.scoring.sharded_model import is_sharded
 
 # A model's generation config may set other values without notice: Qwen's has a repetition penalty.
@@ -63,7 +64,7 @@ def sample(
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    end_ids, sharded = end_token_ids(tokenizer, configured), is_sharded(model)
+    end_ids, sharded = ends_of(tokenizer, configured, getattr(model, "config", None)), is_sharded(model)
     answers: dict[int, Answer] = {}
     for members in _length_batches(prompts, batch_size):
         ids, mask = _left_padded([prompts[n] for n in members], pad, next(model.parameters()).device)

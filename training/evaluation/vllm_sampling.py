@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from training.evaluation.samples import Answer, end_token_ids, make_answer, prompt_digest
+from training.evaluation.samples import Answer, make_answer, prompt_digest
+from training.models.ends import end_ids_of
 from training.models.model_files import loadable
 from training.models.remote_code import check_configuration
 
@@ -35,9 +36,7 @@ def sample(
     request, answers = folder / "request.json", folder / "answers.json"
     check_configuration(model)
     with loadable(model) as files:
-        has_config = (files / "generation_config.json").exists()
-        configured: Any = GenerationConfig.from_pretrained(files).eos_token_id if has_config else None
-        end_ids = end_token_ids(tokenizer, configured)
+        end_ids = end_ids_of(tokenizer, model)
         content = {"model": str(files), "adapter": str(adapter) if adapter else None, "ends": end_ids, **options}
         request.write_text(json.dumps({**content, "prompts": [list(ids) for ids in prompts]}))
         command = [sys.executable, "-m", "training.evaluation.vllm_sampling", str(request), str(answers)]

@@ -66,7 +66,9 @@ def add_adapter(
         task_type="CAUSAL_LM",
     )
     # In the base model's precision: DeepSpeed keeps float32 master weights under every ZeRO stage.
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():  # of patterns that peft itself makes for experts
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     if init == "pissa":
         adapted.initial_adapter = _split_principal_part(adapted)  # type: ignore[assignment]  # no parameter of the model
     return adapted

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from training.limits import bounded
+from training.models.ends import end_ids_of
 from training.models.model_files import read_object
 from training.models.tokenizer import load_tokenizer
 
 RENDER_SECONDS, RENDER_BYTES = 60.0, 1 << 30  # for one conversation, which normally takes a fraction of a second
-SYSTEM, USER = "0system0text0", "0user0text0"
+SYSTEM, USER, ANSWER = "0system0text0", "0user0text0", "0answer0text0"
+_parts_alone: dict[str, bool] = {}  # by template: found out once
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,9 @@ class ChatPieces:
     ends: list[str]
 
 
-def chat_pieces(tokenizer: Any) -> ChatPieces | None:
-    """None if there is no template, or if it changes the texts."""
+def chat_pieces(folder: Path) -> ChatPieces | None:
+    """Of the model in a folder; None if there is no template, or if it changes the texts."""
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
         return None
     user = {"role": "user", "content": USER}
@@ -42,7 +45,8 @@ def chat_pieces(tokenizer: Any) -> ChatPieces | None:
             after_system = rest.split(USER)[0]
     except Exception:  # a template may reject a system message with any exception
         pass
-    return ChatPieces(start, after, before_system, after_system, [tokenizer.eos_token])
+    ends = [text for token in end_ids_of(tokenizer, folder) if (text := str(tokenizer.decode([token]))).strip()]
+    return ChatPieces(start, after, before_system, after_system, ends)
 
 
 def keep_template(folder: Path, template: Any, arguments: Mapping[str, Any]) -> None:
@@ -79,10 +83,36 @@ def _literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     """ValueError if a template exceeds the limits: Jinja's sandbox limits neither loops nor memory."""
     try:
         with bounded(RENDER_SECONDS, RENDER_BYTES):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            given = _in_parts(messages) if _reads_parts(tokenizer) else messages
+            return str(tokenizer.apply_chat_template(given, tokenize=False, **options))
     except (TimeoutError, MemoryError) as error:
         raise ValueError(f"the model's chat template needs too much time or memory ({error})") from None
+
+
+def _reads_parts(tokenizer: Any) -> bool:
+    """Whether the template reads content from parts alone, as those of models for images do: it loses a string."""
+    template = str(tokenizer.chat_template)
+    if template not in _parts_alone:
+        chat = [{"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}]
+        _parts_alone[template] = not _writes(tokenizer, chat) and _writes(tokenizer, _in_parts(chat))
+    return _parts_alone[template]
+
+
+def _writes(tokenizer: Any, chat: list[dict[str, Any]]) -> bool:
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    except (TimeoutError, MemoryError):
+        raise
+    except Exception:  # a template may raise anything
+        return False
+    return USER in text and ANSWER in text
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    contents = (message["content"] for message in messages)
+    parts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
+    return [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]

@@ -16,7 +16,10 @@ NAMES = ("name", "description", "title")  # of a tool, of its parameters: what t
 
 
 def lost_field(text: str, turns: Sequence[Message], first: int = 1) -> str | None:
-    """The first field of these turns that the text does not hold; None if it holds all. `first` is a turn's number."""
+    """The first field of these turns that the text does not hold; None if it holds all. `first` is a turn's number.
+
+    A leading system turn may be anywhere: Mistral's templates write it into the last user turn.
+    """
     start = 0
     for number, turn in enumerate(turns, first):
         content = turn["content"].strip()
@@ -32,7 +35,7 @@ def lost_field(text: str, turns: Sequence[Message], first: int = 1) -> str | Non
                 if any(position < 0 for position, _ in found):
                     return f"`{field}` of turn {number} ({turn['role']})"
                 end = max([end, *(position + len(form) for position, form in found)])
-        start = end
+        start = end if number > 1 or turn["role"] != "system" else 0
     return None
 
 

@@ -23,6 +23,7 @@ ROLES = {
 EXTRA_KEYS = ("tool_calls", "tool_call_id", "name")  # a chat template may read these too
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field; the first is ours
 NOT_TEXT = ("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos")
+TEXT_TYPES = ("text", "input_text", "output_text")  # of a content part; the latter two in OpenAI's responses
 READ_KEYS = {"role", "from", "content", "value", "function_call", *EXTRA_KEYS, *REASONING}
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
@@ -159,8 +160,13 @@ def require_number(value: Any, column: str) -> float:
 
 def reject_media(holder: RawRow, where: str) -> None:
     """Reject what has images, audio or video beside its text: nothing but text is trained."""
-    if name := next((name for name in NOT_TEXT if holder.get(name)), None):
+    if name := next((name for name in NOT_TEXT if name in holder and not _is_empty(holder[name])), None):
         raise RejectedRow("unsupported_part", f"`{name}` of {where}; remove it if the text can stand alone")
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a field holds nothing: Arrow gives every object of a column the same keys, nested ones too."""
+    return all(map(_is_empty, value.values())) if isinstance(value, dict) else not value
 
 
 def unread_keys(row: RawRow) -> Iterator[str]:
@@ -218,9 +224,11 @@ def _join_parts(content: Any, column: str) -> str:
 
 def _part_text(part: Any, column: str) -> str:
     named = part if isinstance(part, dict) else {}
-    text = named.get("value") if "text" not in named and named.get("type") == "text" else named.get("text")
+    if (kind := named.get("type") or "text") not in TEXT_TYPES:
+        raise RejectedRow("unsupported_part", f"a part of the type {kind!r} in a message of {column}")
+    reject_media(named, f"a part of a message of {column}")
+    text = named.get("text")
+    text = named.get("value") if text is None and "type" in named else text
     if not isinstance(text, str):
-        if (kind := named.get("type", "text")) != "text":
-            raise RejectedRow("unsupported_part", f"a part of the type {kind!r} in a message of {column}")
         raise RejectedRow("not_text", f"the content of a message of {column}")
     return text
