@@ -27,6 +27,7 @@ from training.models.chat import chat_pieces, render
 from training.models.folder_checks import _check_tensors
 from training.models.loading import load_config, load_model
 from training.models.model_files import INDEX, OF_TOKENIZERS, SINGLE, loadable
+from training.models.prompt_tokens import PromptTokens
 from training.models.tokenizer import load_tokenizer
 from training.models.weights import read_headers
 
@@ -240,6 +241,7 @@ def test_a_template_that_reads_content_parts_alone_gets_them_everywhere(model):
     in_parts = {**turn, "content": [{"type": "text", "text": "Where?"}]}
     assert render(tokenizer, [in_parts], add_generation_prompt=True) == expected
     assert chat_pieces(model).start == f"{tokenizer.bos_token}<user>"
+    assert PromptTokens(model).count([turn]) == len(tokenizer(expected, add_special_tokens=False).input_ids)
     text("chat_template.jinja", PARTS_ALONE.replace("part.text", "part.words"))(model)
     with pytest.raises(UserError, match="the text of a turn is missing"):
         check_addresses(params(model, None))

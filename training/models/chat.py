@@ -87,10 +87,14 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> st
     """ValueError if a template exceeds the limits: Jinja's sandbox limits neither loops nor memory."""
     try:
         with bounded(RENDER_SECONDS, RENDER_BYTES):
-            given = _in_parts(messages) if _reads_parts(tokenizer) else messages
-            return str(tokenizer.apply_chat_template(given, tokenize=False, **options))
+            return str(tokenizer.apply_chat_template(as_read(tokenizer, messages), tokenize=False, **options))
     except (TimeoutError, MemoryError) as error:
         raise ValueError(f"the model's chat template needs too much time or memory ({error})") from None
+
+
+def as_read(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages in the form that the template reads."""
+    return _in_parts(messages) if _reads_parts(tokenizer) else messages
 
 
 def _reads_parts(tokenizer: Any) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from training.models.chat import as_read
 from training.models.model_files import loadable
 from training.models.tokenizer import load_tokenizer
 
@@ -19,7 +20,8 @@ class PromptTokens:
     def count(self, messages: Sequence[dict[str, str]]) -> int:
         """ValueError if the template refuses the messages."""
         try:
-            ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            given = as_read(self.tokenizer, list(messages))
+            ids = self.tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # a template may raise any
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return len(ids)
