@@ -183,7 +183,7 @@ VARIANTS: dict[str, tuple[Damage, str]] = {
     "weights: integers": (tensors(lambda state: state.update({HEADS: state[HEADS].long()})), "torch.int64, no floats"),
     "weights: bytes": (tensors(lambda s: s.update({HEADS: s[HEADS].to(torch.float8_e4m3fn)})), "float8.*no floats"),
     "weights: long header": (lambda f: (f / SINGLE).write_bytes(b"\xff" * 7 + b"\x0f{}"), "no safetensors file"),
-    "weights: pipe": (no_file(SINGLE), "neither model.safetensors nor"),
+    "weights: pipe": (no_file(SINGLE), "has no .safetensors file"),
     "weights: folder": (sharded("sub/a.safetensors"), "read only from .safetensors files beside it"),
     "weights: hidden": (sharded(".a.safetensors"), "read only from .safetensors files beside it"),
     "weights: above": (sharded("../a.safetensors"), "read only from .safetensors files beside it"),
