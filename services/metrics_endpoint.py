@@ -28,8 +28,8 @@ from services import background, prefect_api, stage_activity
 from tasks.config.params import Cluster, load_cluster, load_params
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.redact import redact
-from tasks.release import outbox
+from tasks.promote import outbox
+from tasks.secrets.redact import redact
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
 from tasks.system.http_limits import LimitedProtocol

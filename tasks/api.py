@@ -123,7 +123,7 @@ def _run(root: Path, *stages: str) -> None:
     }
     with kept_ray.keep_if_needed(root, env, stages, stages) as session:
         for stage in stages:
-            command, error = [sys.executable, "-m", f"tasks.{stage}"], list[str]()
+            command, error = [sys.executable, "-m", "tasks", stage], list[str]()
             if code := processes.run(command, root, {**env, **kept_ray.variables(session)}, partial(_print, error)):
                 failure = f"The stage {stage} failed with exit code {code}; its output is above."
                 raise UserError("\n".join(error) if code == 2 and error else failure)

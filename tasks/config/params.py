@@ -16,7 +16,7 @@ from tasks.config.names import COLUMNS, DRIFT_METRICS, HARNESS_PRESETS, REJECT_R
 from tasks.config.strict import Count, Fraction, Positive, Section, dotted, read_yaml, validate
 from tasks.config.training import Dtype, Optimization, Quantization, Sft, Train
 from tasks.errors import UserError
-from tasks.redact import is_secret
+from tasks.secrets.redact import is_secret
 
 __all__ = ["Cluster", "Optimization", "Params", "Train", "dotted", "load_cluster", "overlay", "read_yaml", "validate"]
 

@@ -16,10 +16,10 @@ from tasks.config.metrics import headlines, interval
 from tasks.config.params import load_cluster
 from tasks.config.paths import CARD, METRICS, MODEL
 from tasks.errors import UserError
-from tasks.redact import redact
 from tasks.reports import plots
 from tasks.reports.cost import costs, gpu_costs
 from tasks.reports.headline import decision_of, verdict
+from tasks.secrets.redact import redact
 from tasks.system.files import read_json_lines, recall
 from tasks.system.markup import printable, templates
 from tasks.tracking.journal import flatten_metrics, read_lines

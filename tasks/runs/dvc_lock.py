@@ -17,7 +17,7 @@ import psutil
 import yaml
 from pydantic import BaseModel, Field
 
-from tasks.config.paths import ROOT, WATCH
+from tasks.config.paths import ROOT, FINGERPRINT
 from tasks.config.strict import parse_yaml
 from tasks.system.files import fingerprint, sha256, write_text
 from tasks.system.processes import is_running
@@ -74,17 +74,17 @@ class StageInputs:
         for path in sorted({*self.deps, *earlier.deps}):
             if self.deps.get(path) != earlier.deps.get(path):
                 kind = "data" if path.startswith("data/") else "code"
-                reasons.append(SOURCE_CHANGED if path == str(WATCH) else f"{kind} changed: {path}")
+                reasons.append(SOURCE_CHANGED if path == str(FINGERPRINT) else f"{kind} changed: {path}")
         return reasons
 
 
 def stages(root: Path) -> dict[str, Entry]:
-    """The stages of dvc.yaml that run only when something changed: all but `watch`."""
+    """The stages of dvc.yaml that run only when something changed: all but `fingerprint`."""
     content = parse_yaml((root / "dvc.yaml").read_text())["stages"]
     return {name: stage for name, stage in content.items() if not stage.get("always_changed")}
 
 
-def is_off(stage: str, params: Mapping[str, Any]) -> bool:
+def is_disabled(stage: str, params: Mapping[str, Any]) -> bool:
     """Whether the content of params.yaml leaves out an optional stage."""
     return stage in ("sample", "sft") and params.get(stage) is None
 

@@ -19,7 +19,7 @@ import yaml
 
 from tasks.config.cluster import changed_values
 from tasks.config.paths import METRICS, PAIRS, RAW, home
-from tasks.redact import redact, redacted
+from tasks.secrets.redact import redact, redacted
 from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.processes import this_process

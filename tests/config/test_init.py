@@ -11,6 +11,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
+from tasks.artifacts import demo
 from tasks.config.params import (
     Cluster,
     Params,
@@ -21,7 +22,6 @@ from tasks.config.params import (
     read_yaml,
     validate,
 )
-from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.init import recipe
 from tasks.init.choices import choose
@@ -29,9 +29,9 @@ from tasks.init.data_facts import DataFacts, languages
 from tasks.init.facts import Facts
 from tasks.init.machine import GIB, Machine, ModelFacts, examine_model
 from tasks.init.times import Estimate, estimate_here, run_seconds, short_trial
+from tasks.lifecycle.estimates import adapter as adapter_of
+from tasks.lifecycle.estimates import worker_memory
 from tasks.runs import run_config
-from tasks.trainer.estimates import adapter as adapter_of
-from tasks.trainer.estimates import worker_memory
 from tests.benchmarks.workload import qwen_config
 from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.dataset import demo
+from tasks.artifacts import demo
 from tasks.system.files import hash_files, read_json
 from tests.runs.test_runs import command
 from tests.support.fork_server import clean_environment

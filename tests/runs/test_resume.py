@@ -200,7 +200,7 @@ def loss_history(workspace: Path, folder: Path | None) -> list[tuple[int, float]
     return sorted((point.step, point.value) for point in history)
 
 
-@pytest.mark.exhaustive  # tests/trainer/test_continuation.py extends trainings, too
+@pytest.mark.exhaustive  # tests/train/test_continuation.py extends trainings, too
 def test_a_finished_run_is_extended_by_its_name(trained, tmp_path):
     workspace = Path(shutil.copytree(trained, tmp_path / "extended"))
     (training_file,) = workspace.glob(".scratch/runs/*/training")

@@ -14,7 +14,7 @@ from tasks.config.params import load_cluster, load_params
 from tasks.feedback import traces
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results
-from tasks.train import write_curves
+from tasks.train.stage import write_curves
 from tests.support.browser import Page, browser, needed
 from tests.support.feedback import answer, feedback, written
 from tests.support.mlflow_logins import PASSWORDS, VARIABLES, mlflow_with_logins

@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.release.test_promote import export
 
 from services.background import is_healthy
-from tasks.dataset import demo
+from tasks.artifacts import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
-from tests.release.test_promote import export
 from tests.support import fork_server
 from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
@@ -255,7 +255,7 @@ def pulled_by_a_second_clone(stack: Stack, root: Path, folder: Path) -> set[str]
     second = folder / "second"
     git(root, "clone", "-q", str(root), str(second))
     dvc(second, stack.env, "pull")
-    assert re.findall(r"Running stage '(\w+)'", dvc(second, stack.env, "repro")) == ["watch"]
+    assert re.findall(r"Running stage '(\w+)'", dvc(second, stack.env, "repro")) == ["fingerprint"]
     assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
     folders = [path.name for path in (root / "data").iterdir() if path.is_dir()]
     return {name for name in folders if contents(second / "data" / name) == contents(root / "data" / name) != {}}

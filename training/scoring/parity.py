@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.rows.packing import CHOSEN, REJECTED, build_row
-from training.rows.pair import Pair
-from training.rows.pair_columns import longest, shortest
+from training.pairs.packing import CHOSEN, REJECTED, build_row
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import longest, shortest
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, logp_tolerance, pairs_plain_logps, rounding_noise, row_logps
 from training.scoring.recurrent import follow_segments, recurrent_layers

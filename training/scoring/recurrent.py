@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.rows.packing import PackedRow
+from training.pairs.packing import PackedRow
 
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = "mamba2_split_conv1d_scan_combined"  # convolution and scan in one kernel, without initial states

@@ -19,7 +19,7 @@ from training.models import adapters, weights
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 from training.scoring.attention import LONG_ATTENTION
 from training.scoring.logps import Scorer
 from training.scoring.parity import select_scoring_path, share_tokens
