@@ -27,7 +27,9 @@ def plan(recipe: Recipe = None, set_: Set = None) -> None:
 
 
 def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
-    from tasks.config.params import Params, load_cluster, validate
+    from tasks.config.cluster import load_cluster
+    from tasks.config.params import Params
+    from tasks.config.strict import validate
     from tasks.init.times import estimate_here
     from tasks.lifecycle import estimates
     from tasks.lifecycle.plan import MAY_RUN, RUNS

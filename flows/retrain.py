@@ -14,8 +14,10 @@ from prefect import get_run_logger, runtime
 from prefect.artifacts import create_table_artifact
 
 from flows.promote import decision
-from tasks.config.params import Params, Source, load_params, read_yaml, validate
-from tasks.config.paths import ROOT, FINGERPRINT
+from tasks.config.params import Params, load_params
+from tasks.config.paths import FINGERPRINT, ROOT
+from tasks.config.source import Source
+from tasks.config.strict import read_yaml, validate
 from tasks.errors import UserError
 from tasks.prepare.card.drift import shifts
 from tasks.runs import dvc_lock, records, run_config
@@ -89,7 +91,10 @@ class RetrainCheck:
         changes += [f"code ({', '.join(files)})"] if files else []
         if last["params"]["source"] != current["params"]["source"]:
             return changes  # other addresses: the content behind the old ones does not matter
-        content, before = content_ids_or_fail(Source.model_validate(current["params"]["source"])), last.get("fingerprint", {})
+        content, before = (
+            content_ids_or_fail(Source.model_validate(current["params"]["source"])),
+            last.get("fingerprint", {}),
+        )
         return changes + [f"the content of {name}" for name in content if content[name] != before.get(name)]
 
     def check_drift(self, workspace: Workspace) -> None:

@@ -25,7 +25,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services import background, prefect_api, stage_activity
-from tasks.config.params import Cluster, load_cluster, load_params
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.promote import outbox

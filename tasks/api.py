@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from tasks.cluster import kept_ray
 from tasks.config.cluster import CLUSTER, Cluster
-from tasks.config.params import PARAMS, Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.config.params import PARAMS, Params, load_params, overlay, read_recipe
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, read_json_lines, write_text

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from safetensors import safe_open
 
 from tasks.artifacts.models import local_path
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import BASE, PAIRS, RAW, home
 from tasks.errors import UserError
 from tasks.system import disk

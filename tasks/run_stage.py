@@ -17,7 +17,9 @@ from typing import Any
 import tasks.system.environment  # noqa: F401 - first: it sets variables that the imports below read
 from tasks import disk_space
 from tasks.config import access
-from tasks.config.params import PARAMS, load_cluster, load_params, read_yaml
+from tasks.config.cluster import load_cluster
+from tasks.config.params import PARAMS, load_params
+from tasks.config.strict import read_yaml
 from tasks.errors import UserError
 from tasks.runs.dvc_lock import is_disabled
 from tasks.secrets import redact

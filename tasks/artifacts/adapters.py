@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasks.config.params import Optimization, Params
+from tasks.config.params import Params
+from tasks.config.train import Optimization
 from tasks.errors import UserError
 
 

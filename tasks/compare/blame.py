@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 from scipy.stats import hypergeom
 
+from tasks.artifacts.markup import printable
 from tasks.artifacts.pairs import PairTable, pairs_file, read_pairs
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Evaluated, find_model, read_results, results_here
-from tasks.config.params import Params, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params
 from tasks.config.paths import METRICS, MODEL, POLICY, home
 from tasks.errors import UserError
-from tasks.evaluate.evaluator import Evaluator, Weights
-from tasks.evaluate.sharding import base_and_policy
+from tasks.evaluate.evaluator import Evaluator
+from tasks.evaluate.sampler import Weights
+from tasks.evaluate.scoring import base_and_policy
 from tasks.prepare.raw_rows import Origin, pair_origins
 from tasks.runs.open_run import open_run
 from tasks.runs.records import text_table
 from tasks.system.files import json_lines, write_text
-from tasks.system.markup import printable
 from tasks.system.progress import Bar
 from training.objectives.objective import Objective
 from training.pairs.pair import Pair, pack

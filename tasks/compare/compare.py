@@ -17,13 +17,15 @@ import numpy
 
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
-from tasks.config.params import Evaluate, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.evaluate import Evaluate
+from tasks.config.params import load_params
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.evaluate.answers import judged_metrics
 from tasks.evaluate.intervals import mean_interval
 from tasks.evaluate.judges import outcomes
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.evaluate.scoring import evaluator_pool
 from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model, workspace_of
 from tasks.runs.open_run import open_run, weights_of
 from tasks.system.files import read_json, read_json_lines

@@ -14,9 +14,10 @@ from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.params import Params
 from tasks.errors import UserError
 from tasks.evaluate.answers import Record, held_out_prompts, judge_answers
-from tasks.evaluate.evaluator import Weights
+from tasks.evaluate.drawing import sample_answers
 from tasks.evaluate.held_out import PairRow
-from tasks.evaluate.sharding import pair_values, sample_answers, split_logps, token_values
+from tasks.evaluate.sampler import Weights
+from tasks.evaluate.scoring import pair_values, split_logps, token_values
 from tasks.system.progress import Bar
 from training.objectives.options import OPTIONS
 from training.pairs.pair import Pair

@@ -1,5 +1,7 @@
 """Names from the stages that params.yaml may use; tests/config/test_params.py compares both sides."""
 
+from collections.abc import Iterable
+
 # prepare.format: the keys of SHAPES in tasks/prepare/rows/row_shapes.py.
 ROW_FORMATS = (
     *("openai", "votes", "pairs", "messages", "instruction", "transcript", "scored", "ranked", "alpaca", "tree"),
@@ -40,3 +42,9 @@ HARNESS_PRESETS = {
 }
 # promote.drift: the keys of DRIFT_METRICS in tasks/prepare/card/drift.py.
 DRIFT_METRICS = ("fewer_pairs", "tokens", "sources", "left_out", "chosen_longer", "probe")
+
+
+def check_names(key: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{key}: unknown name `{name}`. Known names: {', '.join(allowed)}")

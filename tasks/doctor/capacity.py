@@ -8,7 +8,8 @@ import psutil
 
 from tasks.artifacts import adapters
 from tasks.artifacts.models import base_folder, local_path
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import BASE, home
 from tasks.disk_space import run_needs
 from tasks.doctor.report import Report

@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from tasks.artifacts.models import HUB, hub_address, hub_snapshot
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import home
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc

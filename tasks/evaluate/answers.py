@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any
 
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Evaluate
+from tasks.config.evaluate import Evaluate
 from tasks.evaluate import health, judges
 from tasks.evaluate.held_out import PairRow
 from tasks.evaluate.intervals import mean_interval

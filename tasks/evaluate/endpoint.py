@@ -19,7 +19,7 @@ import httpx
 
 from tasks.config.access import check_endpoint, configured
 from tasks.config.cluster import Access
-from tasks.config.params import Endpoint
+from tasks.config.evaluate import Endpoint
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.secrets.redact import protect

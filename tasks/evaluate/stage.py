@@ -16,23 +16,19 @@ from tasks.artifacts.models import local_path
 from tasks.artifacts.pairs import pairs_file, read_pairs, read_rows
 from tasks.cluster.ray_cluster import warn_of_slow_dtype
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Evaluate, Params, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.evaluate import Evaluate
+from tasks.config.params import Params, load_params
 from tasks.config.paths import METRICS
 from tasks.evaluate.answers import compare_answers, held_out_prompts, judge_answers
-from tasks.evaluate.evaluator import Weights
+from tasks.evaluate.drawing import sample_answers
 from tasks.evaluate.held_out import PairRow, calibration, disagreements, held_out, histogram
 from tasks.evaluate.intervals import mean_interval
-from tasks.evaluate.sharding import (
-    answer_log_ratios,
-    base_and_policy,
-    evaluator_pool,
-    pair_values,
-    sample_answers,
-    token_values,
-)
-from tasks.reports import plots
+from tasks.evaluate.sampler import Weights
+from tasks.evaluate.scoring import answer_log_ratios, base_and_policy, evaluator_pool, pair_values, token_values
 from tasks.system.files import json_lines, write_json, write_text
 from tasks.system.progress import Bar
+from tasks.tracking import plots
 from tasks.tracking.journal import Run
 from tasks.tracking.results import curves, evaluation
 from training.evaluation.samples import PairValues

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts.markup import templates
 from tasks.config.metrics import headlines, interval
 from tasks.config.params import Params
-from tasks.system.markup import templates
 from tasks.tracking.journal import flatten_metrics
 
 TEMPLATE = "model_card.md.jinja"

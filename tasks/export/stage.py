@@ -14,7 +14,8 @@ from typing import Any
 from tasks.artifacts.models import base_folder
 from tasks.artifacts.pairs import check, pairs_file, read_rows
 from tasks.cluster.worker_pool import Worker, WorkerPool
-from tasks.config.params import Params, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params
 from tasks.config.paths import CARD, MODEL, POLICY
 from tasks.errors import UserError
 from tasks.export.card import model_card

@@ -8,9 +8,9 @@ from typing import Any
 from tasks.artifacts import adapters
 from tasks.artifacts.models import HUB, REGISTRY
 from tasks.config.cluster import groups
-from tasks.config.params import RECIPES, Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import RECIPES, Params, overlay
 from tasks.config.paths import ROOT
-from tasks.config.strict import to_yaml
+from tasks.config.strict import dotted, read_yaml, to_yaml, validate
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts

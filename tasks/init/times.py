@@ -9,7 +9,8 @@ from dataclasses import replace
 from io import StringIO
 from typing import NamedTuple
 
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.init.choices import Plan

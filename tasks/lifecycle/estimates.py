@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tasks.artifacts import adapters
 from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import BASE, home
 from tasks.errors import UserError
 from tasks.system.files import read_json

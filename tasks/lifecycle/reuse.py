@@ -6,8 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Source
-from tasks.config.paths import ROOT, FINGERPRINT
+from tasks.config.paths import FINGERPRINT, ROOT
+from tasks.config.source import Source
 from tasks.config.strict import read_yaml
 from tasks.runs import commits, dvc_lock
 from tasks.runs.dvc_lock import Entry, StageInputs

@@ -1,1 +1,1 @@
-"""The stage `prepare`: from raw rows to tokenised pairs: row shapes, templates, duplicates, the split, the data card."""
+"""The stage `prepare`: raw rows to tokenised pairs. Row shapes, templates, duplicates, the split, the data card."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.config.params import Prepare
+from tasks.artifacts.markup import shortened
+from tasks.config.prepare import Prepare
 from tasks.errors import UserError
 from tasks.prepare.dedup import VALUES, minhash
 from tasks.prepare.rows.contract import check_pair
@@ -25,7 +26,6 @@ from tasks.prepare.templates import ChatTemplate
 from tasks.prepare.tokenization import TokenizedPair, tokenize, truncate
 from tasks.source.readers import Chunk, rows_in
 from tasks.source.reject_reasons import QUARANTINED, RawRow, RejectedRow
-from tasks.system.markup import shortened
 
 EXAMPLES = 3  # for each reject reason
 EXAMPLE_CHARACTERS = 240

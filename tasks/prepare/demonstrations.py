@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tasks.artifacts.pairs import SFT_PREFIX
-from tasks.config.params import Prepare
+from tasks.config.prepare import Prepare
 from tasks.errors import UserError
 from tasks.prepare.chunks import pair_row
 from tasks.prepare.rows import messages

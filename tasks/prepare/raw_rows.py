@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Prepare
 from tasks.config.paths import RAW, SAMPLE
+from tasks.config.prepare import Prepare
 from tasks.prepare.rows.layouts import source_layout
 from tasks.prepare.rows.preference import Preference, RowLayout
 from tasks.prepare.rows.row_shapes import to_preferences

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tasks.config.params import Prepare
+from tasks.config.prepare import Prepare
 from tasks.prepare.card.row_stats import RowStats
 from tasks.prepare.chunks import COLUMNS, ChunkResult, RowSource
 from tasks.prepare.dedup import Columns, Mask, find_duplicates

@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 
 from tasks.artifacts.pairs import HASHES, SPLITS, pairs_file
-from tasks.config.params import RUN, Layout, Prepare, Train, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import CARD, PAIRS, RAW, SAMPLE
+from tasks.config.prepare import Layout, Prepare
+from tasks.config.source import RUN
 from tasks.config.strict import to_yaml
+from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.prepare import unpaired
 from tasks.prepare.card import data_card

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts.models import source_folder
-from tasks.config.params import Params, Prepare
+from tasks.config.params import Params
+from tasks.config.prepare import Prepare
 from tasks.errors import UserError
 from tasks.prepare.rows.messages import Message
 from tasks.source.reject_reasons import RejectedRow

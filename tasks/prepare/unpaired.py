@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as compute
 
 from tasks.artifacts.pairs import PAIR_SCHEMA, open_table, replace_columns
-from tasks.config.params import Train
+from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.prepare.chunks import RowSource
 from tasks.prepare.dedup import Columns, Mask

@@ -4,8 +4,9 @@ from datetime import datetime
 from pathlib import Path
 
 from tasks.config.access import check_push, configured
-from tasks.config.params import Promote, load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.config.paths import METRICS, home
+from tasks.config.promote import Promote
 from tasks.errors import UserError
 from tasks.promote import outbox
 from tasks.runs.open_run import weights_of

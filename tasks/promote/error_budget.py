@@ -14,7 +14,7 @@ from math import isinf, log
 from typing import Any
 
 from tasks.compare.compare import Paired
-from tasks.config.params import ErrorBudget
+from tasks.config.promote import ErrorBudget
 from tasks.errors import UserError
 from tasks.promote.evidence import betting_test, prompts_for_lead, sign_test
 from tasks.tracking.lease import Lease

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from tasks.config.params import Promote
+from tasks.config.promote import Promote
 from tasks.evaluate.intervals import prompts_needed
 from tasks.tracking.journal import flatten_metrics
 

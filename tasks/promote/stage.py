@@ -8,14 +8,17 @@ crash. A model that passes but needs approval waits for `dpo approve`.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tasks.artifacts.markup import plain
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Comparison, Paired, evaluated_version, pair_up, read_results, results_here, summarize
 from tasks.config.access import check_push, configured
+from tasks.config.cluster import load_cluster
 from tasks.config.metrics import headlines
-from tasks.config.params import ErrorBudget, Params, Promote, load_cluster, load_params
+from tasks.config.params import Params, load_params
 from tasks.config.paths import METRICS, MODEL, PAIRS
+from tasks.config.promote import ErrorBudget, Promote
 from tasks.errors import UserError
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.evaluate.scoring import evaluator_pool
 from tasks.promote import error_budget, outbox
 from tasks.promote.champion import promotion_moves
 from tasks.promote.champion_regression import FILE, ChampionRegression, champion_regression
@@ -23,7 +26,6 @@ from tasks.promote.gate import change, gate, regressions
 from tasks.promote.push import push
 from tasks.reports.headline import describe_decision
 from tasks.system.files import read_json, sha256, write_json
-from tasks.system.markup import plain
 from tasks.tracking.journal import Run, flatten_metrics
 from tasks.tracking.registry import CHALLENGER, Moves, Registry, Version, registry, run_id
 from tasks.tracking.verify import require_intact, require_intact_version

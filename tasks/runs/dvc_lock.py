@@ -17,9 +17,9 @@ import psutil
 import yaml
 from pydantic import BaseModel, Field
 
-from tasks.config.paths import ROOT, FINGERPRINT
+from tasks.config.paths import FINGERPRINT
 from tasks.config.strict import parse_yaml
-from tasks.system.files import fingerprint, sha256, write_text
+from tasks.system.files import fingerprint, write_text
 from tasks.system.processes import is_running
 from tasks.tracking.journal import flatten
 
@@ -87,13 +87,6 @@ def stages(root: Path) -> dict[str, Entry]:
 def is_disabled(stage: str, params: Mapping[str, Any]) -> bool:
     """Whether the content of params.yaml leaves out an optional stage."""
     return stage in ("sample", "sft") and params.get(stage) is None
-
-
-def stage_code(stage: str, prefix: str) -> dict[str, str]:
-    """sha256 of the code files of a stage, as dvc.yaml lists them or their folders, whose path begins with `prefix`."""
-    listed = [ROOT / name for name in stages(ROOT)[stage]["deps"] if name.startswith(prefix)]
-    files = sorted(file for path in listed for file in (_code_files(path) if path.is_dir() else [path]))
-    return {file.relative_to(ROOT).as_posix(): sha256(file) for file in files}
 
 
 def out_paths(stage: Entry) -> list[str]:

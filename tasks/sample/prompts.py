@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tasks.config.params import RUN, Prepare
+from tasks.config.prepare import Prepare
+from tasks.config.source import RUN
 from tasks.prepare.raw_rows import layout_of, raw_sources, rows_of
 from tasks.prepare.rows.layouts import decode
 from tasks.prepare.rows.messages import Message

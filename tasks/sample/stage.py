@@ -15,15 +15,19 @@ from typing import Any
 
 from tasks.artifacts.models import file_hashes, source_folder, source_hash
 from tasks.cluster.worker_pool import WorkerPool
-from tasks.config.params import Endpoint, Evaluate, Params, Sample, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.evaluate import Endpoint, Evaluate
+from tasks.config.params import Params, load_params
 from tasks.config.paths import SAMPLE, home
+from tasks.config.sample import Sample
 from tasks.errors import UserError
 from tasks.evaluate import judges
+from tasks.evaluate.drawing import BATCH, draw_batches, sampler_pool, uses_vllm
 from tasks.evaluate.endpoint import EndpointJudge
-from tasks.evaluate.evaluator import Weights
-from tasks.evaluate.sharding import BATCH, draw_batches, evaluator_pool, uses_vllm
+from tasks.evaluate.sampler import Weights
 from tasks.prepare.templates import load_template
 from tasks.sample.prompts import Prompt, read_prompts
+from tasks.system.code import worker_code
 from tasks.system.files import fingerprint, publish, recall, sha256, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
@@ -31,7 +35,6 @@ from tasks.tracking.journal import Run
 
 Answer = tuple[str, bool]  # the text, and whether an end token ended it, not the limit
 MANIFEST, FILE = "manifest.json", "pairs.jsonl"
-NUMERICS = 1  # increase when our computation gives other answers
 VLLM_BATCH = 2000  # prompts per task
 JUDGED_TOGETHER = 1024  # answers per request to the workers
 SEEDS = 1000  # more than the answers to a prompt: answer k of seed s is drawn with seed 1000 s + k
@@ -60,7 +63,7 @@ def sample(run: Run) -> None:
     inputs = _inputs(params, settings)
     folder = home() / cluster.output_dir / "sample" / fingerprint(inputs)
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_cached_folder(folder, run.folder, "sample"), evaluator_pool(cluster, "sample") as workers:
+    with lock_cached_folder(folder, run.folder, "sample"), sampler_pool(cluster, "sample") as workers:
         drawn, computed = _draw(workers, params, settings, prompts, folder)
         usable = [_usable(answers) for answers in drawn]
         scores = [] if settings.endpoint else _scores(workers, settings, prompts, usable, folder)
@@ -90,7 +93,12 @@ def _inputs(params: Params, settings: Evaluate) -> dict[str, Any]:
     """What determines an answer, besides its prompt and seed."""
     names = ("dtype", "engine", "temperature", "top_p", "max_new_tokens")
     sampling = {name: getattr(settings, name) for name in names}
-    return {"base": source_hash(), "quantization": params.train.quantization, "numerics": NUMERICS, **sampling}
+    return {
+        "base": source_hash(),
+        "quantization": params.train.quantization,
+        "code": worker_code("sample"),
+        **sampling,
+    }
 
 
 def _draw(

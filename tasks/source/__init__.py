@@ -1,1 +1,1 @@
-"""The stage `source`: addresses, file formats and model folders; the stage `fingerprint`, which looks for changed content."""
+"""The stage `source`: addresses, file formats and model folders, and the stage `fingerprint` before it."""

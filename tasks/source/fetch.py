@@ -17,7 +17,7 @@ from tasks.artifacts import demo
 from tasks.artifacts.models import HUB, hub_address, local_path
 from tasks.config.access import check_protocol, configured, guarded_client
 from tasks.config.addresses import FILE
-from tasks.config.params import RUN, Source
+from tasks.config.source import RUN, Source
 from tasks.errors import UserError
 from tasks.feedback import rows as feedback
 from tasks.feedback.rows import FEEDBACK

@@ -1,4 +1,4 @@
-"""Stage `fingerprint`: hash the content behind the addresses of `source`, so that `dvc repro` notices a file edited in place.
+"""Stage `fingerprint`: hash the content behind the addresses of `source`, so that `dvc repro` notices an edited file.
 
 DVC runs it every time, and `source` depends on its output. The same content gives the same bytes, and then no other
 stage runs.
@@ -10,12 +10,14 @@ from functools import partial
 from types import MappingProxyType
 
 from tasks.artifacts.models import HUB, REGISTRY, adapter_hashes, file_hashes, local_path, registered_name
-from tasks.config.params import Source, load_params
+from tasks.config.params import load_params
 from tasks.config.paths import FINGERPRINT, home
+from tasks.config.source import Source
 from tasks.errors import UserError
 from tasks.source.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.source.start_model import start_version
-from tasks.system.files import fingerprint as hash_of, recall, write_json, write_text
+from tasks.system.files import fingerprint as hash_of
+from tasks.system.files import recall, write_json, write_text
 
 ContentIds = dict[str, str]  # by key and address, "source.data pairs.jsonl": a hash, an ETag or a commit
 

@@ -23,8 +23,9 @@ from tasks.artifacts.models import (
     registered_name,
     source_path,
 )
-from tasks.config.params import Source, load_params
+from tasks.config.params import load_params
 from tasks.config.paths import BASE, RAW
+from tasks.config.source import Source
 from tasks.errors import UserError
 from tasks.source.fetch import check_address, data_sources, errors_of_stores, fetch
 from tasks.source.readers import SUFFIXES, count_rows, read_chunks, read_rows, suffix_of

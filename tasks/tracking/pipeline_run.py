@@ -30,7 +30,8 @@ from tasks.tracking.results import curves, datasets, evaluation, git_output, lin
 from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
-    from tasks.config.params import Cluster, Params
+    from tasks.config.cluster import Cluster
+    from tasks.config.params import Params
 
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
 LATER_SECONDS = 3.0  # the same after a stage of this run has waited in vain

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Cluster
+from tasks.config.cluster import Cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.secrets.redact import redact

@@ -23,11 +23,13 @@ from tasks.cluster import system_metrics
 from tasks.cluster.nodes import path_on_nodes, refresh_directory, report_node_changes
 from tasks.cluster.placement import reserve_placement_group, resource_bundle
 from tasks.cluster.ray_cluster import ray_cluster, warn_of_slow_dtype
-from tasks.config.params import Cluster, Optimization, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import home
+from tasks.config.train import Optimization
 from tasks.errors import UserError
-from tasks.runs.dvc_lock import stage_code
 from tasks.system import signing
+from tasks.system.code import worker_code
 from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, meanwhile
@@ -161,7 +163,7 @@ def _origin(training: Training, run: str, start: Path | None) -> dict[str, Any]:
         "train": train.model_dump(),
         "steps": batches.total_steps(pairs, train.global_batch_size, train.epochs, train.max_steps),
         **training.inputs,
-        "code": stage_code(training.stage, "training/"),
+        "code": worker_code("train"),
         "start": continuation.checkpoint_hash(start) if start else None,
     }
 

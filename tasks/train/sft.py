@@ -10,8 +10,10 @@ from pathlib import Path
 from tasks.artifacts.models import model_hashes, source_folder, source_hash
 from tasks.artifacts.pairs import check
 from tasks.artifacts.training_data import TrainingData
-from tasks.config.params import Params, Train, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params
 from tasks.config.paths import SFT
+from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import Run

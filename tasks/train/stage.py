@@ -7,10 +7,11 @@ from pathlib import Path
 from tasks.artifacts.models import base_folder, base_hash
 from tasks.artifacts.pairs import check_inputs
 from tasks.artifacts.training_data import PREFERENCES
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import METRICS, PAIRS, POLICY, REFERENCE
-from tasks.reports import plots
 from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
+from tasks.tracking import plots
 from tasks.tracking.journal import Run
 from tasks.train.driver import Training, check_options, metrics_by_step, trained
 from tasks.train.worker import JOURNAL

@@ -12,16 +12,9 @@ import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from tasks.artifacts import demo
-from tasks.config.params import (
-    Cluster,
-    Params,
-    dotted,
-    load_cluster,
-    load_params,
-    overlay,
-    read_yaml,
-    validate,
-)
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import Params, load_params, overlay
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.init import recipe
 from tasks.init.choices import choose

@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from tasks.config import names
-from tasks.config.params import Params, dotted, load_cluster, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params, overlay, read_recipe
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.prepare.card import drift
 from tasks.prepare.rows import row_shapes

@@ -15,8 +15,9 @@ from tasks.artifacts import demo
 from tasks.config import access
 from tasks.config.addresses import local_path
 from tasks.config.cluster import SITE, Cluster, site_overlay
-from tasks.config.params import Params, Source, dotted, overlay
-from tasks.config.strict import all_keys, read_yaml
+from tasks.config.params import Params, overlay
+from tasks.config.source import Source
+from tasks.config.strict import all_keys, dotted, read_yaml
 from tasks.errors import UserError
 from tasks.evaluate.judges import reward_folder
 from tasks.evaluate.stage import _harness

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tasks.config.params import Params, load_cluster, load_params, read_yaml
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params
+from tasks.config.strict import read_yaml
 from tasks.doctor.report import Report
 from tasks.secrets import redact
 from tasks.tracking.journal import Run

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks.config.params import Params, load_params, read_recipe, read_yaml
+from tasks.config.params import Params, load_params, read_recipe
+from tasks.config.strict import read_yaml
 from tasks.errors import UserError
 from tasks.promote.sign import sign_checkpoint
 from tasks.source import fetch

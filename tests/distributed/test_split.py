@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 from torch import multiprocessing, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tasks.evaluate.evaluator import Evaluator, Sampling, Weights
+from tasks.evaluate.evaluator import Evaluator
+from tasks.evaluate.sampler import Sampling, Weights
 from tasks.tracking.journal import read_lines
 from tests.support.workspaces import run, start, workers, write_cluster
 from training.exporting import merging
 from training.models import adapters
+from training.models import sharded as sharded_model
 from training.models.loading import load_model
 from training.pairs.pair import Pair
-from training.scoring import sharded_model
 from training.trainer.engine import local_shard
 
 HOW = Sampling(max_new_tokens=2, temperature=1.0, top_p=1.0, seed=0)

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tasks.config.params import dotted, overlay, read_yaml
+from tasks.config.params import overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.system.files import hash_files, read_json
 from tasks.tracking.registry import Registry
 from tests.support.workspaces import PROJECT, refusal, run

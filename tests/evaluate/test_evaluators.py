@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tasks.cluster.worker_pool import Worker, WorkerPool
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.errors import UserError
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.evaluate.scoring import evaluator_pool
 from tests.support.workspaces import PROJECT, environment, shared_ray, shared_workers, write_cluster
 from training.evaluation.hardware import gpus
 
@@ -23,7 +23,7 @@ import runpy, sys
 LARGE = {"transformers", "peft", "deepspeed"}
 for name in LARGE:
     sys.modules.pop(name, None)  # this process was forked from one that has them
-from tasks.evaluate import sharding
+from tasks.evaluate import scoring
 sharding.BATCH, sharding.ROWS = 4, 2
 runpy.run_module("tasks.evaluate", run_name="__main__")
 print("the driver imported", sorted(LARGE & sys.modules.keys()), flush=True)

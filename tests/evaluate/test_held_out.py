@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.config.params import load_cluster
-from tasks.evaluate.evaluator import Weights
+from tasks.config.cluster import load_cluster
 from tasks.evaluate.held_out import bucket, calibration, disagreements, held_out, histogram, length_bias, probability
-from tasks.evaluate.sharding import answer_log_ratios, evaluator_pool
+from tasks.evaluate.sampler import Weights
+from tasks.evaluate.scoring import answer_log_ratios, evaluator_pool
 from training.evaluation.pair_scores import pair_values, score_rows, stored_pair_values
 from training.evaluation.samples import PairValues
 from training.objectives.objective import Objective

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
-from tasks.config.params import Endpoint, Evaluate, dotted, load_cluster, load_params, overlay, read_yaml
+from tasks.config.cluster import load_cluster
+from tasks.config.evaluate import Endpoint, Evaluate
+from tasks.config.params import load_params, overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.errors import UserError
 from tasks.evaluate import endpoint, judges
 from tasks.evaluate.endpoint import EndpointJudge, RateLimit, question
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.evaluate.scoring import evaluator_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Hurry up. Ana put the white cup under the bed. Where is the white cup?"

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tasks.config.cluster import load_cluster
+from tasks.config.evaluate import Evaluate
 from tasks.config.names import HARNESS_PRESETS
-from tasks.config.params import Evaluate, dotted, load_cluster, overlay, read_yaml
+from tasks.config.params import overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.errors import UserError
 from tasks.evaluate import evaluator
-from tasks.evaluate.evaluator import Weights
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.evaluate.sampler import Weights
+from tasks.evaluate.scoring import evaluator_pool
 from tasks.evaluate.stage import _harness
 from training.evaluation import lm_eval_tasks
 

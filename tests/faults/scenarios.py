@@ -36,7 +36,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from tests.release import test_promote as made
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 client = MlflowClient(load_cluster().tracking_uri)
 client.create_registered_model("of-others")
 other = client.create_run(client.create_experiment("of-others")).info

@@ -19,7 +19,8 @@ import yaml
 from flows import retrain
 from flows.retrain import RetrainCheck
 from tasks.artifacts import demo
-from tasks.config.params import dotted, load_params, overlay, read_yaml
+from tasks.config.params import load_params, overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.errors import UserError
 from tasks.prepare.card.drift import DRIFT_METRICS, shifts
 from tasks.runs.workspace import Workspace

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tasks.compare.reevaluate import evaluated_weights
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.errors import UserError
-from tasks.evaluate.sharding import base_and_policy, evaluator_pool, sample_answers
+from tasks.evaluate.drawing import sample_answers
+from tasks.evaluate.scoring import base_and_policy, evaluator_pool
 from tasks.reference.stage import BaseModel, ReferenceScorer
 from tasks.system.files import hash_files, read_json, write_json
 from tests.benchmarks.workload import make_model

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tasks.config.metrics import of_training
-from tasks.config.params import Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import Params, overlay
 from tasks.config.paths import ROOT
+from tasks.config.strict import dotted, read_yaml, validate
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective
 from training.pairs.packing import build_row

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.dataset.test_tokenization import make as make_template
 
+from tasks.artifacts.markup import shortened
 from tasks.prepare.card import data_card, pages
 from tasks.prepare.card.notes import SENTENCES, count_notes
 from tasks.prepare.card.preview import WIDTH, describe
@@ -17,7 +18,6 @@ from tasks.prepare.rows.contract import check_pair
 from tasks.prepare.rows.preference import Preference, row_id_hash
 from tasks.prepare.sides import Note
 from tasks.source.reject_reasons import QUARANTINED, REJECT_REASONS
-from tasks.system.markup import shortened
 
 FACTS = {"chosen_longer": 0.5, "chosen_ends": 1.0, "rejected_ends": 1.0, "probe_accuracy": 0.5}
 

@@ -12,8 +12,9 @@ import yaml
 from tests.dataset.test_layouts import BAD, GOOD, SETTINGS, TIES, chat, compared
 from tests.dataset.test_row_shapes import EXAMPLES
 
-from tasks.config.params import Layout, load_params
+from tasks.config.params import load_params
 from tasks.config.paths import ROOT
+from tasks.config.prepare import Layout
 from tasks.errors import UserError
 from tasks.prepare.rows import advice, layouts
 from tasks.prepare.rows.advice import Section

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from tasks.config.params import Layout
 from tasks.config.paths import ROOT
+from tasks.config.prepare import Layout
 from tasks.errors import UserError
 from tasks.prepare.rows.layouts import better_shape, decode, find_layout
 

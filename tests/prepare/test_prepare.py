@@ -10,7 +10,8 @@ import yaml
 
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import read_pairs, read_rows
-from tasks.config.params import dotted, load_params, overlay, read_yaml
+from tasks.config.params import load_params, overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.errors import UserError
 from tasks.evaluate.answers import held_out_prompts
 from tasks.prepare.rows.preference import is_held_out, prompt_hash

@@ -12,7 +12,7 @@ from tests.dataset.test_tokenization import make as template
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import pairs_file, read_pairs, read_rows
 from tasks.artifacts.training_data import TrainingData
-from tasks.config.params import Layout
+from tasks.config.prepare import Layout
 from tasks.errors import UserError
 from tasks.prepare.card.preview import describe
 from tasks.prepare.rows.layouts import decode, find_layout

@@ -10,8 +10,9 @@ import pytest
 
 from tasks.artifacts import demo
 from tasks.compare.compare import evaluated_version, results_here
-from tasks.config.params import load_cluster, load_params
-from tasks.evaluate.sharding import evaluator_pool
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
+from tasks.evaluate.scoring import evaluator_pool
 from tasks.promote.stage import promote
 from tasks.system.files import fingerprint, hash_files, read_json, write_json
 from tasks.tracking import verify

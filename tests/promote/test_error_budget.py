@@ -13,8 +13,10 @@ from tests.release.test_promote import NAME, aliases, export, run
 
 import tasks.promote
 from tasks.compare.compare import Paired
-from tasks.config.params import ErrorBudget, load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import MODEL
+from tasks.config.promote import ErrorBudget
 from tasks.errors import UserError
 from tasks.promote.champion import approve, rollback
 from tasks.promote.error_budget import TEST, lost_too_much, not_better

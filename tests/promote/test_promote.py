@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from tasks.compare.compare import find_model, pair_up, print_comparison, read_results, summarize
-from tasks.config.params import Cluster, load_cluster, load_params, overlay, read_yaml
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import load_params, overlay
 from tasks.config.paths import METRICS, MODEL
+from tasks.config.strict import read_yaml
 from tasks.errors import UserError
 from tasks.promote import outbox
 from tasks.promote.champion import approve, rollback

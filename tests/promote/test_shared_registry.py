@@ -18,7 +18,7 @@ from tests.release.test_promote import export, run
 
 import tasks.promote
 from flows.promote import PROMOTED
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.promote import outbox
 from tasks.system.processes import boot_id, start_time
 from tasks.tracking import lease
@@ -34,7 +34,7 @@ REGISTER = """
 import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.runs import records
 from tasks.tracking.registry import registry
 name, experiment = sys.argv[1:]

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from tasks.artifacts.pairs import PAIR_SCHEMA, pairs_file, read_rows
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.reference.logp_shards import missing_shards, pair_key, read_shards, stored_keys, write_reference, write_shard
 from tasks.reference.stage import Progress, ReferenceScorer, _compute, _missing_shards

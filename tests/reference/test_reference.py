@@ -23,9 +23,9 @@ from tasks.runs import dvc
 from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import refusal, run, shared_workers, start_shared, wait_for, write_cluster
 from training.distributed.process_group import join_process_group
+from training.models import sharded as sharded_model
 from training.models.loading import load_model
 from training.pairs.pair import Pair
-from training.scoring import sharded_model
 from training.scoring.logps import score_rank_share
 from training.scoring.parity import select_scoring_path
 from training.trainer.engine import local_shard

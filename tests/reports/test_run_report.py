@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.cluster import Cluster
-from tasks.config.params import load_cluster
+from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.paths import CARD
 from tasks.errors import UserError
 from tasks.reports import cost
 from tasks.reports.cost import costs
 from tasks.reports.headline import decision_of, verdict
-from tasks.reports.plots import bar_svg, line_svg
 from tasks.reports.run_report import page
 from tasks.tracking.journal import Run
+from tasks.tracking.plots import bar_svg, line_svg
 from tests.support.workspaces import PROJECT, write_cluster
 
 HOSTILE = '<script>document.title="owned"</script><img src=http://evil.test/x onerror=alert(1)> \u202e & "'

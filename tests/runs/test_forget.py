@@ -38,7 +38,7 @@ RUN = """
 import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.runs import run_config
 from tasks.lifecycle import run_workspace
 from tasks.system.files import write_json

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.params import dotted, overlay
+from tasks.config.params import overlay
+from tasks.config.strict import dotted
 from tasks.runs.dvc_lock import StageInputs
 from tests.flows.test_flow import STAGES
 from tests.runs.test_runs import command

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.config.params import overlay, read_yaml
+from tasks.config.params import overlay
+from tasks.config.strict import read_yaml
 from tasks.system.files import hash_files, read_json, sha256, write_json
 from tasks.tracking.journal import read_lines, unsent
 from tasks.tracking.uploader import send_all

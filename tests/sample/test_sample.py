@@ -12,7 +12,8 @@ from tests.evaluation.test_judges import classifier, server  # noqa: F401 (a fix
 
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import read_rows
-from tasks.config.params import Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import Params, overlay
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.prepare.rows.preference import is_held_out, prompt_hash
 from tasks.runs import dvc_lock

@@ -10,7 +10,8 @@ import pytest
 from mlflow import MlflowClient
 
 from services.mlflow_urls import compare_link, mlflow_link, runs_link
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.feedback import traces
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results

@@ -132,7 +132,8 @@ def bucket(here: Translation) -> Any:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: Stack) -> Path:
     """The repository, with little data, a tiny model, and the stack's addresses in its configuration."""
-    from tasks.config.params import dotted, overlay, read_yaml
+    from tasks.config.params import overlay
+    from tasks.config.strict import dotted, read_yaml
 
     folder = tmp_path_factory.mktemp("first")
     root = folder / "dpo"

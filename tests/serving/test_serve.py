@@ -23,7 +23,8 @@ import pytest
 from tests.release.test_promote import NAME, export
 
 from services.background import is_healthy
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import MODEL
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.dataset.test_source import edit, params
 
 from tasks import chat
-from tasks.config.params import RewardModel, load_params
+from tasks.config.evaluate import RewardModel
+from tasks.config.params import load_params
 from tasks.errors import UserError
 from tasks.evaluate.judges import reward_folder
 from tasks.source import stage as source

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from tasks.artifacts import demo
-from tasks.config.params import dotted, overlay, read_yaml
+from tasks.config.params import overlay
+from tasks.config.strict import dotted, read_yaml
 from tests.support.workspaces import PROJECT, write_data
 
 NAMES = ["source.data pairs.jsonl", "source.model model", "source.adapter adapter"]

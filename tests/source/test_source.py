@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.artifacts.models import base_folder
-from tasks.config.params import Source
+from tasks.config.source import Source
 from tasks.errors import UserError
 from tasks.source.stage import check_addresses, fetch_model
 from training.models import adapters

@@ -12,8 +12,9 @@ import yaml
 from tests.release.test_promote import NAME, export, run, set_params, workspace  # noqa: F401 (a fixture)
 
 from tasks.artifacts.models import base_folder, reference_folder, reference_hash
-from tasks.config.params import Params, dotted, load_params, overlay, read_yaml, validate
+from tasks.config.params import Params, load_params, overlay
 from tasks.config.paths import BASE, MODEL
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.source.fingerprint import content_ids
 from tasks.source.stage import fetch_model

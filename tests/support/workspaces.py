@@ -20,7 +20,9 @@ import yaml
 
 from tasks.artifacts import demo
 from tasks.cluster import kept_ray
-from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import overlay, read_recipe
+from tasks.config.strict import dotted, read_yaml
 from tasks.system.environment import QUIET
 from tasks.system.lock import file_lock
 from tests.support import fork_server

@@ -13,7 +13,8 @@ from tasks import api
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import PairTable, open_table, pairs_file
 from tasks.artifacts.training_data import TrainingData, chosen_answers
-from tasks.config.params import Params, dotted, load_params, overlay, read_yaml, validate
+from tasks.config.params import Params, load_params, overlay
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.prepare.demonstrations import check_demonstrations, prepare_demonstrations, read_demonstration
 from tasks.prepare.templates import choose_template

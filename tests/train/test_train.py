@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.train.driver import make_settings
 from training.trainer.settings import Settings
 

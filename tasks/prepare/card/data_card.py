@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.artifacts.pairs import SPLITS, read_rows
-from tasks.config.params import Prepare
 from tasks.config.paths import home
+from tasks.config.prepare import Prepare
 from tasks.prepare.card import pages, row_stats, shortcuts
 from tasks.prepare.card.histograms import histogram
 from tasks.prepare.card.notes import count_notes

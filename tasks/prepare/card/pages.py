@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tasks.artifacts.markup import templates
 from tasks.prepare.card.histograms import lengths_figure, sources_figure
 from tasks.prepare.card.notes import sentences
 from tasks.prepare.card.preview import mark_loss
 from tasks.source.reject_reasons import QUARANTINED, REJECT_REASONS
-from tasks.system.markup import templates
 
 
 class Table(NamedTuple):

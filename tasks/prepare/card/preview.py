@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from tasks.artifacts.markup import printable, shortened
 from tasks.artifacts.models import source_folder
 from tasks.artifacts.pairs import pairs_file, read_rows
 from tasks.config.params import load_params
@@ -17,7 +18,6 @@ from tasks.prepare.rows.preference import Preference
 from tasks.prepare.templates import ChatTemplate
 from tasks.prepare.tokenization import tokenize
 from tasks.source.reject_reasons import RejectedRow
-from tasks.system.markup import printable, shortened
 
 WIDTH = 160  # characters of a line
 SIGNS = {"prompt": "", "chosen": "  + ", "rejected": "  - "}

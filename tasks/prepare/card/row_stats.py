@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from tasks.config.params import Prepare
+from tasks.config.prepare import Prepare
 from tasks.errors import UserError
 from tasks.prepare.chunks import EXAMPLES, ChunkResult
 from tasks.source.reject_reasons import FIXES, QUARANTINED, REJECT_REASONS

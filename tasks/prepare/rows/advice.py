@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tasks.config.names import ROW_FORMATS
-from tasks.config.params import Layout
+from tasks.config.prepare import Layout
 from tasks.config.strict import parse_yaml, to_yaml
 from tasks.errors import UserError
 from tasks.prepare.rows.trees import is_message_of_a_tree

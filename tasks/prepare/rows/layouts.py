@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tasks.config.params import Layout, Prepare
+from tasks.config.prepare import Layout, Prepare
 from tasks.errors import UserError
 from tasks.prepare.rows.advice import (
     Section,

@@ -1,7 +1,7 @@
 """A model larger than one device: the ranks of a group share one copy (ZeRO-3), for passes without gradients."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from torch import nn
 
 from training.models import adapters
 from training.models.loading import load_model
-from training.scoring.logps import Scorer
-from training.scoring.recurrent import recurrent_layers
+from training.models.recurrent_layers import recurrent_layers
 
 MAX_LIVE_PARAMETERS = 10**9  # gathered parameters that a rank holds at a time, at most
 
@@ -19,27 +18,28 @@ MAX_LIVE_PARAMETERS = 10**9  # gathered parameters that a rank holds at a time, 
 @contextmanager
 def sharded_model(folder: Path, adapter: Path | None, dtype: str) -> Iterator[Any]:
     """A sharded model for the duration of the block. Each pass is a collective: all ranks make equally many."""
-    scorer, engine = load_sharded(folder, dtype, adapter)
+    model, engine = load_sharded(folder, dtype, adapter)
     try:
-        yield scorer.model
+        yield model
     finally:
         release(engine)
 
 
-def load_sharded(folder: Path, dtype: str, adapter: Path | None = None) -> tuple[Scorer, nn.Module]:
-    """The scorer and the DeepSpeed engine around it; end the engine by `release`. A collective, as is each pass."""
+def load_sharded(
+    folder: Path, dtype: str, adapter: Path | None = None, wrap: Callable[[Any], nn.Module] = lambda model: model
+) -> tuple[Any, nn.Module]:
+    """`wrap(model)` and the DeepSpeed engine around it; end the engine by `release`. A collective, as is each pass."""
     config = inference_config(dtype)
     with sharded_loading(config):
         model: Any = load_model(folder, dtype)
-        scorer = Scorer(adapters.load_adapter(model, adapter) if adapter else model)
-    scorer.head_is_sharded = True
-    gather_convolutions(scorer)
-    engine = start_inference(scorer, config)
+        wrapped = wrap(adapters.load_adapter(model, adapter) if adapter else model)
+    gather_convolutions(wrapped)
+    engine = start_inference(wrapped, config)
     # DeepSpeed learns the order of layers, to gather weights ahead, only from passes of the engine's own module.
-    # This module makes passes of its own where it generates or returns logits.
+    # A model makes passes of its own where it generates or returns logits.
     coordinator = engine.optimizer.get_param_coordinator()
-    scorer.causal.register_forward_pre_hook(lambda *_: coordinator.reset_step())
-    return scorer, engine
+    model.register_forward_pre_hook(lambda *_: coordinator.reset_step())
+    return wrapped, engine
 
 
 def inference_config(dtype: str) -> dict[str, Any]:
