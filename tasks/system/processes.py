@@ -115,7 +115,7 @@ def spawn(
             **env,
             FAMILY_VARIABLE: mark,
             "SPT_NOENV": "1",
-        },  # otherwise the titles of Ray's workers overwrite the mark
+        },  # or Ray titles overwrite it
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

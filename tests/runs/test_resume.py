@@ -60,7 +60,7 @@ def steps(lines: list[dict[str, Any]]) -> list[int]:
     return [line["step"] for line in lines if "loss" in line.get("values", {}) and "step" in line]
 
 
-def model_tags(journal: Path, text: str) -> list[int]:
+def notes(journal: Path, text: str) -> list[int]:
     """The numbers of the lines with such a message."""
     return [n for n, line in enumerate(read_lines(journal)[0]) if text in line.get("text", "")]
 
