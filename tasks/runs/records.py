@@ -50,6 +50,7 @@ class RunRecord:
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: several if the run was resumed
     commit: str = ""  # from which the worktree is made
     files: dict[str, Any] = field(default_factory=dict)  # configuration files that differ from the commit's
+    started_with: dict[str, Any] = field(default_factory=dict)  # for the next retraining (flows/retrain.py)
     worktree_ready: bool = False
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.cluster import OVERRIDES, RECIPE, Cluster, ReferenceGroup, changed_values, load_cluster
+from tasks.config.cluster import OVERRIDES, RUN_FILES, Cluster, ReferenceGroup, changed_values, load_cluster
 from tasks.config.params import Params, read_recipe
 from tasks.config.strict import Layer, changed
 from tasks.errors import UserError
@@ -44,9 +44,9 @@ def test_keys_missing_from_the_site_overlay_keep_the_values_of_infra_cluster_yam
     assert (found.actor_train.row_tokens, found.reference.shard_pairs, found.exp_name) == (256, 16, "dpo")
 
 
-def test_a_recipe_wins_over_the_site_and_the_site_over_the_base(root, monkeypatch):
+def test_a_run_wins_over_the_site_and_the_site_over_the_base(root, monkeypatch):
     set_site(root, monkeypatch)
-    (root / RECIPE).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
+    (root / OVERRIDES).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
     assert (load_cluster().actor_train.num_workers, load_cluster().actor_train.save_steps) == (8, 7)
     assert load_cluster(Path(), {"actor_train": {"num_workers": 9}}).actor_train.num_workers == 9  # an override
 
@@ -73,8 +73,9 @@ def test_a_key_that_is_left_out_keeps_its_default(root):
 def test_each_value_that_is_not_the_default_has_an_origin(root, monkeypatch):
     site = {"actor_train": {"num_workers": 3, "save_steps": 20, "resources": {"trainer": 1.0}}, "reference": {}}
     set_site(root, monkeypatch, site)
-    (root / RECIPE).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
-    (root / OVERRIDES).write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
+    of_earlier_version, of_run = (root / path for path in RUN_FILES)
+    of_earlier_version.write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
+    of_run.write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
     assert {name: tuple(found) for name, found in changed_values().items()} == {
         "tensorboard": (True, "infra/cluster.yaml"),
         "system_metrics": (0.2, "infra/cluster.yaml"),
@@ -94,20 +95,19 @@ def test_an_optional_section_that_becomes_null_or_a_section_is_one_change():
 
 
 def test_overrides_reach_worker_groups_and_nothing_that_the_operator_decides(root):
-    assert run_config.changed_files(None, {"cluster.actor_train.zero_stage": 3}) == {
-        str(OVERRIDES): {"actor_train": {"zero_stage": 3}}
-    }
+    files = run_config.resolve(None, {"cluster.actor_train.zero_stage": 3}).files
+    assert files == {str(OVERRIDES): {"actor_train": {"zero_stage": 3}}}
     with pytest.raises(UserError, match=r"An override cannot set `cluster.tracking_uri`, only keys of prepare, "):
-        run_config.changed_files(None, {"cluster.tracking_uri": "http://elsewhere"})
+        run_config.resolve(None, {"cluster.tracking_uri": "http://elsewhere"})
     with pytest.raises(UserError, match=r"`actor_train.zero_stag`.*Did you mean `actor_train.zero_stage`"):
-        run_config.changed_files(None, {"cluster.actor_train.zero_stag": 3})
+        run_config.resolve(None, {"cluster.actor_train.zero_stag": 3})
 
 
 WORKTREE = """
 import subprocess, sys
 from tasks.runs import run_config
 from tasks.lifecycle import run_workspace
-files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9})
+files = run_config.resolve("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9}).files
 record = run_workspace.new_record("zero3", files, worktree=True, flow_run="1")
 with run_workspace.open_workspace(record, "1") as run:
     command = [sys.executable, "-m", "tasks.dummy", "cluster"]
@@ -152,8 +152,8 @@ def test_a_recipe_stands_above_the_site_and_a_run_does_not_copy_it(root, monkeyp
     found = load_cluster(Path(), read_recipe(recipe, "cluster"))
     assert (found.actor_train.num_workers, found.tracking_uri) == (8, "http://mlflow:5000")
     assert load_cluster().actor_train.num_workers == 3
-    assert run_config.changed_files(None, None) == {}  # the site alone needs no worktree
-    overlay = run_config.changed_files(recipe, None)[str(RECIPE)]
+    assert run_config.resolve(None, None).files == {}  # the site alone needs no worktree
+    overlay = run_config.resolve(recipe, None).files[str(OVERRIDES)]
     assert "tracking_uri" not in overlay  # what the site knows is not written into a run's commit
     assert load_cluster(PROJECT, overlay).tracking_uri == "http://mlflow:5000"
 

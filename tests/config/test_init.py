@@ -347,10 +347,8 @@ def test_plan_estimates_what_init_estimated_from_the_same_facts(
     time, gib = re.search(r"\(about (.*) if nothing else runs here, (.*) GiB on each", said).groups()
 
     def planned(**overrides: object) -> tuple[Params, Cluster, Estimate | None]:
-        files = run_config.changed_files("mine", {key.replace("__", "."): value for key, value in overrides.items()})
-        params = validate(Params, files["params.yaml"], Path("mine"))
-        cluster = load_cluster(PROJECT, files.get("infra/recipe.yaml", {}), files.get("infra/overrides.yaml", {}))
-        return params, cluster, estimate_here(params, cluster)
+        config = run_config.resolve("mine", {key.replace("__", "."): value for key, value in overrides.items()})
+        return config.params, config.cluster, estimate_here(config.params, config.cluster)
 
     params, cluster, (seconds, longest) = planned()
     assert longest > cluster.actor_train.row_tokens

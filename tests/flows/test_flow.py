@@ -319,17 +319,17 @@ def test_a_mistake_is_reported_before_anything_starts(dummy_repo: Path, by_hand:
 
 
 def test_overrides_that_change_nothing_need_no_worktree() -> None:
-    assert run_config.changed_files(None, None) == {}
+    assert run_config.resolve(None, None).files == {}
     beta = yaml.safe_load((ROOT / "params.yaml").read_text())["train"]["beta"]
-    assert run_config.changed_files(None, {"train.beta": beta}) == {}
-    other = run_config.changed_files(None, {"train.beta": beta + 1})
+    assert run_config.resolve(None, {"train.beta": beta}).files == {}
+    other = run_config.resolve(None, {"train.beta": beta + 1}).files
     assert list(other) == ["params.yaml"]
     assert other["params.yaml"]["train"]["beta"] == beta + 1
 
 
 def test_a_recipe_lays_over_both_files() -> None:
-    files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
-    assert files["infra/recipe.yaml"]["actor_train"]["zero_stage"] == 3
+    files = run_config.resolve("qwen2.5-7b-lora-zero3", {"train.beta": 0.3}).files
+    assert files["infra/overrides.yaml"]["actor_train"]["zero_stage"] == 3
     assert files["params.yaml"]["train"]["beta"] == 0.3
 
 
