@@ -19,7 +19,6 @@ from tasks.artifacts.markup import plain
 from tasks.config.cluster import load_cluster
 from tasks.config.metrics import headlines, interval
 from tasks.config.params import load_params
-from tasks.config.paths import ROOT
 from tasks.reports import cost, run_report
 from tasks.reports.headline import decision_of, verdict
 from tasks.runs.records import RESULTS
@@ -85,7 +84,6 @@ def write_page(workspace: Workspace, states: list[dict[str, Any]]) -> Path:
 @contextmanager
 def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
     """Record a run in MLflow, however it ends. Yields the list of stage states, which the caller fills."""
-    os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; the run's name is passed on explicitly
     params, cluster = load_params(workspace.root / "params.yaml"), load_cluster(workspace.root)
     folder = pipeline_run.open_run(params, cluster, root=workspace.root, folder=workspace.run_folder)
     sweep_tags = json.loads(os.environ.get("DPO_TAGS", "{}"))

@@ -21,6 +21,7 @@ from prefect.states import Completed
 from flows import artifacts, cancellation, embedded_server, promote, retrain, terminal
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.stage import stage
+from tasks.checkout import kept_checkout
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle.run_workspace import (
@@ -75,7 +76,7 @@ def dpo(
             return Completed(message=reason, data={"nothing_new": reason})
         record = _new(config, name, started_with)
     started_with, outcome = record.started_with, None
-    with open_workspace(record, runtime.flow_run.id) as workspace:
+    with kept_checkout(ROOT), open_workspace(record, runtime.flow_run.id) as workspace:
         _rename_flow_run(workspace.run_name)
         _log_worktree(workspace)
         with artifacts.recorded(workspace, {} if resume else {"recipe": recipe or "none"}) as states:

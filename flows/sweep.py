@@ -19,6 +19,7 @@ from flows import cancellation, embedded_server, sweep_artifacts, terminal
 from flows.child_runs import environment, execute, resume_command, run_command
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.sweep_trials import FOLDER, Trial, plan, promotion_of, run_trials
+from tasks.checkout import kept_checkout
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import sweep_table
@@ -63,7 +64,8 @@ def sweep(
     work = Sweep(name, trials, metric, goal, recipe, overrides)
     work.run(runs_at_once)
     result = work.result()
-    sweep_artifacts.publish(result, work.folder)
+    with kept_checkout(ROOT):
+        sweep_artifacts.publish(result, work.folder)
     if promote:
         cancellation.stop_if_cancelled()
         work.promote(result)

@@ -1,7 +1,6 @@
 """The result of a sweep: a table and a figure in Prefect and MLflow, and the next steps as text."""
 
 import base64
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ def publish(result: Result, folder: Path) -> None:
 
 def _track(result: Result, files: list[Path]) -> None:
     """Give the sweep its own run in MLflow, with the table and the figure."""
-    os.environ["DPO_HOME"] = str(ROOT)
     params, cluster = load_params(ROOT / "params.yaml"), load_cluster(ROOT)
     folder = pipeline_run.open_run(params, cluster, root=ROOT, folder=runs_folder() / result["sweep"])
     run = journal.StageJournal(folder, journal.FLOW)

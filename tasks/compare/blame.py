@@ -4,9 +4,9 @@ A training pair is harmful if a step that raises the margins of the held-out pai
 (training/evaluation/influence.py). docs/evaluation.md compares this score with others.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from scipy.stats import hypergeom
 
 from tasks.artifacts.markup import printable
 from tasks.artifacts.pairs import PairTable, pairs_file, read_pairs
+from tasks.checkout import kept_checkout
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Evaluated, find_model, read_results, results_here
 from tasks.config.cluster import load_cluster
@@ -78,9 +79,12 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     other = find_model(against) if against else None
     if other and other.answers_of == "base":
         raise UserError(f"--against {against}: a base model has no margins. Name a trained model, such as champion.")
-    if run:
-        os.environ["DPO_HOME"] = str(main_checkout())
-        os.chdir(open_run(run))
+    with kept_checkout(), chdir(open_run(run) if run else Path()):
+        _blame_here(run, other, count)
+
+
+def _blame_here(run: str | None, other: Evaluated | None, count: int) -> None:
+    """In the workspace of the run."""
     if not (POLICY.exists() and pairs_file("train").exists()):
         raise UserError(f"There is no trained policy in {Path.cwd() / POLICY}. Name a finished run: `dpo blame RUN`.")
     if other and not (MODEL / "manifest.json").exists():

@@ -5,9 +5,9 @@ for both models cancel out. Results that were made with other settings or pairs 
 evaluated again.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 import numpy
 
+from tasks.checkout import kept_checkout
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.params import load_params
-from tasks.config.paths import METRICS, MODEL, main_checkout
+from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
 from tasks.evaluate.answers import judged_metrics
 from tasks.evaluate.intervals import mean_interval
@@ -247,8 +248,6 @@ def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
             f"{ours.name} and {theirs.name} cannot be compared: they were evaluated apart ({difference}), and a base "
             "model is not evaluated again. Compare a base model with a model that was trained from it."
         )
-    if ours.run:
-        os.environ["DPO_HOME"] = str(main_checkout())
-        os.chdir(open_run(ours.run))  # for its pairs, reference values and base model
-    with evaluator_pool(load_cluster(), "compare") as workers:
+    folder = open_run(ours.run) if ours.run else Path()  # with our pairs, reference values and base model
+    with kept_checkout(), chdir(folder), evaluator_pool(load_cluster(), "compare") as workers:
         return results_here(workers, theirs)

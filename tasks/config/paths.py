@@ -1,7 +1,8 @@
 """The checkout's root, and the artifact paths of the stages relative to a workspace (DVC's outs)."""
 
-import os
 from pathlib import Path
+
+from tasks.checkout import main_checkout as main_checkout  # with the other places
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
 
@@ -16,8 +17,3 @@ REFERENCE = Path("data/reference")
 POLICY = Path("data/policy")
 METRICS = Path("data/metrics")
 MODEL = Path("data/model")
-
-
-def main_checkout() -> Path:
-    """The main checkout, which holds state that outlives a workspace; a run in its own worktree finds it too."""
-    return Path(os.environ.get("DPO_HOME", ".")).resolve()

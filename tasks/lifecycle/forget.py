@@ -9,7 +9,6 @@ again deletes the old version once another is champion.
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tasks.checkout import kept_checkout
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
@@ -55,8 +55,8 @@ class PersonalData:
         return not (self.sources or self.runs or self.elsewhere)
 
 
+@kept_checkout(ROOT)
 def forget(user: str, yes: bool) -> None:
-    os.environ["DPO_HOME"] = str(ROOT)
     if not user.strip():
         raise UserError("--user is empty. Name the person as the column `user` of the rows does.")
     cluster = load_cluster(ROOT)

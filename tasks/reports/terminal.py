@@ -3,7 +3,6 @@
 The flow runs `python -m tasks.reports.terminal`.
 """
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tasks.checkout import this_run
 from tasks.config.cluster import load_cluster
 from tasks.config.metrics import ACCURACY, accuracy_label
 from tasks.config.paths import METRICS, MODEL, main_checkout
@@ -100,7 +100,7 @@ def _model() -> str:
     content = "merged safetensors, adapter, model card, manifest"
     if any(MODEL.glob("*.safetensors")):
         return f"{MODEL} ({content})"
-    run = os.environ.get("DPO_RUN", "name")  # its worktree is gone; its branch and DVC's cache hold the model
+    run = this_run() or "name"  # its worktree is gone; its branch and DVC's cache hold the model
     return f"run `dpo open {run}` to get the files ({content}); branch runs/{run}"
 
 
@@ -114,7 +114,7 @@ def _chat_command() -> str:
 
 def _metrics_commands() -> str:
     """Commands of DVC that work in the checkout: a run in a worktree left its metrics in its commit alone."""
-    run, finished = os.environ.get("DPO_RUN", ""), []
+    run, finished = this_run(), []
     with suppress(UserError):  # no git
         finished = [name for name in commits.finished_runs() if name != run]
     if run and finished:
@@ -126,15 +126,15 @@ def _metrics_commands() -> str:
 
 def _cost() -> str:
     """GPU hours of the current flow run; empty if it held no GPU."""
-    cluster, name = load_cluster(), os.environ.get("DPO_RUN")
-    hours = sum(gpu_hours(cluster, main_checkout() / cluster.logging_dir / name).values()) if name else 0.0
+    cluster, run = load_cluster(), this_run()
+    hours = sum(gpu_hours(cluster, main_checkout() / cluster.logging_dir / run).values()) if run else 0.0
     return in_words(cluster, hours) if hours else ""
 
 
 def _report() -> Path | None:
     """The page of the current flow run, or of the last `dpo report`."""
     runs = main_checkout() / load_cluster().logging_dir
-    candidates = [runs / os.environ.get("DPO_RUN", "") / "report.html", Path(".scratch/report.html")]
+    candidates = [runs / this_run() / "report.html", Path(".scratch/report.html")]
     return next((path for path in candidates if path.exists()), None)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from tasks.checkout import child_environment
 from tasks.config.paths import ROOT
 from tasks.config.strict import parse_yaml
 from tasks.errors import UserError
@@ -49,7 +50,7 @@ def repro_command(stage: str, *, force: bool = False) -> list[str]:
 def environment(**changes: str) -> dict[str, str]:
     """Our environment without telemetry. This interpreter is first on PATH, because dvc.yaml calls `python`."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return {**QUIET, **os.environ, "PATH": path, **changes}
+    return {**QUIET, **child_environment(), "PATH": path, **changes}
 
 
 def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> str:

@@ -4,13 +4,13 @@ DVC's cache keeps what the checkout, any branch, any tag, any DVC experiment or 
 runs keep their checkpoints and reference shards, aliases their versions.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tasks.checkout import kept_checkout
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
@@ -217,8 +217,8 @@ def _size(path: Path) -> int:
     return sum(state.st_size for state in files if state.st_nlink == 1)
 
 
+@kept_checkout(ROOT)
 def collect(keep: int, yes: bool) -> None:
-    os.environ["DPO_HOME"] = str(ROOT)
     if keep < 0:
         raise UserError(f"--keep {keep}: the number of newest runs to keep must be 0 or more.")
     if yes:

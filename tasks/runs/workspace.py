@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks.checkout import HOME, RUN
 from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
@@ -35,9 +36,8 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
-        return dvc.environment(
-            DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **kept_ray.variables(self.ray_session)
-        )
+        own = {HOME: str(ROOT), RUN: self.run_name}
+        return dvc.environment(**own, **token, **kept_ray.variables(self.ray_session))
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
+from tasks.checkout import child_environment, this_run
 from tasks.config.cluster import changed_values
 from tasks.config.paths import METRICS, PAIRS, RAW, main_checkout
 from tasks.secrets.redact import redact, redacted
@@ -101,8 +102,8 @@ def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
 
 def run_key(params: "Params", runs: Path) -> str:
     """The key of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
-    if key := os.environ.get("DPO_RUN"):
-        return key
+    if run := this_run():
+        return run
     caller, params_hash = _calling_dvc(), fingerprint(params.model_dump())
     last = read_json_or_empty(runs / STATE)
     unfinished = last.get("status") != "FINISHED" and last.get("params") == params_hash
@@ -162,7 +163,7 @@ def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
     # In its own session and without the mark by which a stage's processes are ended: it must outlive the stage to
     # report its end. Without the writer's password: it logs in as `forwarder`, which cannot change the registry.
     withheld = (processes.FAMILY_VARIABLE, "DPO_MLFLOW_WRITER_PASSWORD")
-    env = {name: value for name, value in os.environ.items() if name not in withheld}
+    env = {name: value for name, value in child_environment().items() if name not in withheld}
     with (folder / LOG).open("a") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
