@@ -3,7 +3,6 @@
 `dpo run` runs it in this process; `prefect deployment run dpo/full` runs it on a worker (infra/prefect.yaml).
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from prefect.states import Completed
 from flows import artifacts, cancellation, embedded_server, promote, retrain, terminal
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.stage import stage
+from services import prefect_internals
 from tasks.checkout import kept_checkout
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
@@ -111,7 +111,7 @@ def _new(config: RunConfig, name: str | None, started_with: dict[str, Any]) -> R
 
 def _on_a_worker() -> bool:
     """Whether a deployment started this flow, or a flow around it: then it must not work in the checkout."""
-    return runtime.deployment.id is not None or "PREFECT__FLOW_RUN_ID" in os.environ
+    return runtime.deployment.id is not None or prefect_internals.on_a_worker()
 
 
 def _log_worktree(workspace: Workspace) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
-from services import background, passwords, prefect_api
+from services import background, passwords, prefect_api, prefect_internals
 from tasks.config.paths import ROOT
 from tasks.system import http_limits, processes
 from tasks.system.lock import exclusive
@@ -24,7 +24,7 @@ from tasks.system.ports import free_port
 TIMEOUT = 600.0  # seconds; a server that ended is noticed at once, so this is for a busy machine
 COMMAND = ["-m", "uvicorn", "--factory", "services.prefect_sqlite:create_app", "--host", "127.0.0.1"]
 COMMAND += ["--http", http_limits.NAME]
-SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+SERVER = {**prefect_internals.EMBEDDED, "PREFECT_UI_ENABLED": "0"}
 PASSWORD = "PREFECT_SERVER_API_AUTH_STRING"
 
 _embedded = False
