@@ -44,6 +44,7 @@ _resolved_before: ContextVar[RunConfig | None] = ContextVar("resolved_before", d
 
 @flow
 @cancellation.ends_cancelled
+@kept_checkout(ROOT)
 def dpo(
     recipe: Recipe = NO_RECIPE,
     name: Name = NO_NAME,
@@ -76,7 +77,7 @@ def dpo(
             return Completed(message=reason, data={"nothing_new": reason})
         record = _new(config, name, started_with)
     started_with, outcome = record.started_with, None
-    with kept_checkout(ROOT), open_workspace(record, runtime.flow_run.id) as workspace:
+    with open_workspace(record, runtime.flow_run.id) as workspace:
         _rename_flow_run(workspace.run_name)
         _log_worktree(workspace)
         with artifacts.recorded(workspace, {} if resume else {"recipe": recipe or "none"}) as states:

@@ -166,6 +166,36 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
         assert repeated.returncode == (0 if same else 1)
 
 
+COUNTED = """
+from flows import dpo, retrain
+from tasks.runs import run_config
+calls = []
+def count(module, name):
+    function = getattr(module, name)
+    setattr(module, name, lambda *given, **named: (calls.append(name), function(*given, **named))[1])
+for module, name in ((run_config, "resolve"), (retrain, "nothing_new"), (retrain, "check_drift")):
+    count(module, name)
+dpo.run_here(overrides={"train.beta": 0.8, "cluster.actor_train.save_steps": 9}, name="counted")
+print(calls)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_resolves_its_configuration_once_and_does_what_only_retraining_needs_for_the_next_alone(
+    repo: Path, prefect_api: Env
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], cwd=repo, env=prefect_api, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['resolve']"
+    started_with = json.loads((repo / ".scratch/runs/counted/record.json").read_text())["started_with"]
+    assert started_with["overrides"] == {"train.beta": 0.8, "cluster.actor_train.save_steps": 9}
+    (left,) = (path for path in (repo / ".scratch/retrain").glob("*.json") if "counted" in path.read_text())
+    assert json.loads(left.read_text())["code"] == started_with["code"]  # a retraining is compared with it
+    assert yaml.safe_load(git(repo, "show", "runs/counted:infra/overrides.yaml")) == {"actor_train": {"save_steps": 9}}
+
+
 @pytest.mark.slow
 def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
     done_once: Path, prefect_api: Env, tmp_path: Path
