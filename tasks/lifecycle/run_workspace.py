@@ -146,7 +146,7 @@ def _reuse_worktree_results(checkout: Workspace) -> None:
 
 
 def _is_worktree(root: Path) -> bool:
-    """Whether git still knows the folder: a kill may have left git's notes of it missing or incomplete."""
+    """Whether the folder is a worktree for git: a killed git may have left it without a complete entry."""
     command = ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"]
     process = run(command, cwd=root, capture_output=True, text=True) if root.exists() else None
     return process is not None and process.returncode == 0 and Path(process.stdout.splitlines()[0]) == root.resolve()

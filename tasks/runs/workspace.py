@@ -69,12 +69,13 @@ def ray_kept(workspace: Workspace, stale: Collection[str]) -> Iterator[Workspace
 
 
 def remove_worktree(root: Path) -> None:
-    """Remove the folder and git's notes of it, even if a kill left one of them incomplete: then git itself refuses."""
+    """Remove the worktree's folder and its entry in .git/worktrees."""
     try:
         git(ROOT, "worktree", "remove", "--force", "--force", str(root))
     except UserError:
         if not root.is_relative_to(ROOT / ".scratch"):
             raise
+        # git refuses if a killed git left the folder or the entry incomplete.
         shutil.rmtree(root, ignore_errors=True)
         git(ROOT, "worktree", "prune")
 

@@ -146,7 +146,7 @@ def test_a_failed_run_has_its_cost_in_mlflow(tmp_path: Path, mlflow_store: Path,
     site = {"logging_dir": str(tmp_path / "runs"), "tracking_uri": store, "price_per_gpu_hour": 2.5}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump({**site, "actor_train": {"gpus_per_worker": 1}}))
     monkeypatch.setenv("DPO_CLUSTER", str(tmp_path / "site.yaml"))
-    monkeypatch.setenv("DPO_HOME", str(PROJECT))  # `recorded` sets it too, and leaves it
+    monkeypatch.setenv("DPO_HOME", str(PROJECT))
     run = Workspace(PROJECT, "failed")
 
     def fail() -> None:
