@@ -77,7 +77,7 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     """
     check_installed(cluster.wandb_project)
     runs = main_checkout() / cluster.logging_dir
-    folder = folder or runs / run_key(params, runs)
+    folder = folder or runs / run_name(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "began": int(time.time() * 1000),
@@ -100,24 +100,24 @@ def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
     write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
 
 
-def run_key(params: "Params", runs: Path) -> str:
-    """The key of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
+def run_name(params: "Params", runs: Path) -> str:
+    """The name of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
     if run := this_run():
         return run
     caller, params_hash = _calling_dvc(), fingerprint(params.model_dump())
     last = read_json_or_empty(runs / STATE)
     unfinished = last.get("status") != "FINISHED" and last.get("params") == params_hash
     same_run = last.get("caller") == caller or unfinished
-    key = last["key"] if last.get("key") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
-    write_json(runs / STATE, {"key": key, "caller": caller, "params": params_hash, "status": "RUNNING"})
-    return key
+    run = last["run"] if last.get("run") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
+    write_json(runs / STATE, {"run": run, "caller": caller, "params": params_hash, "status": "RUNNING"})
+    return run
 
 
 def record_end(folder: Path, status: str) -> None:
     """Record how the last stage ended, if `dvc repro` by hand started the run."""
     state = folder.parent / STATE
     last = read_json_or_empty(state)
-    if last.get("key") == folder.name:
+    if last.get("run") == folder.name:
         write_json(state, {**last, "status": status})
 
 

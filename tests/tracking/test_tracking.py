@@ -19,7 +19,7 @@ from tasks.config.params import load_params
 from tasks.system.lock import file_lock
 from tasks.tracking import uploader
 from tasks.tracking.journal import StageJournal, flatten
-from tasks.tracking.pipeline_run import record_stage, run_key
+from tasks.tracking.pipeline_run import record_stage, run_name
 from tests.support.workspaces import PROJECT, make_workspace
 
 pytestmark = pytest.mark.slow
@@ -142,13 +142,13 @@ def test_a_stage_that_was_killed_with_its_uploader_is_marked_by_the_next_sync(wo
 def test_by_hand_a_run_is_one_call_of_dvc_and_goes_on_after_a_crash(workspace, monkeypatch, tmp_path):
     monkeypatch.delenv("DPO_RUN", raising=False)
     params, folder = load_params(), tmp_path
-    first = run_key(params, folder)
-    assert run_key(params, folder) == first  # the same caller
+    first = run_name(params, folder)
+    assert run_name(params, folder) == first  # the same caller
     state = json.loads((folder / "by-hand.json").read_text())
     (folder / "by-hand.json").write_text(json.dumps({**state, "caller": "another", "status": "RUNNING"}))
-    assert run_key(params, folder) == first  # it did not end: go on
-    (folder / "by-hand.json").write_text(json.dumps({**state, "key": "old", "caller": "another", "status": "FINISHED"}))
-    assert run_key(params, folder) != "old"
+    assert run_name(params, folder) == first  # it did not end: go on
+    (folder / "by-hand.json").write_text(json.dumps({**state, "run": "old", "caller": "another", "status": "FINISHED"}))
+    assert run_name(params, folder) != "old"
 
 
 def test_nested_values_are_flattened():
