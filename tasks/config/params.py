@@ -1,17 +1,12 @@
-"""The schema of params.yaml: everything that changes a result. infra/cluster.yaml is in cluster.py.
-
-`dpo check-config` validates both files; `dpo check-config RECIPE` prints the values with a recipe.
-"""
+"""The schema of params.yaml: everything that changes a result. infra/cluster.yaml is in cluster.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config import metrics, strict
-from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.prepare import Prepare
 from tasks.config.promote import Promote
@@ -163,24 +158,5 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     return content.get(part, {})
 
 
-def read_params(recipe: str | None) -> dict[str, Any]:
-    """The validated content of params.yaml, with a recipe."""
-    content = read_yaml(PARAMS)
-    if recipe:
-        content = overlay(content, read_recipe(recipe))
-    validate(Params, content, RECIPES / f"{recipe}.yaml" if recipe else PARAMS)
-    return content
-
-
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
     return strict.overlay(base, over, model)
-
-
-def show(recipe: str | None) -> None:
-    """Validate both configuration files; with a recipe, print the resulting values."""
-    load_cluster()
-    content = read_params(recipe)
-    if recipe:
-        print(yaml.safe_dump(content, sort_keys=False), end="")
-    else:
-        print("params.yaml and infra/cluster.yaml are valid.")

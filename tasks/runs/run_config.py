@@ -43,18 +43,18 @@ class RunConfig:
         return self.params.model_dump(mode="json")
 
 
-def resolve(recipe: str | None, overrides: dict[str, Any] | None) -> RunConfig:
+def resolve(recipe: str | None, overrides: dict[str, Any] | None, root: Path = ROOT) -> RunConfig:
     """Of a new run. UserError if the values of the checkout, or those with the recipe and the overrides, are wrong."""
-    params_layers, of_run = _layers(recipe, overrides)
-    before = validate(Params, dict(params_layers[0].content), ROOT / "params.yaml")
+    params_layers, of_run = _layers(recipe, overrides, root)
+    before = validate(Params, dict(params_layers[0].content), root / "params.yaml")
     content, changes = merge(params_layers, Params), " and ".join(layer.origin for layer in params_layers[1:])
     params = validate(Params, content, Path(f"params.yaml with {changes}")) if changes else before
 
-    of_operator, of_checkout = operator_layers(ROOT), run_layers(ROOT)  # the latter in a folder of `dpo open`
+    of_operator, of_checkout = operator_layers(root), run_layers(root)  # the latter in a folder of `dpo open`
     cluster_layers = [*of_operator, *of_checkout, *of_run]
-    cluster = validated(cluster_layers, ROOT)
+    cluster = validated(cluster_layers, root)
     files: ConfigFiles = {"params.yaml": content} if params != before else {}
-    if cluster != validated([*of_operator, *of_checkout], ROOT):
+    if cluster != validated([*of_operator, *of_checkout], root):
         files[str(OVERRIDES)] = merge([*of_checkout, *of_run], Cluster)
 
     # The defaults of params.yaml are the values in the file, those of the cluster settings the schema's.
@@ -77,10 +77,10 @@ def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
     return files
 
 
-def _layers(recipe: str | None, overrides: dict[str, Any] | None) -> tuple[list[Layer], list[Layer]]:
+def _layers(recipe: str | None, overrides: dict[str, Any] | None, root: Path) -> tuple[list[Layer], list[Layer]]:
     """Of params.yaml: the file, the recipe, the overrides. Of the cluster settings: the recipe and the overrides."""
     nested, cluster = _split(overrides or {})
-    params = [Layer("params.yaml", read_yaml(ROOT / "params.yaml"))]
+    params = [Layer("params.yaml", read_yaml(root / "params.yaml"))]
     params += [Layer(f"the recipe {recipe}", read_recipe(recipe))] if recipe else []
     params += [Layer("overrides", nested)] if nested else []
     from_recipe = read_recipe(recipe, "cluster") if recipe else {}

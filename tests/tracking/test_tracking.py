@@ -100,7 +100,7 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
 
 def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     code = (
-        "import os, time\nfrom tasks.config.params import load_cluster, load_params\n"
+        "import os, time\nfrom tasks.config.cluster import load_cluster\nfrom tasks.config.params import load_params\n"
         "from tasks.tracking.pipeline_run import record_stage\n"
         "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n    os.kill(os.getpid(), 9)\n"
@@ -119,7 +119,8 @@ def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
 def test_a_stage_that_was_killed_with_its_uploader_is_marked_by_the_next_sync(workspace):
     """As a full disk does, where neither can write how it ended."""
     code = (
-        "import os, time, psutil\nfrom tasks.config.params import load_cluster, load_params\n"
+        "import os, time, psutil\nfrom tasks.config.cluster import load_cluster\n"
+        "from tasks.config.params import load_params\n"
         "from tasks.tracking.journal import unsent\nfrom tasks.tracking.pipeline_run import record_stage\n"
         "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n"
