@@ -48,7 +48,19 @@ def test_a_run_wins_over_the_site_and_the_site_over_the_base(root, monkeypatch):
     set_site(root, monkeypatch)
     (root / OVERRIDES).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
     assert (load_cluster().actor_train.num_workers, load_cluster().actor_train.save_steps) == (8, 7)
-    assert load_cluster(Path(), {"actor_train": {"num_workers": 9}}).actor_train.num_workers == 9  # an override
+    set_site(root, monkeypatch, {"actor_train": {"num_workers": 3, "save_steps": 11}})  # resumed on another machine
+    assert (load_cluster().actor_train.num_workers, load_cluster().actor_train.save_steps) == (8, 11)
+    assert load_cluster(Path(), {"actor_train": {"num_workers": 9}}).actor_train.num_workers == 9
+
+
+def test_a_run_that_starts_in_the_folder_of_another_keeps_its_settings(root):
+    """`dpo open RUN` makes such a folder."""
+    (root / OVERRIDES).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8, "save_steps": 6}}))
+    config = run_config.resolve(None, {"cluster.actor_train.save_steps": 9}, root)
+    assert config.files == {str(OVERRIDES): {"actor_train": {"num_workers": 8, "save_steps": 9}}}
+    origins = {name: tuple(found) for name, found in config.origins.items() if "actor_train" in name}
+    assert origins["cluster.actor_train.num_workers"] == (8, "infra/overrides.yaml")
+    assert origins["cluster.actor_train.save_steps"] == (9, "overrides")
 
 
 def test_a_relative_site_overlay_is_found_from_a_worktree_too(root, monkeypatch, tmp_path):
