@@ -1,5 +1,9 @@
 """`dpo COMMAND`: the entry point. Commands import what they need when they run, so that `dpo --help` is fast."""
 
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from cli import experiments, models, operations, release, rounds, run, runs
@@ -27,6 +31,20 @@ for panel, module in (
 ):
     for command in module.COMMANDS:
         app.command(rich_help_panel=panel)(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:  # from the file: the image and a worktree have the code without an installed package
+        project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+        typer.echo(project["version"])
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False,
+) -> None:
+    pass
 
 
 @as_command
