@@ -42,6 +42,12 @@ def test_links_lead_to_files_and_headings(page):
     assert not broken(page, page.read_text())
 
 
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_the_index_of_a_folder_names_its_pages(folder):
+    index, pages = ROOT / folder / "README.md", {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
+    assert pages <= {link.partition("#")[0] for link in LINK.findall(index.read_text())}
+
+
 def test_a_broken_link_would_be_found():
     page = ROOT / "README.md"
     text = (
