@@ -69,7 +69,7 @@ def compare(
     - dpo compare champion
     - dpo compare low-kl smollm2-135m-dpo/champion
     """
-    from tasks.evaluation import compare
+    from tasks.compare import compare
 
     compare.print_comparison(other or model, model if other else None)
 

@@ -27,12 +27,14 @@ def plan(recipe: Recipe = None, set_: Set = None) -> None:
 
 
 def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
-    from tasks.config.params import Params, load_cluster, validate
+    from tasks.config.cluster import load_cluster
+    from tasks.config.params import Params
+    from tasks.config.strict import validate
     from tasks.init.times import estimate_here
+    from tasks.lifecycle import estimates
     from tasks.lifecycle.plan import MAY_RUN, RUNS
     from tasks.reports import cost
     from tasks.runs import records
-    from tasks.trainer import estimates
 
     params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
     cluster = load_cluster(ROOT, *(files.get(str(path), {}) for path in (RECIPE, OVERRIDES)))
@@ -93,8 +95,8 @@ def _duration(seconds: float) -> str:
 
 
 def _show_values(values: Mapping[str, Value]) -> None:
-    from tasks.redact import redact
     from tasks.runs.records import text_table
+    from tasks.secrets.redact import redact
 
     if not values:
         print("\nEvery value is the default.")

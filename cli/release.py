@@ -11,9 +11,9 @@ from cli.options import VERSION
 
 def promote() -> None:
     """Register data/model, and make it champion if it passes the gate (after `dvc repro`)."""
-    from tasks import promote, stage
+    from tasks.run_stage import main
 
-    stage.main(promote.promote)
+    main(["promote"])
 
 
 def approve(
@@ -24,7 +24,7 @@ def approve(
     ] = "",
 ) -> None:
     """Promote a version that waits for approval. With --reason, promote a version that the gate rejected."""
-    from tasks.release import champion
+    from tasks.promote import champion
 
     print(champion.approve(version, by, reason))
 
@@ -36,21 +36,21 @@ def rollback(
     ] = None,
 ) -> None:
     """Make the previous champion the champion again."""
-    from tasks.release import champion
+    from tasks.promote import champion
 
     champion.print_rollback(model)
 
 
 def verify(what: Annotated[str, typer.Argument(metavar="WHAT", help=f"A folder, or {VERSION}")] = "") -> None:
     """Check every file of an export (data/model by default) or a version against its signed manifest."""
-    from tasks.release import sign
+    from tasks.promote import sign
 
     sign.print_verification(what)
 
 
 def sign(what: Annotated[str, typer.Argument(metavar="WHAT", help=f"A folder, or {VERSION}")] = "") -> None:
     """Sign an export (data/model by default), checkpoint or version that was made without your key."""
-    from tasks.release import sign
+    from tasks.promote import sign
 
     print(sign.sign(what))
 
@@ -60,7 +60,7 @@ def push(
     version: Annotated[str | None, typer.Argument(metavar="VERSION", help=VERSION)] = None,
 ) -> None:
     """Copy data/model or a registered version to an object store or folder."""
-    from tasks.release import push
+    from tasks.promote import push
 
     print(f"copied to {push.push_model(to, version)}")
 

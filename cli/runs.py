@@ -53,7 +53,7 @@ def gc(
 
 def preview(count: Annotated[int, typer.Argument(metavar="N", help="How many pairs to show.")] = 3) -> None:
     """Show prepared pairs as the model sees them; tokens in the loss are highlighted."""
-    from tasks.dataset.card import preview
+    from tasks.prepare.card import preview
 
     preview.show(count)
 
@@ -96,7 +96,7 @@ def blame(
     - dpo blame
     - dpo blame low-kl --against champion
     """
-    from tasks.evaluation import blame
+    from tasks.compare import blame
 
     blame.blame(run, against, count)
 

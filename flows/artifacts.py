@@ -15,16 +15,17 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact, cr
 
 from flows import embedded_server
 from services.mlflow_urls import mlflow_home, mlflow_link
+from tasks.artifacts.markup import plain
+from tasks.config.cluster import load_cluster
 from tasks.config.metrics import headlines, interval
-from tasks.config.params import load_cluster, load_params
+from tasks.config.params import load_params
 from tasks.config.paths import ROOT
-from tasks.redact import redact
 from tasks.reports import cost, run_report
 from tasks.reports.headline import decision_of, verdict
 from tasks.runs.records import RESULTS
 from tasks.runs.workspace import Workspace
+from tasks.secrets.redact import redact
 from tasks.system.files import read_json_lines, recall, write_json
-from tasks.system.markup import plain
 from tasks.tracking import journal, pipeline_run
 from tasks.tracking.journal import flatten_metrics
 

@@ -138,7 +138,7 @@ def run_stages(
     Returns Prefect's state of the last stage: each stage waits for the one before, which draws the run's graph.
     """
     announced = artifacts.announce(workspace)
-    for line in workspace.watch():
+    for line in workspace.fingerprint():
         get_run_logger().info("%s", line)
     stale = workspace.stale_stages()
     previous: list[State] = []
@@ -146,7 +146,7 @@ def run_stages(
         for name in workspace.stages():
             # `dvc status` covers all stages until the first one runs; after that DVC decides stage by stage.
             unchanged = name not in stale and all(state["state"] == "cached" for state in states)
-            if workspace.is_off(name):  # later stages depend on its empty output; no page lists the stage
+            if workspace.is_disabled(name):  # later stages depend on its empty output; no page lists the stage
                 if not unchanged:
                     workspace.dvc("repro", "--single-item", name)
                 continue

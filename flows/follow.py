@@ -23,7 +23,7 @@ from prefect.settings import PREFECT_API_URL
 from flows import embedded_server
 from flows.terminal import LOGGERS, Terminal
 from tasks.errors import UserError
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 
 POLL_SECONDS = 1.0
 LATE = timedelta(seconds=30)  # lines of one moment may reach the server this far apart

@@ -20,8 +20,8 @@ from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
 from tasks.config.strict import all_keys
 from tasks.errors import UserError
-from tasks.redact import redact
 from tasks.runs.names import NAME, check_name
+from tasks.secrets.redact import redact
 
 # A form offers a choice or a text field only for values that cannot be null. These stand for null.
 NO_RECIPE, NO_NAME = "none", ""

@@ -24,10 +24,10 @@ from services.automations import PROMOTED, REFUSED
 from services.mlflow_urls import mlflow_link
 from tasks.config.params import load_params
 from tasks.config.paths import METRICS
-from tasks.redact import redact
-from tasks.release import outbox
+from tasks.promote import outbox
 from tasks.runs import records
 from tasks.runs.workspace import Workspace
+from tasks.secrets.redact import redact
 from tasks.system import processes
 from tasks.system.files import read_json, recall
 from tasks.system.lock import file_lock

@@ -14,16 +14,18 @@ from prefect import get_run_logger, runtime
 from prefect.artifacts import create_table_artifact
 
 from flows.promote import decision
-from tasks.config.params import Params, Source, load_params, read_yaml, validate
-from tasks.config.paths import ROOT, WATCH
-from tasks.dataset.card.drift import shifts
+from tasks.config.params import Params, load_params
+from tasks.config.paths import FINGERPRINT, ROOT
+from tasks.config.source import Source
+from tasks.config.strict import read_yaml, validate
 from tasks.errors import UserError
+from tasks.prepare.card.drift import shifts
 from tasks.runs import dvc_lock, records, run_config
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace
+from tasks.source.fingerprint import content_ids_or_fail
 from tasks.system.files import fingerprint, read_json, recall, write_json
 from tasks.tracking.journal import flatten
-from tasks.watch import content_ids_or_fail
 
 Content = dict[str, Any]
 STARTED_WITH = "asked.json"  # in the run's folder: the params and code with which the run was started
@@ -89,7 +91,10 @@ class RetrainCheck:
         changes += [f"code ({', '.join(files)})"] if files else []
         if last["params"]["source"] != current["params"]["source"]:
             return changes  # other addresses: the content behind the old ones does not matter
-        content, before = content_ids_or_fail(Source.model_validate(current["params"]["source"])), last.get("watch", {})
+        content, before = (
+            content_ids_or_fail(Source.model_validate(current["params"]["source"])),
+            last.get("fingerprint", {}),
+        )
         return changes + [f"the content of {name}" for name in content if content[name] != before.get(name)]
 
     def check_drift(self, workspace: Workspace) -> None:
@@ -119,7 +124,7 @@ class RetrainCheck:
 
     def outcome(self, workspace: Workspace, began: datetime) -> Content | None:
         """The record for the next run. Its card is that of the last promoted data, so that slow drift adds up."""
-        if not (workspace.root / WATCH).exists():
+        if not (workspace.root / FINGERPRINT).exists():
             return None
         card = {name: (self.last or {}).get(name) for name in ("card", "card_of", "card_for")}
         params = load_params(workspace.root / "params.yaml").model_dump(mode="json")  # `dpo resume --set` changes them
@@ -129,7 +134,7 @@ class RetrainCheck:
             card = {"card": read_json(workspace.root / CARD), "card_of": workspace.run_name}
             card["card_for"] = _baseline(params)
         run = {"run": workspace.run_name, "began": began.isoformat(timespec="seconds")}
-        return {**run, **self.current, "params": params, "watch": read_json(workspace.root / WATCH), **card}
+        return {**run, **self.current, "params": params, "fingerprint": read_json(workspace.root / FINGERPRINT), **card}
 
     def write(self, outcome: Content | None) -> None:
         """Called when the run is over, and not before: a scheduled run that failed is tried again."""
@@ -157,7 +162,7 @@ def code_hashes(root: Path) -> dict[str, str]:
     """The hash of each dependency in dvc.yaml that is no output of a stage, and of all stage commands."""
     stages = dvc_lock.stages(root)
     outputs = {path for stage in stages.values() for path in dvc_lock.out_paths(stage)}
-    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outputs - {str(WATCH)})
+    deps = sorted({dep for stage in stages.values() for dep in stage.get("deps", [])} - outputs - {str(FINGERPRINT)})
     commands = {name: stage["cmd"] for name, stage in stages.items()}
     return {**{dep: dvc_lock.dvc_hash(root / dep) or "not there" for dep in deps}, "dvc.yaml": fingerprint(commands)}
 

@@ -18,14 +18,14 @@ from flows import cancellation, retrain, terminal
 from flows.artifacts import table
 from flows.child_runs import execute, resume_command, run_command
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
+from tasks.artifacts.models import REGISTRY, registered_name
 from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.models import REGISTRY, registered_name
-from tasks.release.start_model import start_version
 from tasks.reports import rounds_table
 from tasks.runs import records, run_config
 from tasks.runs.names import check_name
+from tasks.source.start_model import start_version
 from tasks.system.files import fingerprint, recall, write_json
 
 FOLDER = ROOT / ".scratch" / "rounds"

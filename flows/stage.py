@@ -20,9 +20,9 @@ from flows.terminal import PROGRESS
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle import reuse
-from tasks.redact import redact
 from tasks.runs import dvc
 from tasks.runs.workspace import Workspace
+from tasks.secrets.redact import redact
 from tasks.system import disk, processes
 from tasks.system.lock import exclusive
 

@@ -10,7 +10,8 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 
 from flows.artifacts import escape, table
 from services.mlflow_urls import compare_link, mlflow_link
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import ROOT
 from tasks.reports import sweep_table
 from tasks.runs.records import runs_folder

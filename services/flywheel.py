@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 
 from services.background import is_healthy
+from tasks.artifacts import demo
 from tasks.config.paths import ROOT, home
-from tasks.dataset import demo
 from tasks.errors import UserError
 from tasks.reports import flywheel_report
 from tasks.runs.records import text_table
-from tasks.source import make_demo_model
+from tasks.source.stage import make_demo_model
 from tasks.system import processes
 from tasks.system.files import publish, read_json, recall, write_json
 from tasks.system.ports import free_port

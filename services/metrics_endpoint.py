@@ -25,11 +25,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services import background, prefect_api, stage_activity
-from tasks.config.params import Cluster, load_cluster, load_params
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.redact import redact
-from tasks.release import outbox
+from tasks.promote import outbox
+from tasks.secrets.redact import redact
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
 from tasks.system.http_limits import LimitedProtocol

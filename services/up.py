@@ -14,7 +14,7 @@ from services import background, passwords, prefect_api, stack
 from services.background import Service
 from services.mlflow_urls import curves_link, runs_link
 from services.stack import TITLES, Settings
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.system.lock import file_lock

@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from tasks.cluster import kept_ray
 from tasks.config.cluster import CLUSTER, Cluster
-from tasks.config.params import PARAMS, Params, dotted, load_params, overlay, read_recipe, read_yaml, validate
+from tasks.config.params import PARAMS, Params, load_params, overlay, read_recipe
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, read_json_lines, write_text
@@ -123,7 +124,7 @@ def _run(root: Path, *stages: str) -> None:
     }
     with kept_ray.keep_if_needed(root, env, stages, stages) as session:
         for stage in stages:
-            command, error = [sys.executable, "-m", f"tasks.{stage}"], list[str]()
+            command, error = [sys.executable, "-m", "tasks", stage], list[str]()
             if code := processes.run(command, root, {**env, **kept_ray.variables(session)}, partial(_print, error)):
                 failure = f"The stage {stage} failed with exit code {code}; its output is above."
                 raise UserError("\n".join(error) if code == 2 and error else failure)

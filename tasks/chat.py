@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.artifacts.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, home
-from tasks.dataset.reading.fetch import errors_of_stores
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
-from tasks.release.verify import require_intact, require_intact_version
 from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model
 from tasks.runs.open_run import open_run, weights_of
+from tasks.source.fetch import errors_of_stores
 from tasks.system.progress import Bar
 from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, registered_version
+from tasks.tracking.verify import require_intact, require_intact_version
 
 if TYPE_CHECKING:
     from training.evaluation.chat import ChatModel

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 
 
 class UserError(Exception):

@@ -211,7 +211,7 @@ def _stages() -> dict[str, dict[str, object]]:
 @pytest.fixture(scope="session")
 def tiny_base(once: Once) -> Path:
     """The demo's base model, barely trained: the right shape in seconds."""
-    from tasks.dataset import demo
+    from tasks.artifacts import demo
     from training.models import tiny
 
     return once("base", lambda folder: tiny.make(folder, demo.conversations(0)[:300], seed=0, steps=20))

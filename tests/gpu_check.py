@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from tasks.dataset import demo
-from tasks.dataset.pairs import read_pairs
+from tasks.artifacts import demo
+from tasks.artifacts.pairs import read_pairs
 from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
 from tests.benchmarks.table import markdown

@@ -1,15 +1,26 @@
 """The architecture: who may import whom, each tool's home, and that DVC knows the code that a stage runs."""
 
 import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
+
+from tasks import run_stage
+from tasks.config import strict
+from tasks.config.params import Params
+from tasks.system.code import WORKERS, imported_files, is_plumbing, worker_code
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("source", "sample", "prepare", "sft", "reference", "train", "evaluate", "export")
+MISSING = object()
+STAGES = [name for name in run_stage.STAGES if name != "promote"]
 
 # Who may import whom, besides the standard library.
 LAYERS = {
@@ -28,36 +39,36 @@ HOMES = {
         *(f"tasks/tracking/{name}.py" for name in ("mlflow_server", "mlflow_gate")),
         "tasks/feedback/traces.py",
     },
-    "ray": {"tasks/cluster", "tasks/trainer/driver.py", "tasks/trainer/worker.py"},
+    "ray": {"tasks/cluster", "tasks/train/driver.py", "tasks/train/worker.py"},
     "deepspeed": {
         "training/trainer/engine.py",
         "training/trainer/optimizer.py",
         "training/distributed",
-        "training/scoring/sharded_model.py",
+        "training/models/sharded.py",
     },
     "peft": {"training/models/adapters.py"},
     "transformers": {"training"},
     "torch": {"training"},
-    "datasets": {"tasks/dataset/reading/fetch.py"},
+    "datasets": {"tasks/source/fetch.py"},
     "pyarrow": {
-        "tasks/dataset/training_data.py",
-        "tasks/dataset/pairs.py",
-        "tasks/dataset/reading/readers.py",
-        "tasks/dataset/shards.py",
-        "tasks/dataset/reading/tables.py",
-        "tasks/dataset/logp_shards.py",
-        "tasks/dataset/unpaired.py",
+        "tasks/artifacts/training_data.py",
+        "tasks/artifacts/pairs.py",
+        "tasks/source/readers.py",
+        "tasks/prepare/shards.py",
+        "tasks/source/tables.py",
+        "tasks/reference/logp_shards.py",
+        "tasks/prepare/unpaired.py",
     },
-    "matplotlib": {"tasks/reports/plots.py", "tasks/dataset/card/histograms.py"},
-    "jinja2": {"tasks/system/markup.py"},
+    "matplotlib": {"tasks/tracking/plots.py", "tasks/prepare/card/histograms.py"},
+    "jinja2": {"tasks/artifacts/markup.py"},
     "gguf": {"training/exporting/gguf.py"},
     "lm_eval": {"training/evaluation/lm_eval_tasks.py"},
     "vllm": {"training/evaluation/vllm_sampling.py"},
-    "fsspec": {"tasks/release/push.py", "tasks/dataset/reading/fetch.py"},
+    "fsspec": {"tasks/promote/push.py", "tasks/source/fetch.py"},
     "rich": {
         "tasks/system/progress.py",
         "tasks/reports/terminal.py",
-        "tasks/dataset/card/preview.py",
+        "tasks/prepare/card/preview.py",
         "tasks/reports/sweep_table.py",
     },
     "tensorboardX": {"tasks/tracking/tensorboard.py"},
@@ -66,25 +77,6 @@ HOMES = {
     "cryptography": {"tasks/system/signing.py"},
     "prometheus_client": {"services/metrics_endpoint.py"},
     "dvc": set(),  # the command alone
-}
-
-# Code that every stage runs in, or that only measures or draws: it cannot change what a stage computes.
-PLUMBING = {
-    "training/speed.py",
-    *(f"tasks/dataset/card/{name}.py" for name in ("histograms", "pages", "preview")),
-    "tasks/config",
-    "tasks/cluster",
-    "tasks/tracking",
-    "tasks/feedback/traces.py",  # reads events from MLflow; `source` writes them to data/raw
-    "tasks/trainer/disk_space.py",
-    "tasks/errors.py",
-    "tasks/redact.py",
-    "tasks/stage.py",
-    "tasks/tracking/model_names.py",  # finds a version; its files are verified against the signed manifest
-    "tasks/reports/plots.py",
-    "tasks/runs",
-    *(f"tasks/system/{name}.py" for name in ("commands", "disk", "environment", "lock", "processes")),
-    *(f"tasks/system/{name}.py" for name in ("keyring", "progress", "signing")),
 }
 
 
@@ -109,18 +101,6 @@ def own_files(path: Path) -> set[Path]:
     """The files of ours that a file imports."""
     candidates = {ROOT / (name.replace(".", "/") + ".py") for name in imported(path)}
     return {candidate for candidate in candidates if candidate.exists()}
-
-
-def reachable(path: Path) -> set[str]:
-    """All files of ours behind a stage. What plumbing imports for itself is plumbing's business."""
-    seen, todo = set(), [path]
-    while todo:
-        file = todo.pop()
-        name = file.relative_to(ROOT).as_posix()
-        if name not in seen and not any(name == home or name.startswith(home + "/") for home in PLUMBING):
-            seen.add(name)
-            todo += own_files(file)
-    return seen
 
 
 @pytest.mark.parametrize("folder", LAYERS)
@@ -158,19 +138,88 @@ def test_a_tool_is_imported_at_home_only(tool):
             assert at_home or not uses, f"{name} imports {tool}, whose home is {HOMES[tool] or 'nowhere'}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_dvc_depends_on_the_code_that_a_stage_imports(stage):
-    """A folder is listed only if the stage imports all of it; its __init__.py hold no code."""
-    listed = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage]["deps"]
-    folders = [name for name in listed if name.startswith(tuple(LAYERS)) and "." not in name]
-    inside = {path.relative_to(ROOT).as_posix() for name in folders for path in python_files(name)}
-    code = {name for name in {*listed, *inside} if name.endswith(".py") and not name.endswith("/__init__.py")}
-    used = reachable(ROOT / "tasks" / f"{stage}.py")
-    assert code == used, f"dvc.yaml, {stage}: add {sorted(used - code)}; remove {sorted(code - used)}"
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_dvc_depends_on_the_folders_whose_code_a_stage_imports(stage):
+    used = imported_files(ROOT, f"{run_stage.STAGES[stage].replace('.', '/')}.py")
+    folders = {"/".join(name.split("/")[:2]) for name in used}
+    listed = {name for name in dvc_stages()[stage]["deps"] if name.startswith(tuple(LAYERS))}
+    sections = {name for name in listed if name.startswith("tasks/config/")}
+    assert listed - sections == folders, f"dvc.yaml, {stage}: add {folders - listed}; remove {listed - folders}"
+    assert all((ROOT / name).is_dir() for name in folders), "code of a stage lies in a folder"
+    assert len(folders) <= 8
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_dvc_depends_on_defaults_that_params_yaml_leaves_out(stage):
+    """Other values are in params.yaml, whose sections DVC compares."""
+    shipped = yaml.safe_load((ROOT / "params.yaml").read_text())
+    read = dvc_stages()[stage]["params"]
+    owners = {
+        owner
+        for key, owner in unspelled_defaults(Params, shipped)
+        if any(f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in read)
+    }
+    listed = {name for name in dvc_stages()[stage]["deps"] if name.startswith("tasks/config/")}
+    assert listed == owners, f"dvc.yaml, {stage}: add {owners - listed}; remove {listed - owners}"
+
+
+def unspelled_defaults(model: type[BaseModel], content: object, above: str = "") -> Iterator[tuple[str, str]]:
+    """(key, file of the schema) of each default that the content does not hold."""
+    for name, field in model.model_fields.items():
+        key, inner = f"{above}{name}", strict.section(model, name)
+        value = content.get(name, MISSING) if isinstance(content, dict) else MISSING
+        if value is MISSING and not field.is_required() and field.get_default(call_default_factory=True):
+            yield key, f"{model.__module__.replace('.', '/')}.py"
+        elif inner:
+            yield from unspelled_defaults(inner, value, f"{key}.")
 
 
 def test_every_stage_is_named_once_in_dvc_yaml():
-    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
-    assert tuple(stages) == ("watch", *STAGES)
-    assert [name for name, content in stages.items() if content.get("always_changed")] == ["watch"]
-    assert all(content["cmd"] == f"python -m tasks.{name}" for name, content in stages.items())
+    stages = dvc_stages()
+    assert list(stages) == STAGES
+    assert [name for name, content in stages.items() if content.get("always_changed")] == ["fingerprint"]
+    assert all(content["cmd"] == f"python -m tasks {name}" for name, content in stages.items())
+
+
+@pytest.mark.parametrize(
+    ("edited", "computed_again"),
+    [
+        ("training/exporting/gguf.py", set()),
+        ("training/exporting/merging.py", set()),
+        ("training/trainer/memory.py", set()),
+        ("training/trainer/speed.py", set()),
+        ("tasks/reports/run_report.py", set()),
+        ("tasks/export/card.py", set()),
+        ("tasks/train/driver.py", set()),
+        ("tasks/evaluate/intervals.py", set()),
+        ("training/evaluation/lm_eval_tasks.py", set()),
+        ("training/objectives/losses.py", {"train"}),
+        ("training/trainer/optimizer.py", {"train"}),
+        ("training/scoring/attention.py", {"train", "reference"}),
+        ("training/evaluation/sampling.py", {"sample"}),
+        ("training/models/loading.py", {"train", "reference", "sample"}),
+        ("tasks/artifacts/pairs.py", {"train", "reference"}),
+    ],
+)
+def test_an_edit_computes_again_only_what_it_can_change(edited, computed_again, tmp_path):
+    """The hash under which finished results are stored is that of the code that computes them, and no other."""
+    for layer in ("tasks", "training"):
+        shutil.copytree(ROOT / layer, tmp_path / layer, ignore=shutil.ignore_patterns("__pycache__"))
+    before = {name: worker_code(name, tmp_path) for name in WORKERS}
+    (tmp_path / edited).write_text((tmp_path / edited).read_text() + "\n# edited\n")
+    after = {name: worker_code(name, tmp_path) for name in WORKERS}
+    assert {name for name in WORKERS if before[name] != after[name]} == computed_again
+
+
+def test_workers_import_no_code_but_what_is_in_their_hash():
+    """As Python counts: `sys.modules` after the imports of a worker, those inside functions aside."""
+    listed = "*[m.__file__ for m in sys.modules.values() if m.__name__.startswith(('tasks.', 'training.'))]"
+    for stage, modules in WORKERS.items():
+        code = f"import {', '.join(modules)}, sys; print({listed})"
+        loaded = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+        ours = {Path(file).relative_to(ROOT).as_posix() for file in loaded if not file.endswith("__init__.py")}
+        assert {file for file in ours if not is_plumbing(file)} <= worker_code(stage).keys()
+
+
+def dvc_stages() -> dict:
+    return yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from fastapi import HTTPException
 
 from services.arena.answers import ModelAnswers, Prompt, stable_id
-from tasks.evaluation.intervals import mean_interval
-from tasks.evaluation.win_rate import SHARE
+from tasks.evaluate.intervals import mean_interval
+from tasks.evaluate.win_rate import SHARE
 from tasks.feedback.agreement import agreement
 from tasks.feedback.events import Answer, Feedback, check
 from tasks.feedback.journal import FeedbackJournal
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 
 BATCH = 8  # prompts answered together
 IDLE = 0.2  # seconds between two looks for new prompts

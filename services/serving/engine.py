@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from services.background import is_healthy
+from tasks.artifacts.models import model_links
 from tasks.chat import load_prompt_tokens, model_folder
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.models import model_links
-from tasks.release.verify import require_intact
 from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
 from tasks.system.ports import free_port
 from tasks.tracking.model_names import FOLDER, VERSION
+from tasks.tracking.verify import require_intact
 
 START_TIMEOUT = 900.0  # seconds: vLLM compiles, and a large model takes minutes to read
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -16,7 +16,7 @@ from fastapi import HTTPException
 
 from services.serving.engine import Engine, Target, find_target, weights
 from tasks.errors import UserError
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 POLL = 2.0  # seconds between two looks at the registry

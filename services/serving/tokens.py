@@ -1,8 +1,8 @@
 """Bearer tokens of the gateway: who asks, and how often they may.
 
-tokens.json in the checkout's private folder (tasks/private.py) holds {"NAME": "TOKEN"}; the first start makes a token.
-Edit it to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas) replaces the
-file, for containers.
+tokens.json in the checkout's private folder (tasks/secrets/private.py) holds {"NAME": "TOKEN"}; the first start makes a
+token. Edit it to add or remove people while the gateway runs. DPO_SERVE_TOKENS (NAME:TOKEN, separated by commas)
+replaces the file, for containers.
 """
 
 import getpass
@@ -18,7 +18,7 @@ from pathlib import Path
 from tasks.config.paths import home
 from tasks.errors import UserError
 from tasks.feedback.events import person
-from tasks.private import forget_values
+from tasks.secrets.private import forget_values
 from tasks.system.keyring import create, private_file
 
 VARIABLE = "DPO_SERVE_TOKENS"

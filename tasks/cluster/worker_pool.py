@@ -3,7 +3,7 @@
 A single worker with `ray.address: local` runs in this process, because Ray takes ten seconds to start another one on
 the same machine. Every other pool runs on Ray. The worker class and its results are the same.
 
-With `zero_stage: 3` the workers share one copy of a model (training/scoring/sharded_model.py). All ranks run a
+With `zero_stage: 3` the workers share one copy of a model (training/models/sharded.py). All ranks run a
 method at the same time, because each forward pass is a collective. A lost worker restarts the whole group; in any
 other pool it restarts alone.
 """

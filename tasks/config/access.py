@@ -16,7 +16,8 @@ from tasks.config.paths import home
 from tasks.errors import UserError
 
 if TYPE_CHECKING:
-    from tasks.config.params import Endpoint, Params
+    from tasks.config.evaluate import Endpoint
+    from tasks.config.params import Params
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 PORTS = {"http": 80, "https": 443}

@@ -1,7 +1,7 @@
 """What a configured path may lead to: every path that parameters name passes through `local_path`.
 
 Data, models, adapters and checkpoints come from others. A link in them, or an address, must not make a run copy what is
-the operator's (tasks/private.py).
+the operator's (tasks/secrets/private.py).
 """
 
 import configparser
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.config.paths import ROOT, home
 from tasks.errors import UserError
-from tasks.private import Private
+from tasks.secrets.private import Private
 
 FILE = "file://"
 CACHED_BY_DVC = re.compile(r"files/md5/[0-9a-f]{2}/[0-9a-f]{30}")  # named by its content

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
 
-WATCH = Path("data/watch.json")
+FINGERPRINT = Path("data/fingerprint.json")
 RAW = Path("data/raw")
 BASE = Path("data/base")
 SAMPLE = Path("data/sample")

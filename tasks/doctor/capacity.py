@@ -6,13 +6,14 @@ from typing import Any
 
 import psutil
 
-from tasks.config.params import Cluster, Params
+from tasks.artifacts import adapters
+from tasks.artifacts.models import base_folder, local_path
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import BASE, home
+from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
-from tasks.models import base_folder, local_path
 from tasks.system.files import read_json
-from tasks.trainer import adapters
-from tasks.trainer.disk_space import run_needs
 
 GIB = 2**30
 MINIMUM_DISK = 10 * GIB  # while the model is unknown
@@ -74,7 +75,7 @@ def _model(params: Params) -> Path | None:
 
 
 def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> None:
-    from tasks.trainer.driver import make_settings  # loads torch, which takes seconds
+    from tasks.train.driver import make_settings  # loads torch, which takes seconds
     from training.trainer import memory
 
     settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})

@@ -10,10 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tasks.config.params import Cluster, Params
+from tasks.artifacts.models import HUB, hub_address, hub_snapshot
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import home
 from tasks.doctor.report import Report, within
-from tasks.models import HUB, hub_address, hub_snapshot
 from tasks.runs import dvc
 from tasks.tracking.journal import unsent
 from tasks.tracking.mlflow_client import absolute_uri, database

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 
 
 class Report:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tasks.config.paths import home
 from tasks.feedback.events import Answer, Event, check, from_json, to_json
-from tasks.redact import redact, redacted
+from tasks.secrets.redact import redact, redacted
 from tasks.system.files import sync
 
 LARGEST_FILE = 64 * 2**20  # bytes after which a writer begins a new file: a sent file can be deleted

@@ -19,7 +19,7 @@ from tasks.config.cluster import Cluster, load_cluster
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, E, Event, Feedback, check, from_json, to_json
 from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events, stored_events
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 from tasks.system import disk
 from tasks.system.files import recall, write_json
 from tasks.system.lock import file_lock

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.config.cluster import Cluster
-from tasks.config.params import Params, load_cluster, overlay, validate
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import Params, overlay
 from tasks.config.paths import ROOT
-from tasks.config.strict import dotted, read_yaml
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.init.data_facts import DataFacts
 from tasks.init.facts import Facts
 from tasks.init.machine import GIB, Machine, ModelFacts
-from tasks.trainer.estimates import training_memory
+from tasks.lifecycle.estimates import training_memory
 
 MAX_TOKENS = (512, 1024, 2048, 4096, 8192)
 KEPT = 0.95  # share of the pairs that `max_tokens` should keep

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks import prepare, source
 from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
-from tasks.dataset.card.notes import count_notes, sentences
-from tasks.dataset.shards import read_shard
-from tasks.dataset.templates import ChatTemplate
+from tasks.prepare import stage as prepare
+from tasks.prepare.card.notes import count_notes, sentences
+from tasks.prepare.shards import read_shard
+from tasks.prepare.templates import ChatTemplate
+from tasks.source import stage as source
 
 SAMPLE = 20_000  # pairs to examine at most
 TEXTS = 300  # prompts whose language is detected

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.config.params import Params
-from tasks.dataset.templates import template_of
 from tasks.init.data_facts import DataFacts, examine_data
 from tasks.init.machine import Machine, ModelFacts, examine_machine, examine_model
-from tasks.source import KEYS
+from tasks.prepare.templates import template_of
+from tasks.source.stage import KEYS
 
 
 @dataclass(frozen=True)

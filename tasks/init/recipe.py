@@ -5,23 +5,23 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts import adapters
+from tasks.artifacts.models import HUB, REGISTRY
 from tasks.config.cluster import groups
-from tasks.config.params import RECIPES, Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import RECIPES, Params, overlay
 from tasks.config.paths import ROOT
-from tasks.config.strict import to_yaml
-from tasks.dataset import unpaired
-from tasks.dataset.reading.fetch import source_name
-from tasks.dataset.rows.reject_reasons import REJECT_REASONS
+from tasks.config.strict import dotted, read_yaml, to_yaml, validate
 from tasks.errors import UserError
 from tasks.init.choices import Choice, Plan, choose, limits
 from tasks.init.data_facts import DataFacts
 from tasks.init.facts import Facts, examine
 from tasks.init.machine import GIB
 from tasks.init.times import measured_speed, run_seconds, short_trial
-from tasks.models import HUB, REGISTRY
-from tasks.source import DATA_KEY, MODEL_KEY, check_addresses, model_folder
+from tasks.prepare import unpaired
+from tasks.source.fetch import source_name
+from tasks.source.reject_reasons import REJECT_REASONS
+from tasks.source.stage import DATA_KEY, MODEL_KEY, check_addresses, model_folder
 from tasks.system.files import write_text
-from tasks.trainer import adapters
 
 NAME = re.compile(r"\w[\w.-]*")
 ARGUMENTS = {DATA_KEY: "DATA", MODEL_KEY: "MODEL"}  # of the command, as its --help and its errors call them

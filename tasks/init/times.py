@@ -9,15 +9,16 @@ from dataclasses import replace
 from io import StringIO
 from typing import NamedTuple
 
-from tasks.config.params import Cluster, Params
+from tasks.config.cluster import Cluster
+from tasks.config.params import Params
 from tasks.config.paths import ROOT
-from tasks.dataset.reading.fetch import data_sources, local_files
 from tasks.errors import UserError
 from tasks.init.choices import Plan
 from tasks.init.facts import Facts, examine
 from tasks.init.machine import Machine
-from tasks.source import check_addresses
-from tasks.trainer.estimates import model_on_machine
+from tasks.lifecycle.estimates import model_on_machine
+from tasks.source.fetch import data_sources, local_files
+from tasks.source.stage import check_addresses
 from training.evaluation.hardware import operations_per_second
 
 EFFICIENCY = {"cpu": 0.45, "cuda": 0.4}  # of training and scoring, relative to a large matrix product

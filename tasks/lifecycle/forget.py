@@ -20,13 +20,13 @@ from tempfile import TemporaryDirectory
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
-from tasks.dataset.reading.fetch import data_sources, local_files
-from tasks.dataset.reading.raw_rows import belongs_to, raw_sources, rows_of
-from tasks.dataset.reading.readers import read_rows
 from tasks.errors import UserError
 from tasks.feedback import answer_cache, traces
+from tasks.prepare.raw_rows import belongs_to, raw_sources, rows_of
 from tasks.runs import commits, dvc, dvc_lock, gc, records
 from tasks.runs.retention import RegisteredVersion, all_runs, registered_versions
+from tasks.source.fetch import data_sources, local_files
+from tasks.source.readers import read_rows
 from tasks.system.files import recall, write_json
 from tasks.tracking import artifact_store
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client

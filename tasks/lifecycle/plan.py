@@ -27,14 +27,14 @@ def plan_stages(files: ConfigFiles) -> list[StagePlan]:
     """What would become of each stage, in order."""
     locks, run_cache = list(reuse.earlier_locks()), list(dvc.run_cache())
     params = files.get("params.yaml") or read_yaml(ROOT / "params.yaml")
-    upstream = reuse.watch_output(params)
+    upstream = reuse.fingerprint_output(params)
     plans: list[StagePlan] = []
     for name, stage in dvc_lock.stages(ROOT).items():
         inputs = dvc_lock.current_inputs(ROOT, stage, upstream, params)
         locked = [lock[name] for lock in locks if name in lock]
         restorable = [entry for entry in run_cache if entry["cmd"] == stage["cmd"]]
         plan, entry = _plan(name, inputs, locked, restorable, plans)
-        if not dvc_lock.is_off(name, params):
+        if not dvc_lock.is_disabled(name, params):
             plans.append(plan)
         upstream |= dvc_lock.outs(entry) if entry else dict.fromkeys(dvc_lock.out_paths(stage))
     return plans

@@ -23,7 +23,7 @@ from tasks.system.files import hash_files, read_json
 from tasks.system.lock import workspace_lock
 from tasks.tracking.journal import flatten_metrics
 
-FETCHED = ("watch", "source")  # not run again: the content behind their addresses may have changed
+FETCHED = ("fingerprint", "source")  # not run again: the content behind their addresses may have changed
 # Files of an export that name the commit and the machine; everything else in them follows from the other files.
 MACHINE_FILES = {"manifest.json", "manifest.sha256", "manifest.sig", "README.md"}
 EVALUATION = METRICS / "evaluate.json"

@@ -6,12 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tasks import watch
-from tasks.config.params import Source
-from tasks.config.paths import ROOT, WATCH
+from tasks.config.paths import FINGERPRINT, ROOT
+from tasks.config.source import Source
 from tasks.config.strict import read_yaml
 from tasks.runs import commits, dvc_lock
 from tasks.runs.dvc_lock import Entry, StageInputs
+from tasks.source import fingerprint
 
 RECENT_RUNS = 50  # finished runs whose dvc.lock is searched
 
@@ -23,10 +23,10 @@ def earlier_locks() -> Iterator[dict[str, Entry]]:
         yield commits.lock_of(commit)
 
 
-def watch_output(params: Mapping[str, Any]) -> dict[str, str | None]:
-    """The out of the stage `watch` and its hash, as if the stage ran now with this content of params.yaml."""
-    text = watch.to_json(watch.content_ids(Source.model_validate(params["source"])))
-    return {str(WATCH): hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}
+def fingerprint_output(params: Mapping[str, Any]) -> dict[str, str | None]:
+    """The out of the stage `fingerprint` and its hash, as if the stage ran now with this content of params.yaml."""
+    text = fingerprint.to_json(fingerprint.content_ids(Source.model_validate(params["source"])))
+    return {str(FINGERPRINT): hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}
 
 
 def fill_lock(root: Path) -> list[str]:
@@ -37,7 +37,7 @@ def fill_lock(root: Path) -> list[str]:
     """
     earlier, before = list(earlier_locks()), dvc_lock.read_lock(root)
     entries, params = dict(before), read_yaml(root / "params.yaml")
-    upstream = watch_output(params)
+    upstream = fingerprint_output(params)
     for name, stage in dvc_lock.stages(root).items():
         inputs = dvc_lock.current_inputs(root, stage, upstream, params)
         fitting = (lock[name] for lock in earlier if name in lock and dvc_lock.recorded_inputs(lock[name]) == inputs)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Cluster, load_cluster
+from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.paths import CARD
 from tasks.system.files import recall
 from tasks.tracking.journal import read_lines

@@ -6,8 +6,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tasks.reports import plots
-from tasks.system.markup import templates
+from tasks.artifacts.markup import templates
+from tasks.tracking import plots
 
 Night = Mapping[str, Any]
 HEAD = (

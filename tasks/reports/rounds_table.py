@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.config.params import load_params
 from tasks.config.paths import METRICS, SAMPLE
-from tasks.evaluation import judges
+from tasks.evaluate import judges
 from tasks.reports.headline import describe_decision
 from tasks.system.files import read_json_lines, recall
 

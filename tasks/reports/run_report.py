@@ -12,16 +12,16 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tasks.artifacts.markup import printable, templates
+from tasks.config.cluster import load_cluster
 from tasks.config.metrics import headlines, interval
-from tasks.config.params import load_cluster
 from tasks.config.paths import CARD, METRICS, MODEL
 from tasks.errors import UserError
-from tasks.redact import redact
-from tasks.reports import plots
 from tasks.reports.cost import costs, gpu_costs
 from tasks.reports.headline import decision_of, verdict
+from tasks.secrets.redact import redact
 from tasks.system.files import read_json_lines, recall
-from tasks.system.markup import printable, templates
+from tasks.tracking import plots
 from tasks.tracking.journal import flatten_metrics, read_lines
 from tasks.tracking.results import curves, read_csv
 

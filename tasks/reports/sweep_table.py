@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.reports import plots
+from tasks.tracking import plots
 from tasks.tracking.journal import read_lines
 
 Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why

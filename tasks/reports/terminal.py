@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tasks.config.cluster import load_cluster
 from tasks.config.metrics import ACCURACY, accuracy_label
-from tasks.config.params import load_cluster
 from tasks.config.paths import METRICS, MODEL, home
 from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words

@@ -17,9 +17,9 @@ import psutil
 import yaml
 from pydantic import BaseModel, Field
 
-from tasks.config.paths import ROOT, WATCH
+from tasks.config.paths import FINGERPRINT
 from tasks.config.strict import parse_yaml
-from tasks.system.files import fingerprint, sha256, write_text
+from tasks.system.files import fingerprint, write_text
 from tasks.system.processes import is_running
 from tasks.tracking.journal import flatten
 
@@ -74,26 +74,19 @@ class StageInputs:
         for path in sorted({*self.deps, *earlier.deps}):
             if self.deps.get(path) != earlier.deps.get(path):
                 kind = "data" if path.startswith("data/") else "code"
-                reasons.append(SOURCE_CHANGED if path == str(WATCH) else f"{kind} changed: {path}")
+                reasons.append(SOURCE_CHANGED if path == str(FINGERPRINT) else f"{kind} changed: {path}")
         return reasons
 
 
 def stages(root: Path) -> dict[str, Entry]:
-    """The stages of dvc.yaml that run only when something changed: all but `watch`."""
+    """The stages of dvc.yaml that run only when something changed: all but `fingerprint`."""
     content = parse_yaml((root / "dvc.yaml").read_text())["stages"]
     return {name: stage for name, stage in content.items() if not stage.get("always_changed")}
 
 
-def is_off(stage: str, params: Mapping[str, Any]) -> bool:
+def is_disabled(stage: str, params: Mapping[str, Any]) -> bool:
     """Whether the content of params.yaml leaves out an optional stage."""
     return stage in ("sample", "sft") and params.get(stage) is None
-
-
-def stage_code(stage: str, prefix: str) -> dict[str, str]:
-    """sha256 of the code files of a stage, as dvc.yaml lists them or their folders, whose path begins with `prefix`."""
-    listed = [ROOT / name for name in stages(ROOT)[stage]["deps"] if name.startswith(prefix)]
-    files = sorted(file for path in listed for file in (_code_files(path) if path.is_dir() else [path]))
-    return {file.relative_to(ROOT).as_posix(): sha256(file) for file in files}
 
 
 def out_paths(stage: Entry) -> list[str]:

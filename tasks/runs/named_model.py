@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.addresses import local_path
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.config.paths import MODEL, home
 from tasks.system.files import read_json
 from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, VERSION, read_name, registered_version

@@ -8,7 +8,8 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
-from tasks.config.params import Cluster, load_params
+from tasks.config.cluster import Cluster
+from tasks.config.params import load_params
 from tasks.config.paths import ROOT
 from tasks.runs import commits, dvc_lock, records
 from tasks.runs.commits import git

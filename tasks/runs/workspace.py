@@ -43,18 +43,18 @@ class Workspace:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
         return list(dvc_lock.stages(self.root))
 
-    def is_off(self, stage: str) -> bool:
+    def is_disabled(self, stage: str) -> bool:
         """Whether params.yaml leaves out the optional stage."""
-        return dvc_lock.is_off(stage, read_yaml(self.root / "params.yaml"))
+        return dvc_lock.is_disabled(stage, read_yaml(self.root / "params.yaml"))
 
     def stale_stages(self) -> set[str]:
         status = self.dvc("status", "--json")
         return set(json.loads(status[status.index("{") :])) & set(self.stages())
 
-    def watch(self) -> list[str]:
-        """Run the stage `watch`, so that DVC sees changed content behind an address of `source`; its messages."""
-        lines = self.dvc("repro", "--single-item", "watch").splitlines()
-        return [line for line in lines if line.startswith("watch: ")]
+    def fingerprint(self) -> list[str]:
+        """Run the stage `fingerprint`, so that DVC sees changed content behind an address of `source`; its messages."""
+        lines = self.dvc("repro", "--single-item", "fingerprint").splitlines()
+        return [line for line in lines if line.startswith("fingerprint: ")]
 
     def dvc(self, *arguments: str) -> str:
         return dvc.call(self.root, *arguments, env=self.environment())

@@ -1,4 +1,4 @@
-"""The files of tasks/private.py: create them, and move those that an earlier version kept in the checkout.
+"""The files of tasks/secrets/private.py: create them, and move those that an earlier version kept in the checkout.
 
 A symbolic link stays at the old place: runs from before the upgrade go on with the code of their worktree, which reads
 the file there and would make another one.
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.errors import UserError
-from tasks.private import SERVICES, checkout_folder, forget_values, main_checkout, user_folder
+from tasks.secrets.private import SERVICES, checkout_folder, forget_values, main_checkout, user_folder
 from tasks.system.files import sync, temporary
 from tasks.system.lock import file_lock
 

@@ -2,9 +2,9 @@
 
 Anyone who can write a file and its manifest can make the two agree; a signature needs the key. The key is 32
 random bytes as 64 hexadecimal digits: the value of DPO_SIGNING_KEY, a file that DPO_SIGNING_KEY names, or signing.key
-in the user's folder (tasks/private.py), created at first use. A checkout that had another key keeps it, in a folder of
-its own, and what a key of that folder signed is accepted by all checkouts of the user. The keys of exports and of
-checkpoints are both derived from the key; workers get only the latter.
+in the user's folder (tasks/secrets/private.py), created at first use. A checkout that had another key keeps it, in a
+folder of its own, and what a key of that folder signed is accepted by all checkouts of the user. The keys of exports
+and of checkpoints are both derived from the key; workers get only the latter.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.private import checkout_folder, private_files, user_folder
+from tasks.secrets.private import checkout_folder, private_files, user_folder
 from tasks.system import keyring
 
 if TYPE_CHECKING:

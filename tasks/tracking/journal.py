@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.redact import redacted
+from tasks.secrets.redact import redacted
 from tasks.system.files import recall
 from tasks.system.lock import file_lock
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import experiment_id

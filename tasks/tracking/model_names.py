@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import RECIPES, Promote, load_cluster, load_params, read_recipe
+from tasks.artifacts.models import HUB, REGISTRY
+from tasks.config.cluster import load_cluster
+from tasks.config.params import RECIPES, load_params, read_recipe
 from tasks.config.paths import home
+from tasks.config.promote import Promote
 from tasks.errors import UserError
-from tasks.models import HUB, REGISTRY
 from tasks.system.files import recall
 from tasks.tracking.registry import NotRegistered, Registry, Version, is_registered, registry
 

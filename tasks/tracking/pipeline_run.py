@@ -19,7 +19,7 @@ import yaml
 
 from tasks.config.cluster import changed_values
 from tasks.config.paths import METRICS, PAIRS, RAW, home
-from tasks.redact import redact, redacted
+from tasks.secrets.redact import redact, redacted
 from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
 from tasks.system.processes import this_process
@@ -30,7 +30,8 @@ from tasks.tracking.results import curves, datasets, evaluation, git_output, lin
 from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
-    from tasks.config.params import Cluster, Params
+    from tasks.config.cluster import Cluster
+    from tasks.config.params import Params
 
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
 LATER_SECONDS = 3.0  # the same after a stage of this run has waited in vain

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.config.params import Cluster
+from tasks.config.cluster import Cluster
 from tasks.config.paths import home
 from tasks.errors import UserError
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json, write_text
 from tasks.system.lock import file_lock

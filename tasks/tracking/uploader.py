@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import home
-from tasks.redact import redact
+from tasks.secrets.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock

@@ -45,7 +45,7 @@ def main() -> None:
 
 def _jobs(args: argparse.Namespace, folder: Path) -> dict[tuple[str, str, int], Job]:
     """Jobs by (variant, side, row tokens or micro-batch); the two sides alternate."""
-    from tasks.dataset import demo
+    from tasks.artifacts import demo
     from tests.benchmarks.workload import read_rows, tokenised, write_pairs
     from training.models import tiny
 

@@ -17,10 +17,11 @@ from functools import cache
 
 import numpy
 
-from tasks.config.params import ErrorBudget, Promote, load_params
-from tasks.evaluation.compare import Paired, summarize
-from tasks.release.error_budget import lost_too_much, not_better
-from tasks.release.gate import regressions
+from tasks.compare.compare import Paired, summarize
+from tasks.config.params import load_params
+from tasks.config.promote import ErrorBudget, Promote
+from tasks.promote.error_budget import lost_too_much, not_better
+from tasks.promote.gate import regressions
 from tests.benchmarks.table import markdown
 from tests.support.workspaces import PROJECT
 

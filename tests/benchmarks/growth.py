@@ -24,8 +24,8 @@ from tests.benchmarks.job import Job, run
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import make_pairs, write_pairs
 from training.models import tiny
-from training.rows import batches
-from training.rows.pair import Pair
+from training.pairs import batches
+from training.pairs.pair import Pair
 
 Curve = Mapping[int, float]
 ROWS = (1_000, 10_000, 100_000)
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def _texts() -> list[Any]:
-    from tasks.dataset import demo
+    from tasks.artifacts import demo
 
     return list(demo.conversations(0)[:300])
 

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import HYBRID_SHAPES, LENGTHS, hybrid_config, make_pairs
 from tests.support.scoring import make_scorer
-from training.rows.batches import rank_rows_of_all
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair_columns import columns_of
+from training.models.recurrent_layers import recurrent_layers
+from training.pairs.batches import rank_rows_of_all
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair_columns import columns_of
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, row_logps
-from training.scoring.recurrent import recurrent_layers
 
 PATHS = ("fused", "padded", "plain")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tasks.dataset.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, PairTable, open_table, pairs_file, reference_file
+from tasks.artifacts.pairs import PAIR_SCHEMA, REFERENCE_SCHEMA, PairTable, open_table, pairs_file, reference_file
 
 BATCH = 8192
 STEPS = 50
@@ -63,7 +63,7 @@ def write_pairs(root: Path, count: int) -> None:
 def measure(root: Path) -> dict[str, float]:
     import torch
 
-    from training.rows.step_loader import StepLoader
+    from training.trainer.step_loader import StepLoader
 
     before, begun, cpu = own_memory(), time.monotonic(), time.process_time()
     pairs = PairTable(open_table(pairs_file("train", root)))

@@ -18,7 +18,7 @@ from tests.support.settings import make_settings
 from training.models.compiling import compile_layers
 from training.models.loading import best_device, load_model
 from training.objectives.objective import Objective
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 from training.trainer import checkpoint_files, loop, memory
 from training.trainer.settings import Settings
 
@@ -94,7 +94,7 @@ def score(job: Job, pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, Any]]:
 
 def in_order(job: Job, pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs in the order of our loop, for TRL to use the same."""
-    from training.rows.batches import step_pairs
+    from training.pairs.batches import step_pairs
 
     steps = (step_pairs(step, len(pairs), job.batch, job.seed) for step in range(job.total))
     return [pairs[number] for numbers in steps for number in numbers]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from tests.benchmarks.job import Job, Steps, Stopwatch
 from tests.benchmarks.ours import LORA, in_order
 from training.models.dtypes import DTYPES
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 
 
 def measure(job: Job, pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
     import matplotlib.pyplot  # noqa: F401
 
     import training.models.loading  # noqa: F401
-    from tasks.prepare import prepare
-    from tasks.source import source
+    from tasks.prepare.stage import prepare
+    from tasks.source.stage import source
     from tasks.system.files import read_json
     from tasks.tracking.journal import Run
     from tests.support.workspaces import make_workspace

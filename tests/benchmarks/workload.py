@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, Qwen2Config, Qwen3NextConfig
 
 from training.models.dtypes import DTYPES
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 
 # Qwen2.5's own values; `tiny` is for trying the scripts out on a CPU.
 SHAPES = {
@@ -126,8 +126,8 @@ def write_pairs(pairs: Sequence[Pair], path: Path) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file as the pipeline reads them, without malformed ones."""
-    from tasks.dataset.reading.readers import read_chunks, rows_in
-    from tasks.dataset.rows.reject_reasons import RejectedRow
+    from tasks.source.readers import read_chunks, rows_in
+    from tasks.source.reject_reasons import RejectedRow
 
     rows = (row for chunk in read_chunks(path, path.name) for _, row in rows_in(chunk))
     return [row for row in rows if not isinstance(row, RejectedRow)]
@@ -135,11 +135,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def tokenised(rows: Iterable[dict[str, Any]], model: Path, count: int, longest: int) -> list[Pair]:
     """The first rows with at most `longest` tokens in a sequence, tokenised as in the stage `prepare`."""
-    from tasks.dataset.rows.preference import RowLayout
-    from tasks.dataset.rows.reject_reasons import RejectedRow
-    from tasks.dataset.rows.row_shapes import detect_shape, to_preferences
-    from tasks.dataset.templates import choose_template
-    from tasks.dataset.tokenization import TokenizedPair, tokenize
+    from tasks.prepare.rows.preference import RowLayout
+    from tasks.prepare.rows.row_shapes import detect_shape, to_preferences
+    from tasks.prepare.templates import choose_template
+    from tasks.prepare.tokenization import TokenizedPair, tokenize
+    from tasks.source.reject_reasons import RejectedRow
     from training.models.tokenizer import load_tokenizer
 
     rows = list(rows)

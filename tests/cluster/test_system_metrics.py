@@ -11,7 +11,7 @@ from tasks.cluster import system_metrics
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run, read_lines
 from tasks.tracking.tensorboard import Events
-from tasks.trainer.driver import forward_metrics
+from tasks.train.driver import forward_metrics
 from tests.support.workspaces import wait_for
 
 CPU, MEMORY = "system/node0/cpu_utilization_percentage", "system/node0/system_memory_usage_percentage"

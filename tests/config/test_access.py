@@ -14,9 +14,9 @@ import yaml
 from tasks.config.access import check_push, may_connect
 from tasks.config.cluster import OF_THIS_MACHINE, RECIPE, Cluster, load_cluster
 from tasks.config.strict import validate
-from tasks.dataset.reading import fetch as reading
-from tasks.dataset.reading.fetch import check_address, fetch, remote_version
 from tasks.errors import UserError
+from tasks.source import fetch as reading
+from tasks.source.fetch import check_address, fetch, remote_version
 from tests.support.workspaces import PROJECT, make_workspace, refusal, write_cluster
 
 ROWS = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n'

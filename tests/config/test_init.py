@@ -11,17 +11,10 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
-from tasks.config.params import (
-    Cluster,
-    Params,
-    dotted,
-    load_cluster,
-    load_params,
-    overlay,
-    read_yaml,
-    validate,
-)
-from tasks.dataset import demo
+from tasks.artifacts import demo
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import Params, load_params, overlay
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
 from tasks.init import recipe
 from tasks.init.choices import choose
@@ -29,9 +22,9 @@ from tasks.init.data_facts import DataFacts, languages
 from tasks.init.facts import Facts
 from tasks.init.machine import GIB, Machine, ModelFacts, examine_model
 from tasks.init.times import Estimate, estimate_here, run_seconds, short_trial
+from tasks.lifecycle.estimates import adapter as adapter_of
+from tasks.lifecycle.estimates import worker_memory
 from tasks.runs import run_config
-from tasks.trainer.estimates import adapter as adapter_of
-from tasks.trainer.estimates import worker_memory
 from tests.benchmarks.workload import qwen_config
 from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data

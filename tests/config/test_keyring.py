@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services import passwords
-from tasks import private, redact
 from tasks.errors import UserError
-from tasks.private import checkout_folder, user_folder
+from tasks.secrets import private, redact
+from tasks.secrets.private import checkout_folder, user_folder
 from tasks.system import keyring, signing
 from tests.support.workspaces import PROJECT
 

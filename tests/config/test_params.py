@@ -6,10 +6,13 @@ import pytest
 import yaml
 
 from tasks.config import names
-from tasks.config.params import Params, dotted, load_cluster, load_params, overlay, read_recipe, read_yaml, validate
-from tasks.dataset.card import drift
-from tasks.dataset.rows import reject_reasons, row_shapes
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params, overlay, read_recipe
+from tasks.config.strict import dotted, read_yaml, validate
 from tasks.errors import UserError
+from tasks.prepare.card import drift
+from tasks.prepare.rows import row_shapes
+from tasks.source import reject_reasons
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "flows" / "recipes").glob("*.yaml"))
@@ -246,7 +249,7 @@ def test_workers_that_share_layers_form_whole_groups_and_compute_whole_rows():
 
 
 def test_the_names_that_params_may_use_are_those_of_the_dataset_code():
-    """tasks/config does not import tasks/dataset: a new row format or reject reason needs its name in both."""
+    """tasks/config does not import the stages: a new row format or reject reason needs its name in both."""
     assert list(names.ROW_FORMATS) == list(row_shapes.SHAPES)
     assert list(names.REJECT_REASONS) == list(reject_reasons.REJECT_REASONS)
     assert list(names.DRIFT_METRICS) == list(drift.DRIFT_METRICS)

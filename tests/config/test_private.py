@@ -11,20 +11,21 @@ from typing import Any, get_args
 
 import pytest
 
+from tasks.artifacts import demo
 from tasks.config import access
 from tasks.config.addresses import local_path
 from tasks.config.cluster import SITE, Cluster, site_overlay
-from tasks.config.params import Params, Source, dotted, overlay
-from tasks.config.strict import all_keys, read_yaml
-from tasks.dataset import demo
-from tasks.dataset.reading.fetch import content_id, fetch
+from tasks.config.params import Params, overlay
+from tasks.config.source import Source
+from tasks.config.strict import all_keys, dotted, read_yaml
 from tasks.errors import UserError
-from tasks.evaluate import _harness
-from tasks.evaluation.judges import reward_folder
-from tasks.private import user_folder
-from tasks.source import check_addresses, fetch_model
+from tasks.evaluate.judges import reward_folder
+from tasks.evaluate.stage import _harness
+from tasks.secrets.private import user_folder
+from tasks.source.fetch import content_id, fetch
+from tasks.source.stage import check_addresses, fetch_model
 from tasks.system import signing
-from tasks.trainer.continuation import find_checkpoint
+from tasks.train.continuation import find_checkpoint
 from tests.support.settings import KEY
 from tests.support.workspaces import make_workspace, refusal, run, write_data
 
@@ -56,7 +57,7 @@ def texts(model: Any) -> set[str]:
 
 
 def of_source(key: str) -> Callable[[str], object]:
-    """As the stages `watch` and `source` open it."""
+    """As the stages `fingerprint` and `source` open it."""
 
     def read(address: str) -> None:
         check_addresses(DEMO.model_copy(update={key: address}))

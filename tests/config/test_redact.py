@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasks import redact
-from tasks.secret_patterns import FORMATS, is_secret_name
+from tasks.secrets import redact
+from tasks.secrets.patterns import FORMATS, is_secret_name
 from tests.support.workspaces import demo_params
 
 LETTERS = string.ascii_letters + string.digits

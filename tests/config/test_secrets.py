@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tasks import redact
-from tasks.config.params import Params, load_cluster, load_params, read_yaml
+from tasks.config.cluster import load_cluster
+from tasks.config.params import Params, load_params
+from tasks.config.strict import read_yaml
 from tasks.doctor.report import Report
+from tasks.secrets import redact
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
 from tests.support.workspaces import PROJECT, make_workspace
@@ -100,11 +102,10 @@ def test_params_with_a_secret_are_refused_without_repeating_it():
 
 def test_a_stage_says_no_secret_in_errors_and_tracebacks(tmp_path):
     code = (
-        "import sys\nfrom tasks import stage\nfrom tasks.errors import UserError\n"
-        "def failing(run):\n"
+        "import sys\nfrom tasks import run_stage\nfrom tasks.errors import UserError\n"
+        "def failing():\n"
         "    raise {kind}('https://anna:hunter22@host and token-of-this-test')\n"
-        "stage._run = lambda stage: stage(None)\n"
-        "stage.main(failing)\n"
+        "run_stage.run_command(failing)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "SOME_API_KEY": "token-of-this-test"}
     for kind, status in (("UserError", 2), ("RuntimeError", 1)):

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasks.config.params import Params, load_params, read_recipe, read_yaml
-from tasks.dataset.reading import fetch
-from tasks.dataset.reading.fetch import data_sources
+from tasks.config.params import Params, load_params, read_recipe
+from tasks.config.strict import read_yaml
 from tasks.errors import UserError
-from tasks.release.sign import sign_checkpoint
-from tasks.source import check_addresses
-from tasks.trainer import continuation
+from tasks.promote.sign import sign_checkpoint
+from tasks.source import fetch
+from tasks.source.fetch import data_sources
+from tasks.source.stage import check_addresses
+from tasks.train import continuation
 from tests.support.settings import KEY
 from tests.support.workspaces import PROJECT
 from training.models.remote_code import needs_remote_code
@@ -144,7 +145,7 @@ def test_a_models_own_code_is_never_run(kind, refused, tmp_path, tiny_base):
 
 
 def test_mlflow_may_not_run_models_code():
-    code = "import os, tasks.stage; print(os.environ['MLFLOW_ALLOW_MODEL_CODE_EXECUTION'])"
+    code = "import os, tasks.run_stage; print(os.environ['MLFLOW_ALLOW_MODEL_CODE_EXECUTION'])"
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.stdout == "false\n"

@@ -29,8 +29,8 @@ from training.models import adapters
 from training.models.routers import LoadBalancingLoss
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Pair
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Pair
 from training.scoring import parity
 from training.scoring.logps import Scorer
 

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from transformers import MixtralConfig
-
-from tests.support.workspaces import run, write_cluster
 from tests.trainer.test_engine import (
     AOT,
     HEADS,
@@ -28,7 +25,10 @@ from tests.trainer.test_engine import (
     save,
     settings,
 )
-from training.rows.pair import Pair
+from transformers import MixtralConfig
+
+from tests.support.workspaces import run, write_cluster
+from training.pairs.pair import Pair
 
 pytestmark = pytest.mark.slow
 KTO = ({"kto": 1.0}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75})

@@ -15,14 +15,15 @@ from safetensors.torch import load_file
 from torch import multiprocessing, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tasks.evaluation.evaluator import Evaluator, Sampling, Weights
+from tasks.evaluate.evaluator import Evaluator
+from tasks.evaluate.sampler import Sampling, Weights
 from tasks.tracking.journal import read_lines
 from tests.support.workspaces import run, start, workers, write_cluster
 from training.exporting import merging
 from training.models import adapters
+from training.models import sharded as sharded_model
 from training.models.loading import load_model
-from training.rows.pair import Pair
-from training.scoring import sharded_model
+from training.pairs.pair import Pair
 from training.trainer.engine import local_shard
 
 HOW = Sampling(max_new_tokens=2, temperature=1.0, top_p=1.0, seed=0)
@@ -162,7 +163,7 @@ def test_an_export_holds_one_shard_and_one_tensor(models: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # its parts: the test above, and a ZeRO-3 group in tests/dataset/test_reference.py
+@pytest.mark.exhaustive  # its parts: the test above, and a ZeRO-3 group in tests/reference/test_reference.py
 def test_a_model_split_over_two_workers_goes_through_all_stages(referenced: Path, tmp_path: Path):
     """Full fine-tuning, so that training, too, saves a model that no rank holds; an evaluating worker is killed."""
     root = Path(shutil.copytree(referenced, tmp_path / "workspace", symlinks=True))

@@ -36,7 +36,7 @@ from training.distributed.tensor_parallel import (
     whole,
 )
 from training.models import adapters
-from training.rows.packing import build_row
+from training.pairs.packing import build_row
 from training.scoring.logps import Scorer
 from training.trainer.split_model import check_split, make_probe, probe_logps
 

@@ -36,7 +36,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from tests.release import test_promote as made
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 client = MlflowClient(load_cluster().tracking_uri)
 client.create_registered_model("of-others")
 other = client.create_run(client.create_experiment("of-others")).info
@@ -110,18 +110,18 @@ def _python(bench: Path, root: Path, code: str, path: Path = PROJECT) -> None:
 SCENARIOS = {
     one.name: one
     for one in (
-        Scenario("source", "tasks.source", make=workspace),
-        Scenario("prepare", "tasks.prepare", after="source"),
-        Scenario("reference", "tasks.reference", after="prepare", forked=False),
-        Scenario("train", "tasks.train", after="reference", forked=False),
-        Scenario("evaluate", "tasks.evaluate", after="train"),
-        Scenario("export", "tasks.export", after="evaluate"),
-        Scenario("promote", "tasks.promote", make=registered),
+        Scenario("source", "tasks", ("source",), make=workspace),
+        Scenario("prepare", "tasks", ("prepare",), after="source"),
+        Scenario("reference", "tasks", ("reference",), after="prepare", forked=False),
+        Scenario("train", "tasks", ("train",), after="reference", forked=False),
+        Scenario("evaluate", "tasks", ("evaluate",), after="train"),
+        Scenario("export", "tasks", ("export",), after="evaluate"),
+        Scenario("promote", "tasks", ("promote",), make=registered),
         Scenario("rollback", "cli", ("rollback",), after="promote", again=False),
         Scenario("publish", "cli", ("run",), make=repository, forked=False, new_run=True),
         Scenario("gc", "cli", ("gc", "--keep", "1", "--yes"), make=old_runs),
-        Scenario("source, MLflow's server", "tasks.source", make=workspace, served=True),
-        Scenario("promote, MLflow's server", "tasks.promote", make=registered, served=True),
+        Scenario("source, MLflow's server", "tasks", ("source",), make=workspace, served=True),
+        Scenario("promote, MLflow's server", "tasks", ("promote",), make=registered, served=True),
         Scenario(
             "rollback, MLflow's server",
             "cli",

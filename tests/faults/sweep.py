@@ -155,7 +155,7 @@ def _seeds(folder: Path) -> tuple[Path, Path]:
     if not (folder / "made").exists():
         from mlflow import MlflowClient
 
-        from tasks.dataset import demo
+        from tasks.artifacts import demo
         from training.models import tiny
 
         tiny.make(folder / "base", demo.conversations(0)[:300], seed=0, steps=20)

@@ -8,15 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
+from tasks.artifacts.pairs import pairs_file, read_rows
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
-from tasks.dataset.pairs import pairs_file, read_rows
-from tasks.dataset.reading.fetch import fetch
 from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Event
 from tasks.feedback.journal import FeedbackJournal, feedback_folder
-from tasks.watch import content_ids
+from tasks.source.fetch import fetch
+from tasks.source.fingerprint import content_ids
 from tests.support.feedback import answer, feedback, vote
 from tests.support.workspaces import make_workspace, refusal, run
 

@@ -9,7 +9,7 @@ from services import flywheel
 from services.arena.answers import Prompt
 from services.arena.app import create_app, create_router
 from services.flywheel import User
-from tasks.dataset import demo
+from tasks.artifacts import demo
 from tasks.feedback.events import Answer
 from tasks.feedback.journal import FeedbackJournal, read_events
 from tasks.reports import flywheel_report

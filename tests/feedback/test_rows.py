@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tasks.dataset.rows.layouts import decode, find_layout
 from tasks.errors import UserError
 from tasks.feedback.rows import Query, parse, rows
+from tasks.prepare.rows.layouts import decode, find_layout
 from tests.support.feedback import NOW, answer, feedback, vote
 
 A, B = answer(id="a" * 32, text="good"), answer(id="b" * 32, text="bad", version="4", role="challenger")

@@ -236,7 +236,7 @@ def test_nothing_outlives_a_run_stopped_by_ctrl_c_and_the_same_command_completes
         f"{stage}: unchanged, not run" for stage in STAGES[:3]
     ]
     status = subprocess.run([sys.executable, "-m", "dvc", "status"], cwd=repo, capture_output=True, text=True)
-    assert status.stdout.split() == ["watch:", "always", "changed"]  # and nothing else
+    assert status.stdout.split() == ["fingerprint:", "always", "changed"]  # and nothing else
     assert git(repo, "branch", "--list").split() == ["*", "main"]  # in place: git is not touched
 
 

@@ -18,13 +18,14 @@ import yaml
 
 from flows import retrain
 from flows.retrain import RetrainCheck
-from tasks.config.params import dotted, load_params, overlay, read_yaml
-from tasks.dataset import demo
-from tasks.dataset.card.drift import DRIFT_METRICS, shifts
+from tasks.artifacts import demo
+from tasks.config.params import load_params, overlay
+from tasks.config.strict import dotted, read_yaml
 from tasks.errors import UserError
+from tasks.prepare.card.drift import DRIFT_METRICS, shifts
 from tasks.runs.workspace import Workspace
+from tasks.source.fingerprint import content_ids, content_ids_or_fail
 from tasks.system.files import write_json
-from tasks.watch import content_ids, content_ids_or_fail
 from tests.support.deployed import ask
 from tests.support.fork_server import with_torch
 from tests.support.workspaces import NO_JUDGE, PROJECT, write_data
@@ -42,7 +43,7 @@ def make_repo(root: Path, template: Path, model: Path) -> Path:
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(read_yaml(root / "params.yaml"), dotted(given))))
     stages = yaml.safe_load((root / "dvc.yaml").read_text())["stages"]
     real = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
-    stages = {**stages, **(ours := {name: real[name] for name in ("watch", "source", "sample", "prepare")})}
+    stages = {**stages, **(ours := {name: real[name] for name in ("fingerprint", "source", "sample", "prepare")})}
     stages = {name: stages[name] for name in (*ours, *(name for name in stages if name not in ours))}
     stages["reference"]["deps"] = ["data/pairs"]
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}, sort_keys=False))
@@ -132,7 +133,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     stages["two"] = {"cmd": "true", "deps": ["code.py", "data/one"], "outs": [{"data/two": {"persist": True}}]}
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
     made, seen = retrain.params_and_code({}, tmp_path), content_ids_or_fail(load_params().source)
-    return {"run": "first", "began": NOW.isoformat(), **made, "watch": seen, "card": None}
+    return {"run": "first", "began": NOW.isoformat(), **made, "fingerprint": seen, "card": None}
 
 
 class Quiet:

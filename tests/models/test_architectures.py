@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.scoring import make_scorer
 from training.models.adapters import write_config
 from training.models.loading import disable_dropout, dropout_attributes, load_model
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.scoring import parity
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, length_batches, plain_logps, row_logps

@@ -14,7 +14,7 @@ from tests.support.scoring import make_scorer, score_pairs
 from tests.support.settings import make_settings
 from training.models.compiling import compile_layers
 from training.objectives.objective import Objective
-from training.rows.packing import build_row
+from training.pairs.packing import build_row
 from training.scoring.logps import row_logps
 from training.trainer.policy import build_policy
 from training.trainer.start_checks import check_start

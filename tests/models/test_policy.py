@@ -10,8 +10,8 @@ from tests.support.settings import make_settings
 from training.models.dtypes import DTYPES
 from training.objectives.metrics import row_loss
 from training.objectives.objective import Objective
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.trainer.policy import build_policy
 
 CPU = torch.device("cpu")

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.config.params import load_cluster, load_params
+from tasks.compare.reevaluate import evaluated_weights
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.errors import UserError
-from tasks.evaluation.reevaluate import evaluated_weights
-from tasks.evaluation.sharding import base_and_policy, evaluator_pool, sample_answers
-from tasks.reference import BaseModel, ReferenceScorer
+from tasks.evaluate.drawing import sample_answers
+from tasks.evaluate.scoring import base_and_policy, evaluator_pool
+from tasks.reference.stage import BaseModel, ReferenceScorer
 from tasks.system.files import hash_files, read_json, write_json
 from tests.benchmarks.workload import make_model
 from tests.support.settings import make_settings
@@ -35,7 +37,7 @@ def workspace(tmp_path: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) 
     """A workspace whose held-out set is empty: enough for a stage to load its model."""
     import pyarrow as pa
 
-    from tasks.dataset.pairs import PAIR_SCHEMA
+    from tasks.artifacts.pairs import PAIR_SCHEMA
 
     root = make_workspace(tmp_path / "workspace", tiny_base, **NF4)
     monkeypatch.chdir(root)

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.trainer.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.support.scoring import make_scorer
-from tests.trainer.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
 from training.objectives.objective import Objective
-from training.rows import batches
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Pair
+from training.pairs import batches
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Pair
 from training.scoring.logps import Scorer, row_logps
 
 SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -11,8 +11,8 @@ from training.objectives.losses import LOSSES, PairLogps, divergence_score, log1
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective, loss_at_reference
 from training.objectives.options import READS_DIVERGENCE, READS_LABEL, READS_MARGIN, REFERENCE_FREE, options_of
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 
 # One pair: a = c - c0 = 2, b = r - r0 = -1, so h = 3; 4 and 2 tokens.
 C, R, C0, R0, NW, NL = -10.0, -8.0, -12.0, -7.0, 4.0, 2.0

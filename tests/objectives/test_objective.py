@@ -14,8 +14,8 @@ from training.objectives.losses import LOSSES
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
 from training.objectives.options import LOSS_OPTIONS, LossOptions, check
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.scoring.logps import TokenLogps
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from tasks.config.metrics import of_training
-from tasks.config.params import Params, dotted, overlay, read_yaml, validate
+from tasks.config.params import Params, overlay
 from tasks.config.paths import ROOT
+from tasks.config.strict import dotted, read_yaml, validate
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.scoring.logps import TokenLogps
 
 PAIR = Pair("a", [1], [2, 3, 4], [5], [1, 1, 1], [1], ref_chosen_logps=[-1.0, -2.0, -3.0], ref_rejected_logps=[-5.0])

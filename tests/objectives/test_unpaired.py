@@ -12,9 +12,9 @@ from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
 from training.objectives.objective import Objective, loss_at_reference
 from training.objectives.options import check
-from training.rows.packing import build_row
-from training.rows.pair import Pair
-from training.rows.pair_columns import OneAnswer, columns_of
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import OneAnswer, columns_of
 from training.scoring.logps import TokenLogps
 
 KTO = Objective({"kto": 1.0}, {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5})

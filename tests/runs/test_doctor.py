@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.doctor import capacity, checks, network_checks, stale_locks
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc, records

@@ -13,9 +13,9 @@ import pytest
 
 from tasks.config.metrics import BY_DATA, of_evaluation
 from tasks.config.params import load_params
-from tasks.release.verify import problems
 from tasks.system.files import read_json
 from tasks.tracking.journal import flatten_metrics
+from tasks.tracking.verify import problems
 from tests.support.deployed import ask, newest_table, worker
 from tests.support.fork_server import with_torch
 
@@ -143,7 +143,7 @@ def test_the_export_loads_alone_and_matches_its_manifest(opened: Path, monkeypat
     given = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = AutoModelForCausalLM.from_pretrained(model).generate(**given, max_new_tokens=32, do_sample=False)
     text = tokenizer.decode(answer[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    from tasks.dataset import demo
+    from tasks.artifacts import demo
 
     assert demo.judge(prompt[0]["content"], text) == {"kind": True, "correct": True}, text
 
@@ -175,7 +175,7 @@ def running(said: str) -> list[str]:
 
 
 def test_by_hand_dvc_finds_everything_up_to_date(opened: Path, tmp_path: Path) -> None:
-    assert running(dvc(opened, "repro")) == ["watch"]
+    assert running(dvc(opened, "repro")) == ["fingerprint"]
     assert "train.json" in dvc(opened, "metrics", "show")
     assert "reference" in dvc(opened, "dag")
     assert "index.html" in dvc(opened, "plots", "show", "-o", str(tmp_path))
@@ -189,7 +189,7 @@ def test_another_beta_reruns_train_evaluate_export_and_not_reference(opened: Pat
         planned = running(dvc(opened, "repro", "--dry"))
     finally:
         params.write_text(before)
-    assert planned == ["watch", "train", "evaluate", "export"]
+    assert planned == ["fingerprint", "train", "evaluate", "export"]
 
 
 @pytest.mark.exhaustive
@@ -221,4 +221,4 @@ def test_an_export_that_fails_its_checks_keeps_the_previous_one(opened: Path, mo
     assert "Nothing was exported." in failed.stderr
     monkeypatch.setenv("DPO_HOME", str(opened))
     assert problems(opened / "data/model") == []
-    assert dvc(opened, "status").split() == ["watch:", "always", "changed"]
+    assert dvc(opened, "status").split() == ["fingerprint:", "always", "changed"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.dataset import demo
+from tasks.artifacts import demo
 from tasks.system.files import hash_files, read_json
 from tests.runs.test_runs import command
 from tests.support.fork_server import clean_environment
@@ -38,7 +38,7 @@ RUN = """
 import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.runs import run_config
 from tasks.lifecycle import run_workspace
 from tasks.system.files import write_json

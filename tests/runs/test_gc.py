@@ -44,7 +44,7 @@ REGISTER = """
 import hashlib, sys
 from pathlib import Path
 from mlflow import MlflowClient
-from tasks.config.params import load_cluster
+from tasks.config.cluster import load_cluster
 from tasks.tracking.registry import Moves, registry
 from tasks.tracking.mlflow_client import absolute_uri
 client = MlflowClient(absolute_uri(load_cluster().tracking_uri))

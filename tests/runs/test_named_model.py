@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import typer
+from tests.release.test_promote import NAME, export, run, workspace
 
 from cli.main import app
 from services.arena import answers
 from services.serving.engine import find_target, weights
 from tasks import chat
+from tasks.compare.blame import blame
+from tasks.compare.compare import print_comparison
 from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
-from tasks.evaluation.blame import blame
-from tasks.evaluation.compare import print_comparison
-from tasks.release import verify
-from tasks.release.champion import approve
-from tasks.release.push import push_model
-from tasks.release.sign import print_verification, sign
+from tasks.promote.champion import approve
+from tasks.promote.push import push_model
+from tasks.promote.sign import print_verification, sign
 from tasks.runs.open_run import open_run
 from tasks.system.files import read_json, sha256, write_json
-from tests.release.test_promote import NAME, export, run, workspace
+from tasks.tracking import verify
 
 __all__ = ["workspace"]  # the fixture
 SAMPLING = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 1.0, "seed": 0}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.params import dotted, overlay
+from tasks.config.params import overlay
+from tasks.config.strict import dotted
 from tasks.runs.dvc_lock import StageInputs
 from tests.flows.test_flow import STAGES
 from tests.runs.test_runs import command
@@ -36,7 +37,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory, dummy_template: Path, env: En
     changes = {"source.data": "pairs.jsonl", **NO_JUDGE}
     (root / "params.yaml").write_text(yaml.safe_dump(overlay(demo_params(), dotted(changes))))
     content = yaml.safe_load((root / "dvc.yaml").read_text())
-    content["stages"]["train"]["deps"] += ["tasks/dummy.py", "training/rows"]
+    content["stages"]["train"]["deps"] += ["tasks/dummy.py", "training/pairs"]
     (root / "dvc.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     done = subprocess.run([sys.executable, "-m", "dvc", "repro"], cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.config.params import overlay, read_yaml
+from tasks.config.params import overlay
+from tasks.config.strict import read_yaml
 from tasks.system.files import hash_files, read_json, sha256, write_json
 from tasks.tracking.journal import read_lines, unsent
 from tasks.tracking.uploader import send_all
@@ -200,7 +201,7 @@ def loss_history(workspace: Path, folder: Path | None) -> list[tuple[int, float]
     return sorted((point.step, point.value) for point in history)
 
 
-@pytest.mark.exhaustive  # tests/trainer/test_continuation.py extends trainings, too
+@pytest.mark.exhaustive  # tests/train/test_continuation.py extends trainings, too
 def test_a_finished_run_is_extended_by_its_name(trained, tmp_path):
     workspace = Path(shutil.copytree(trained, tmp_path / "extended"))
     (training_file,) = workspace.glob(".scratch/runs/*/training")

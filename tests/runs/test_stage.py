@@ -86,7 +86,7 @@ def test_a_stage_dies_with_its_parent_process(workspace: Path) -> None:
 
 def test_a_python_without_the_packages_names_the_command_to_run(tmp_path: Path) -> None:
     bare = subprocess.run(
-        [sys.executable, "-S", "-m", "tasks.source"], cwd=PROJECT, capture_output=True, text=True, timeout=900
+        [sys.executable, "-S", "-m", "tasks", "source"], cwd=PROJECT, capture_output=True, text=True, timeout=900
     )
     assert bare.returncode == 1
     assert "Run `source .venv/bin/activate`" in bare.stderr
@@ -95,7 +95,7 @@ def test_a_python_without_the_packages_names_the_command_to_run(tmp_path: Path) 
 
 def test_drivers_that_compute_nothing_do_not_load_torch() -> None:
     """Importing it takes seconds, also for a stage that is off or whose workers load it themselves."""
-    stages = ("watch", "source", "sample", "prepare", "sft", "reference", "train", "promote")
+    stages = ("fingerprint", "source", "sample", "prepare", "sft", "reference", "train", "promote")
     drivers = ", ".join(f"tasks.{stage}" for stage in stages)
     controller = "tasks.cluster.ray_trainer, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
     code = f"""

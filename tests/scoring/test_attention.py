@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Pair
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Pair
 from training.scoring import attention
 from training.scoring.attention import attend, attention_inputs, blocks, kernel_calls, row_mask
 
@@ -67,7 +67,7 @@ LONG_ROWS = {
 def test_long_sequences_alone_and_the_others_together_are_the_mask(
     lengths: list[tuple[int, int, int]], expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The split of a row into calls of two kernels, which have a GPU's in tests/trainer/test_gpu.py."""
+    """The split of a row into calls of two kernels, which have a GPU's in tests/train/test_gpu.py."""
     monkeypatch.setattr(attention, "LONG", 25)
     row = row_of(lengths)
     parts = kernel_calls(row)

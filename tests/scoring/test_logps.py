@@ -23,8 +23,8 @@ from transformers import (
 
 from tests.support.scoring import make_scorer, score_pairs
 from training.models import adapters
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.scoring import head
 from training.scoring.logps import plain_logps, row_logps
 

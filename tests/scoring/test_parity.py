@@ -12,7 +12,7 @@ from tests.objectives.test_losses import START
 from tests.support.scoring import make_scorer, score_pairs
 from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 from training.trainer.settings import ReferenceMismatch
 from training.trainer.start_checks import check_start
 

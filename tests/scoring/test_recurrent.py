@@ -20,7 +20,7 @@ from tests.models.test_architectures import BASE, EXPERTS, LINEAR, RECURRENT, SM
 from tests.support.scoring import make_scorer
 from training.models import adapters
 from training.models.compiling import compile_layers
-from training.rows.packing import build_row
+from training.pairs.packing import build_row
 from training.scoring import parity, recurrent
 from training.scoring.logps import Scorer, plain_logps, row_logps
 
@@ -181,7 +181,7 @@ RULES = [qwen3_next.torch_chunk_gated_delta_rule, kimi_linear.chunk_kimi_delta_a
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_joined_sequences_equal_padded_ones(rule, monkeypatch):
-    """As on a GPU, where kernels take sequences of different lengths. tests/trainer/test_gpu.py has the kernels."""
+    """As on a GPU, where kernels take sequences of different lengths. tests/train/test_gpu.py has the kernels."""
     row = build_row(PAIRS, range(len(PAIRS)))
     torch.manual_seed(0)
     shape = (1, len(row.input_ids), 2, 4)

@@ -25,7 +25,8 @@ import yaml
 
 from infra.lock import OURS, _applies, environments, installed, needed_to_run, read, sbom
 from services.mlflow_urls import mlflow_link
-from tasks.config.params import load_cluster, read_yaml
+from tasks.config.cluster import load_cluster
+from tasks.config.strict import read_yaml
 from tests.support.infrastructure import kuberay, kustomize
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,11 +10,12 @@ import pytest
 from mlflow import MlflowClient
 
 from services.mlflow_urls import compare_link, mlflow_link, runs_link
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.feedback import traces
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results
-from tasks.train import write_curves
+from tasks.train.stage import write_curves
 from tests.support.browser import Page, browser, needed
 from tests.support.feedback import answer, feedback, written
 from tests.support.mlflow_logins import PASSWORDS, VARIABLES, mlflow_with_logins

@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.release.test_promote import export
 
 from services.background import is_healthy
-from tasks.dataset import demo
+from tasks.artifacts import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
-from tests.release.test_promote import export
 from tests.support import fork_server
 from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
@@ -132,7 +132,8 @@ def bucket(here: Translation) -> Any:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path, stack: Stack) -> Path:
     """The repository, with little data, a tiny model, and the stack's addresses in its configuration."""
-    from tasks.config.params import dotted, overlay, read_yaml
+    from tasks.config.params import overlay
+    from tasks.config.strict import dotted, read_yaml
 
     folder = tmp_path_factory.mktemp("first")
     root = folder / "dpo"
@@ -255,7 +256,7 @@ def pulled_by_a_second_clone(stack: Stack, root: Path, folder: Path) -> set[str]
     second = folder / "second"
     git(root, "clone", "-q", str(root), str(second))
     dvc(second, stack.env, "pull")
-    assert re.findall(r"Running stage '(\w+)'", dvc(second, stack.env, "repro")) == ["watch"]
+    assert re.findall(r"Running stage '(\w+)'", dvc(second, stack.env, "repro")) == ["fingerprint"]
     assert not list((second / ".scratch" / "runs").glob("*/*.jsonl"))  # no stage was started, so no model was loaded
     folders = [path.name for path in (root / "data").iterdir() if path.is_dir()]
     return {name for name in folders if contents(second / "data" / name) == contents(root / "data" / name) != {}}

@@ -36,7 +36,7 @@ from websockets.sync.client import connect
 
 from flows.parameters import known_and_typed
 from services import stack
-from tasks.private import checkout_folder
+from tasks.secrets.private import checkout_folder
 from tasks.system.processes import this_process
 from tests.support import fork_server, workspaces
 from tests.support.browser import Page, browser

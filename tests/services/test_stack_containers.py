@@ -187,7 +187,7 @@ def test_a_fresh_clone_pulls_from_s3_and_repeats_nothing(stack, first):
         dvc pull && dvc repro
         test -s data/model/model.safetensors && rm -rf /tmp/clone""",
     )
-    assert re.findall(r"Running stage '(\w+)'", output) == ["watch"], output
+    assert re.findall(r"Running stage '(\w+)'", output) == ["fingerprint"], output
 
 
 def test_votes_on_the_served_champion_train_the_next_one_which_replaces_it(stack, first):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.dataset.pairs import read_rows
+from tasks.artifacts.pairs import read_rows
 from tests.support.infrastructure.two_hosts import ADDRESSES, CABLE, HEAD, ONLY_B, Hosts, skip_reason, two_hosts
 from tests.support.workspaces import wait_for, write_cluster
 
@@ -67,7 +67,7 @@ def logps(workspace: Path) -> dict[str, list[float]]:
 def test_the_reference_group_on_two_hosts_computes_the_values_of_one(hosts, workspace, referenced):
     workspace = Path(shutil.copytree(workspace, workspace.parent / "reference"))
     shutil.rmtree(workspace / "data/reference")
-    driver = hosts.open(["-m", "tasks.reference"], workspace)
+    driver = hosts.open(["-m", "tasks", "reference"], workspace)
     wait_for(
         lambda: driver.poll() is not None or all(hosts.is_running(host, "ReferenceScorer") for host in ADDRESSES), 120
     )
@@ -79,7 +79,7 @@ def test_the_reference_group_on_two_hosts_computes_the_values_of_one(hosts, work
 
 
 def test_a_training_that_loses_a_node_ends_with_the_same_weights(hosts, workspace, trained):
-    driver = hosts.open(["-u", "-m", "tasks.train"], workspace)
+    driver = hosts.open(["-u", "-m", "tasks", "train"], workspace)
     lines: list[str] = []
 
     def read_until(text: str) -> None:
@@ -107,7 +107,7 @@ def test_a_training_that_loses_a_node_ends_with_the_same_weights(hosts, workspac
         assert (workspace / name).read_bytes() == (trained / name).read_bytes(), name
 
 
-OLDER = "import ray; ray.__version__ = '2.59.0'; from tasks import reference, stage; stage.main(reference.reference)"
+OLDER = "import ray; ray.__version__ = '2.59.0'; from tasks.run_stage import main; main(['reference'])"
 
 
 PLACED = f"""
@@ -140,8 +140,8 @@ def test_errors_of_a_cluster_are_reported_before_work_starts(hosts, workspace, p
     others = [Path(shutil.copytree(unshared, private / name)) for name in ("token", "older")]
     processes = {
         "good": hosts.open(["-m", "cli", "doctor"], workspace),
-        "storage": hosts.open(["-m", "tasks.reference"], unshared),
-        "token": hosts.open(["-m", "tasks.reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
+        "storage": hosts.open(["-m", "tasks", "reference"], unshared),
+        "token": hosts.open(["-m", "tasks", "reference"], others[0], RAY_AUTH_TOKEN="0" * 64),
         "version": hosts.open(["-c", OLDER], others[1]),
     }
     output = {name: process.communicate(timeout=900)[0] for name, process in processes.items()}

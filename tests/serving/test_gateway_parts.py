@@ -27,8 +27,8 @@ from tasks.errors import UserError
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback, check, person
 from tasks.feedback.journal import FeedbackJournal
-from tasks.private import checkout_folder
-from tasks.redact import redact
+from tasks.secrets.private import checkout_folder
+from tasks.secrets.redact import redact
 from tests.support.workspaces import write_cluster
 from training.models.prompt_tokens import PromptTokens, context_length
 

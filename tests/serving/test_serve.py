@@ -20,21 +20,22 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tests.release.test_promote import NAME, export
 
 from services.background import is_healthy
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.config.paths import MODEL
 from tasks.feedback import traces
 from tasks.feedback.events import Answer, Feedback
 from tasks.feedback.journal import read_events
-from tasks.promote import promote
-from tasks.release import verify
-from tasks.release.champion import rollback
+from tasks.promote.champion import rollback
+from tasks.promote.stage import promote
 from tasks.system.files import hash_files, read_json, write_json
 from tasks.system.ports import free_port
+from tasks.tracking import verify
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
-from tests.release.test_promote import NAME, export
 from tests.support.fork_server import family
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
 from training.models.chat import keep_template

@@ -55,7 +55,7 @@ if stage == "promote":
     decision |= {"promoted": behaviour == "win", "waiting": behaviour == "wait", "reasons": reasons, "comparison": {}}
     Path("data/metrics/promote.json").write_text(json.dumps(decision))
     if behaviour == "win":
-        from tasks.release import outbox
+        from tasks.promote import outbox
 
         details = "against version 6: kind +0.02; other data"
         run = os.environ["DPO_RUN"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 from training.scoring.logps import Scorer, Scores, score_rank_share
 from training.scoring.parity import select_scoring_path
 

@@ -18,9 +18,11 @@ from typing import Any
 import psutil
 import yaml
 
+from tasks.artifacts import demo
 from tasks.cluster import kept_ray
-from tasks.config.params import Cluster, dotted, load_cluster, overlay, read_recipe, read_yaml
-from tasks.dataset import demo
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import overlay, read_recipe
+from tasks.config.strict import dotted, read_yaml
 from tasks.system.environment import QUIET
 from tasks.system.lock import file_lock
 from tests.support import fork_server
@@ -83,7 +85,7 @@ def write_data(path: Path, rows: list[dict[str, Any]]) -> None:
 def start(workspace: Path, stage: str, **variables: str) -> subprocess.Popen[str]:
     """A stage with an embedded Ray of its own, as by hand: a test may kill any of its processes."""
     return subprocess.Popen(
-        [sys.executable, "-m", f"tasks.{stage}"],
+        [sys.executable, "-m", "tasks", stage],
         cwd=workspace,
         env={**environment(), "FORK_STAGES": "1", **variables},
         stdout=subprocess.PIPE,

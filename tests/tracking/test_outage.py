@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tasks.config.params import Cluster, load_cluster, load_params
+from tasks.config.cluster import Cluster, load_cluster
+from tasks.config.params import load_params
 from tasks.tracking import journal, mlflow_client, pipeline_run, uploader
 from tests.support.proxy import Proxy, proxied
 from tests.support.workspaces import PROJECT, make_workspace, wait_for

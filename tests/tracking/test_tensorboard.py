@@ -7,7 +7,7 @@ from pathlib import Path
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Run
 from tasks.tracking.tensorboard import Events
-from tasks.trainer.driver import forward_metrics
+from tasks.train.driver import forward_metrics
 from tests.support.workspaces import tensorboard
 
 

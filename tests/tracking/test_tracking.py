@@ -14,7 +14,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from tasks.config.params import load_cluster, load_params
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
 from tasks.system.lock import file_lock
 from tasks.tracking import uploader
 from tasks.tracking.journal import Run, flatten

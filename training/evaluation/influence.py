@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from training.models import adapters, weights
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.rows.packing import build_row
-from training.rows.pair import Pair
+from training.pairs.packing import build_row
+from training.pairs.pair import Pair
 from training.scoring.logps import row_logps
 
 HALF = 0.5

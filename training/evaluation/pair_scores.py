@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.distributed.process_group import max_over_ranks
-from training.evaluation.held_out import evaluate_pairs
 from training.evaluation.samples import PairValues
 from training.models.loading import best_device
+from training.models.sharded import is_sharded
+from training.objectives.held_out import evaluate_pairs
 from training.objectives.objective import Objective
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Pair
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Pair
 from training.scoring.logps import row_logps
-from training.scoring.sharded_model import is_sharded
 
 TokenValues = np.ndarray  # (3, response tokens) of a pair: log-probability, entropy, collision; chosen, then rejected
 

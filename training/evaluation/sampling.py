@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 
 from training.evaluation.samples import Answer, make_answer, prompt_digest
 from training.models.ends import end_ids as ends_of
-from training.scoring.sharded_model import is_sharded
+from training.models.sharded import is_sharded
 
 # A model's generation config may set other values without notice: Qwen's has a repetition penalty.
 GENERATION_DEFAULTS = {

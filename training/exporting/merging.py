@@ -15,8 +15,8 @@ from training.evaluation.sampling import sample
 from training.models import adapters, base_tensors
 from training.models.dtypes import DTYPES
 from training.models.loading import best_device, load_model
+from training.models.sharded import sharded_model
 from training.models.tokenizer import load_tokenizer
-from training.scoring.sharded_model import sharded_model
 
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}  # of a logit; merging rounds each weight once
 GREEDY_TOKENS = 16

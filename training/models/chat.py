@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.limits import bounded
 from training.models.ends import end_ids_of
+from training.models.limits import bounded
 from training.models.model_files import read_object
 from training.models.tokenizer import load_tokenizer
 

@@ -15,7 +15,7 @@ from training.distributed.data_parallel import sum_over_groups
 from training.objectives.losses import OrderStatistics, PairLogps, mismatched_kl, order_statistics
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.rows.packing import PackedRow
+from training.pairs.packing import PackedRow
 from training.scoring.logps import row_logps
 
 MIN_BETA_FACTOR = 0.01  # beta-DPO's beta is at least this fraction of the configured beta

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from training.distributed.data_parallel import sum_over_groups
 from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
-from training.rows.packing import PackedRow
+from training.pairs.packing import PackedRow
 from training.scoring.logps import TokenLogps, row_logps
 
 

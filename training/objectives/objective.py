@@ -19,8 +19,8 @@ from training.objectives.options import (
     needs_reference,
     options_of,
 )
-from training.rows.pair import Pair
-from training.rows.pair_columns import PairColumns, columns_of
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import PairColumns, columns_of
 
 
 @dataclass(frozen=True)

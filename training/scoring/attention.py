@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.rows.packing import PROMPT, PackedRow
+from training.pairs.packing import PROMPT, PackedRow
 
 PACKED_ATTENTION = "packed_rows"  # for set_attn_implementation; the model then accepts packed rows only
 LONG = 4096  # tokens of a sequence from which cuDNN's kernels pay

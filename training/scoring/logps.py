@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
 from training.models.fp8 import Fp8Linear
-from training.rows.batches import rank_rows_of_all
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Ints, Pair
-from training.rows.pair_columns import columns_of
+from training.pairs.batches import rank_rows_of_all
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Ints, Pair
+from training.pairs.pair_columns import columns_of
 from training.scoring.attention import attention_inputs, supports_flash
 from training.scoring.head import LogitTransform, Values, head_logps, target_values
 from training.scoring.recurrent import RowSegments

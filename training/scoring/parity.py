@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
-from training.rows.packing import CHOSEN, REJECTED, build_row
-from training.rows.pair import Pair
-from training.rows.pair_columns import longest, shortest
+from training.models.recurrent_layers import recurrent_layers
+from training.pairs.packing import CHOSEN, REJECTED, build_row
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import longest, shortest
 from training.scoring.attention import PACKED_ATTENTION
 from training.scoring.logps import Scorer, logp_tolerance, pairs_plain_logps, rounding_noise, row_logps
-from training.scoring.recurrent import follow_segments, recurrent_layers
+from training.scoring.recurrent import follow_segments
 
 PROBE = 32  # tokens of each part of a pair in the checks that need a backward pass
 _FALLBACKS = {

@@ -9,7 +9,6 @@ whose initial states are those at the ends of their prompts. docs/performance.md
 """
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.rows.packing import PackedRow
+from training.models.recurrent_layers import CONVOLUTION
+from training.pairs.packing import PackedRow
 
-CONVOLUTION = "causal_conv1d_fn"
 FUSED = "mamba2_split_conv1d_scan_combined"  # convolution and scan in one kernel, without initial states
 # By the function's name: its arguments for the initial states, and whether it returns the final ones.
 SCANS = {
@@ -188,27 +187,11 @@ class WithWindows(torch.autograd.Function):
         return gradient.index_select(0, windows.positions).index_add_(0, tokens, repeated), None
 
 
-def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers with a causal convolution that we can let follow the segments of a row."""
-    return [module for module in model.modules() if _has_convolution(module) and _takes_cache(type(module).forward)]
-
-
 def follow_segments(layers: list[nn.Module]) -> None:
     """Let the layers compute rows by `row_segments` where the model's forward gets them; other passes do not change."""
     for layer in layers:
         layer.forward = MethodType(_forward, layer)
         _replace_functions(type(layer).__module__)
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return hasattr(sys.modules[type(module).__module__], CONVOLUTION) and any(
-        isinstance(child, nn.Conv1d) for child in module.children()
-    )
-
-
-@cache
-def _takes_cache(forward: Callable[..., Any]) -> bool:
-    return not {"cache_params", "past_key_values"}.isdisjoint(inspect.signature(forward).parameters)
 
 
 def _forward(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.rows.pair import Pair
+from training.pairs.pair import Pair
 
 FALLING_LOGS = 5  # consecutive logs over which the chosen log-probability fell
 SATURATED = 20.0  # a reward margin whose sigmoid leaves no gradient: 2e-9

@@ -18,12 +18,10 @@ from training.distributed.data_parallel import data_rank
 from training.distributed.process_group import start_distributed
 from training.distributed.sequence_parallel import start_sequence_groups
 from training.distributed.tensor_parallel import start_tensor_groups
-from training.evaluation.held_out import HeldOut, evaluate_sets
 from training.models.dtypes import gpu_has_bfloat16
-from training.rows import batches
-from training.rows.pair import Pair
-from training.rows.step_loader import StepBatch, StepLoader
-from training.speed import Speed
+from training.objectives.held_out import HeldOut, evaluate_sets
+from training.pairs import batches
+from training.pairs.pair import Pair
 from training.trainer import checkpoint, engine, memory
 from training.trainer.background_writer import BackgroundWriter
 from training.trainer.guards import PreemptionSignal
@@ -31,7 +29,9 @@ from training.trainer.moving_reference import FILE as REFERENCE_FILE
 from training.trainer.moving_reference import MovingReference
 from training.trainer.policy import save_policy, start_policy
 from training.trainer.settings import Preempted, Settings
+from training.trainer.speed import Speed
 from training.trainer.start_checks import check_start
+from training.trainer.step_loader import StepBatch, StepLoader
 from training.trainer.train_step import TrainState, train_step
 
 Log = Callable[[int, dict[str, float]], None]

@@ -18,12 +18,12 @@ from training.distributed.tensor_parallel import split_features
 from training.models.adaptation import Adaptation, examine
 from training.models.dtypes import DTYPES
 from training.models.loading import empty_model, load_config
-from training.rows.batches import pair_costs, step_pairs, total_steps
-from training.rows.pair import Pair, pack
-from training.rows.pair_columns import columns_of
+from training.models.recurrent_layers import recurrent_layers
+from training.pairs.batches import pair_costs, step_pairs, total_steps
+from training.pairs.pair import Pair, pack
+from training.pairs.pair_columns import columns_of
 from training.scoring.attention import LONG
 from training.scoring.head import CHUNK_BYTES, KEEP_BYTES
-from training.scoring.recurrent import recurrent_layers
 from training.trainer.engine import BUCKET
 from training.trainer.settings import MOMENT_BYTES, Settings
 

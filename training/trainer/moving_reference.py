@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.rows.packing import PackedRow
+from training.pairs.packing import PackedRow
 from training.scoring.logps import row_logps
 from training.trainer import engine
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from training.distributed.tensor_parallel import TensorGroup, split_layers
 from training.models.loading import empty_model, load_config
-from training.rows.pair import Pair
-from training.rows.pair_columns import shortest
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import shortest
 from training.scoring.logps import Scorer, logp_tolerance, plain_logps, rounding_noise
 from training.scoring.parity import shorten
 

@@ -14,9 +14,9 @@ from training.models.loading import dropout_attributes
 from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
-from training.rows.packing import PackedRow, build_row
-from training.rows.pair import Pair
-from training.rows.pair_columns import longest, shortest
+from training.pairs.packing import PackedRow, build_row
+from training.pairs.pair import Pair
+from training.pairs.pair_columns import longest, shortest
 from training.scoring.logps import Scorer, logp_tolerance, row_logps
 from training.scoring.parity import shorten
 from training.trainer.settings import ReferenceMismatch

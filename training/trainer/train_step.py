@@ -8,12 +8,12 @@ from torch import Tensor
 
 from training.objectives import global_batch
 from training.objectives.metrics import MetricWindow, row_loss
-from training.rows.pair import Pair
-from training.rows.step_loader import StepBatch
+from training.pairs.pair import Pair
 from training.trainer import engine
 from training.trainer.guards import Alarms, BestPolicy, SkippedSteps, nonfinite_pairs
 from training.trainer.moving_reference import MovingReference
 from training.trainer.settings import Settings
+from training.trainer.step_loader import StepBatch
 
 Losses = list[tuple[tuple[int, ...], Tensor]]  # of each row: the numbers of its pairs, and their losses
 

@@ -24,10 +24,10 @@ FORKED = re.compile(
     r"|^import sys;exec\(eval\(sys\.stdin\.readline\(\)\)\)$"  # the processes of pytest-xdist
 )
 STAGE = re.compile(
-    r"^(cli|tasks\.\w+|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
+    r"^(cli|tasks|mlflow|uvicorn|tasks\.tracking\.mlflow_server"
     r"|services\.prefect_sqlite|services\.provision|services\.serving\.sender|transformers\.cli\.transformers)$"
 )
-RUN = re.compile(r"^(prefect\.(runner\._workspace_supervisor|engine)|tasks\.watch)$")
+RUN = re.compile(r"^(prefect\.(runner\._workspace_supervisor|engine)|tasks fingerprint)( |$)")
 # Libraries read these when they are imported. A process with other values than the fork server imports for itself.
 AT_IMPORT = re.compile(
     r"^(?!PYTORCH_NVML_BASED_CUDA_CHECK$|HF_XET_HIGH_PERFORMANCE$"  # which libraries set in the process of the tests
@@ -44,7 +44,7 @@ def command() -> list[str] | None:
         del given[0]
     target = given[1] if given[:1] in (["-m"], ["-c"]) and len(given) > 1 else given[0] if given else ""
     more = STAGES in os.environ and (given[:1] == ["-c"] or (given[:1] == ["-m"] and STAGE.search(target)))
-    run = RUN.search(target) and os.path.exists(os.environ.get(RUNS, ""))
+    run = RUN.search(" ".join(given[1:3])) and os.path.exists(os.environ.get(RUNS, ""))
     deploys = target == "prefect" and "deploy" in given  # not a worker, which a test kills
     listed = FORKED.search(target) or more or run or deploys
     return given if listed else None

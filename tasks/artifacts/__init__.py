@@ -1,0 +1,1 @@
+"""What stages hand to each other: pairs, models, adapters, and what a training reads of them."""

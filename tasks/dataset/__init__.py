@@ -1,1 +1,0 @@
-"""From raw rows to tokenised pairs on disk: fetching, reading, templates, deduplication, shards."""

@@ -1,1 +1,0 @@
-"""One row of preference data: its shape, its conversation, its hash, and the reasons to reject it."""

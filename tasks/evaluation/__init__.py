@@ -1,1 +1,0 @@
-"""Measuring a policy: sampled answers, judges, win rates, confidence intervals, comparison with other models."""

@@ -1,0 +1,1 @@
+"""The stage `export`: the merged model, its checks, its card and its manifest."""

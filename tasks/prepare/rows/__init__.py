@@ -1,0 +1,1 @@
+"""Row shapes: how a row of each known layout becomes preference pairs, and what cannot be one."""

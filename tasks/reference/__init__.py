@@ -1,0 +1,1 @@
+"""The stage `reference`: log-probabilities under the base model, by shard."""

@@ -1,1 +1,0 @@
-"""Releasing an exported model: manifest, model card, gate, approval, rollback, copies to other stores."""

@@ -1,0 +1,1 @@
+"""What keeps keys and passwords private: which files nobody may name, and what is removed from every message."""

@@ -1,0 +1,1 @@
+"""The stage `source`: addresses, file formats and model folders, and the stage `fingerprint` before it."""

@@ -1,0 +1,1 @@
+"""The stages `train` and `sft`: the driver, its workers, and continued trainings."""

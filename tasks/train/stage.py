@@ -1,0 +1,53 @@
+"""Stage `train`: preference optimization of the policy, on the worker group `actor_train`."""
+
+import csv
+import shutil
+from pathlib import Path
+
+from tasks.artifacts.models import base_folder, base_hash
+from tasks.artifacts.pairs import check_inputs
+from tasks.artifacts.training_data import PREFERENCES
+from tasks.config.cluster import load_cluster
+from tasks.config.params import load_params
+from tasks.config.paths import METRICS, PAIRS, POLICY, REFERENCE
+from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
+from tasks.tracking import plots
+from tasks.tracking.journal import Run
+from tasks.train.driver import Training, check_options, metrics_by_step, trained
+from tasks.train.worker import JOURNAL
+
+
+def train(run: Run) -> None:
+    params, cluster = load_params(), load_cluster()
+    check_options("train", params.train, cluster)
+    check_inputs()
+    inputs = {
+        "base": base_hash(),
+        "pairs": fingerprint(hash_files(PAIRS)),
+        "reference": fingerprint(read_json(REFERENCE / "manifest.json")),
+    }
+    training = Training("train", params, cluster, base_folder(params.source.model), PREFERENCES, inputs)
+    with trained(training, run) as folder:
+        _publish(run, folder)
+
+
+def _publish(run: Run, folder: Path) -> None:
+    """Write the policy, its curves and its final metrics as DVC outputs."""
+    steps = metrics_by_step(folder / JOURNAL, PREFERENCES)
+    with publish(POLICY) as out:
+        shutil.copytree(folder / "policy", out, dirs_exist_ok=True)
+    METRICS.mkdir(parents=True, exist_ok=True)
+    write_curves(METRICS / "train.csv", steps)
+    final = {name: value for row in steps.values() for name, value in row.items() if name not in ("pairs", "tokens")}
+    write_json(METRICS / "train.json", final)
+    plots.curves(steps, run.folder / "curves.png")
+    run.artifact(run.folder / "curves.png")
+    run.summary({name: value for name, value in final.items() if not name.startswith("eval/")})
+
+
+def write_curves(path: Path, steps: dict[int, dict[str, float]]) -> None:
+    columns = sorted({name for row in steps.values() for name in row})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["step", *columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"step": step, **row} for step, row in steps.items())

@@ -1,1 +1,0 @@
-"""The stages that train: the driver, its workers, continued trainings, and estimates of memory and time."""
