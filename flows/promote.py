@@ -48,7 +48,7 @@ class Approval(RunInput):
 def promote(workspace: Workspace) -> dict[str, Any]:
     cancellation.stop_if_cancelled()
     start = time.monotonic()
-    run("tasks.promote", workspace)
+    run("tasks", workspace, "promote")
     send_promotions()
     send_refusal(workspace)
     return {"stage": NAME, "state": "ran", "seconds": round(time.monotonic() - start, 1)}

@@ -183,9 +183,12 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
     cluster.write_text(cluster.read_text().replace("address: local", "address: auto"))
     shutil.copy(PROJECT / "tests" / "support" / "dummy_stage.py", root / "tasks" / "dummy.py")
     (root / "tasks" / "reports" / "terminal.py").write_text("print('the report')\n")
-    # What the flow runs besides DVC's stages: tasks.promote and `dpo approve`.
-    (root / "tasks" / "promote.py").write_text("import sys; sys.argv.insert(1, 'promote'); import tasks.dummy\n")
-    (root / "tasks" / "release" / "champion.py").write_text(APPROVE)
+    # What the flow runs besides DVC's stages: `python -m tasks promote` and `dpo approve`.
+    main = root / "tasks" / "__main__.py"
+    main.write_text(
+        f"import sys\nif sys.argv[1] == 'promote':\n    import tasks.dummy\n    sys.exit()\n{main.read_text()}"
+    )
+    (root / "tasks" / "promote" / "champion.py").write_text(APPROVE)
     (root / "dvc.yaml").write_text(yaml.safe_dump({"stages": _stages()}, sort_keys=False))
     for command in ("git init -q -b main", f"{sys.executable} -m dvc init -q", "git add -A"):
         subprocess.run(command.split(), cwd=root, check=True)
@@ -195,10 +198,10 @@ def make_dummy_repo(root: Path, store: Path) -> Path:
 
 
 def _stages() -> dict[str, dict[str, object]]:
-    """The real `watch`, and behind it stages that take no time."""
+    """The real `fingerprint`, and behind it stages that take no time."""
     real = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
-    stages: dict[str, dict[str, object]] = {"watch": real["watch"]}
-    before = ["data/watch.json"]
+    stages: dict[str, dict[str, object]] = {"fingerprint": real["fingerprint"]}
+    before = ["data/fingerprint.json"]
     for name in STAGES:
         metrics = ["data/metrics/evaluate.json", "data/metrics/samples.jsonl"]
         more = {"source": ["data/raw", "data/base"], "evaluate": metrics}

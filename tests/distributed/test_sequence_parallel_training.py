@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from tests.trainer.test_engine import (
+from transformers import MixtralConfig
+
+from tests.support.workspaces import run, write_cluster
+from tests.train.test_engine import (
     AOT,
     HEADS,
     LORA,
@@ -25,9 +28,6 @@ from tests.trainer.test_engine import (
     save,
     settings,
 )
-from transformers import MixtralConfig
-
-from tests.support.workspaces import run, write_cluster
 from training.pairs.pair import Pair
 
 pytestmark = pytest.mark.slow

@@ -23,9 +23,10 @@ import runpy, sys
 LARGE = {"transformers", "peft", "deepspeed"}
 for name in LARGE:
     sys.modules.pop(name, None)  # this process was forked from one that has them
-from tasks.evaluate import scoring
-sharding.BATCH, sharding.ROWS = 4, 2
-runpy.run_module("tasks.evaluate", run_name="__main__")
+from tasks.evaluate import drawing, scoring
+drawing.BATCH, scoring.ROWS = 4, 2
+sys.argv[1:] = ["evaluate"]
+runpy.run_module("tasks", run_name="__main__")
 print("the driver imported", sorted(LARGE & sys.modules.keys()), flush=True)
 """
 

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.dataset.test_unpaired import thumbs
 
 from tasks.system.files import read_json
+from tests.prepare.test_unpaired import thumbs
 from tests.support.workspaces import make_workspace, run, write_data
 
 # Its parts: tests/prepare/test_unpaired.py, tests/train/test_kto.py, tests/models/test_quantization.py.

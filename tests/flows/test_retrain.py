@@ -224,7 +224,7 @@ def test_drift_is_measured_against_the_earlier_card() -> None:
 def test_another_model_or_other_data_start_a_new_drift_baseline(record: dict[str, Any], tmp_path: Path) -> None:
     """As when a user moves from the demo to data of their own: nothing drifted, there is nothing to compare with."""
     write_json(tmp_path / retrain.CARD, card(10, 90.0, 0.9, 500, 10))
-    write_json(tmp_path / retrain.WATCH, {})
+    write_json(tmp_path / retrain.FINGERPRINT, {})
     workspace = Workspace(tmp_path, "second")
     last = {**record, "card": card(800, 20.0, 0.5, 100, 400), "card_of": "first"}
     assert retrain.new_baseline(last, record["params"]) is None

@@ -18,9 +18,10 @@ from flows import sweep_trials
 from flows.sweep_trials import Trial, run_trials
 from services.mlflow_urls import compare_link
 from tasks.errors import UserError
+from tasks.reports import sweep_table
 from tasks.runs.search_space import Range, combinations, parse
 from tasks.system import processes
-from tasks.tracking import plots, sweep_table
+from tasks.tracking import plots
 from tasks.tracking.journal import Run
 from tests.support.deployed import ask
 

@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from tests.dataset.test_tokenization import make as make_template
 
 from tasks.artifacts.markup import shortened
 from tasks.prepare.card import data_card, pages
@@ -18,6 +17,7 @@ from tasks.prepare.rows.contract import check_pair
 from tasks.prepare.rows.preference import Preference, row_id_hash
 from tasks.prepare.sides import Note
 from tasks.source.reject_reasons import QUARANTINED, REJECT_REASONS
+from tests.prepare.test_tokenization import make as make_template
 
 FACTS = {"chosen_longer": 0.5, "chosen_ends": 1.0, "rejected_ends": 1.0, "probe_accuracy": 0.5}
 

@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 import yaml
-from tests.dataset.test_layouts import BAD, GOOD, SETTINGS, TIES, chat, compared
-from tests.dataset.test_row_shapes import EXAMPLES
 
 from tasks.config.params import load_params
 from tasks.config.paths import ROOT
@@ -22,6 +20,8 @@ from tasks.prepare.rows.layouts import better_shape, decided_by, decode, find_la
 from tasks.prepare.rows.preference import RowLayout
 from tasks.prepare.rows.row_shapes import SHAPES
 from tasks.prepare.rows.vote_values import vote_key
+from tests.prepare.test_layouts import BAD, GOOD, SETTINGS, TIES, chat, compared
+from tests.prepare.test_row_shapes import EXAMPLES
 
 AUTO = Layout(format="auto", columns={})
 SETTING = re.compile(r"prepare\.(columns|values) to (?=\{)")

@@ -87,7 +87,7 @@ def test_pairs_have_loss_masks_and_the_report_counts_every_row(workspace):
 
 def test_the_same_rows_give_the_same_bytes_for_any_number_of_processes(workspace, monkeypatch):
     monkeypatch.setattr(read_limits, "CHUNK_BYTES", 4000)  # some forty rows
-    monkeypatch.setattr("tasks.prepare.ROWS_PER_PROCESS", 1)
+    monkeypatch.setattr("tasks.prepare.stage.ROWS_PER_PROCESS", 1)
     write_data(Path("pairs.jsonl"), [*rows(200), {**ROW, "chosen": ""}, *rows(20)])
     made = []
     for processes in (1, 3):

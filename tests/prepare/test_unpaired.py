@@ -5,9 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.dataset.test_prepare import change, go, quarantined, report, rows, workspace  # noqa: F401
-from tests.dataset.test_row_shapes import EXAMPLES
-from tests.dataset.test_tokenization import make as template
 
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import pairs_file, read_pairs, read_rows
@@ -21,6 +18,9 @@ from tasks.prepare.stage import prepare
 from tasks.prepare.templates import PLAIN
 from tasks.prepare.unpaired import next_with_other_prompt
 from tasks.source.stage import source
+from tests.prepare.test_prepare import change, go, quarantined, report, rows, workspace  # noqa: F401
+from tests.prepare.test_row_shapes import EXAMPLES
+from tests.prepare.test_tokenization import make as template
 from tests.support.workspaces import write_data
 
 KTO = {"train__loss": {"kto": 1.0}}

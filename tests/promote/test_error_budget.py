@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 import pytest
 from pydantic import ValidationError
-from tests.release.test_promote import NAME, aliases, export, run
 
-import tasks.promote
+import tasks.promote.stage
 from tasks.compare.compare import Paired
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
@@ -26,6 +25,7 @@ from tasks.system.files import read_json, write_json
 from tasks.tracking import verify
 from tasks.tracking.registry import registry
 from tests.benchmarks.gate_simulation import WORLDS, Rule, rules_of, simulate
+from tests.promote.test_promote import NAME, aliases, export, run
 from tests.support.workspaces import make_workspace
 
 KIND = "samples/policy/kind"
@@ -184,14 +184,14 @@ def test_two_promotions_at_once_cannot_spend_the_same_test(make, monkeypatch, ca
     export("one", kind=100)
     run()
     export("two", kind=200)
-    decide, decisions = tasks.promote.decide, []
+    decide, decisions = tasks.promote.stage.decide, []
 
     def decide_then_spend(*arguments: Any) -> dict[str, Any]:
         decisions.append(decide(*arguments))
         arguments[2].client.set_registered_model_tag(NAME, f"{TEST}other", f"{datetime.now(UTC).date()} 0.05")
         return decisions[-1]
 
-    monkeypatch.setattr(tasks.promote, "decide", decide_then_spend)
+    monkeypatch.setattr(tasks.promote.stage, "decide", decide_then_spend)
     assert not run()["promoted"]
     assert [decision["promoted"] for decision in decisions] == [True, False]
     assert list(spent()) == [f"{TEST}other"]

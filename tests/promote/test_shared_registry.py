@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import yaml
 from mlflow import MlflowClient
-from tests.release.test_promote import export, run
 
-import tasks.promote
+import tasks.promote.stage
 from flows.promote import PROMOTED
 from tasks.config.cluster import load_cluster
 from tasks.promote import outbox
 from tasks.system.processes import boot_id, start_time
 from tasks.tracking import lease
 from tasks.tracking.registry import registry
+from tests.promote.test_promote import export, run
 from tests.runs.test_runs import command
 from tests.support.deployed import ask
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
@@ -107,7 +107,7 @@ def test_of_two_concurrent_promotions_the_better_model_stays_champion(tmp_path, 
     export("better")
     monkeypatch.chdir(roots["worse"])
     export("worse", correct=192)
-    decide, decisions = tasks.promote.decide, []
+    decide, decisions = tasks.promote.stage.decide, []
 
     def decide_then_promote_the_other(*arguments: Any) -> dict[str, Any]:
         decisions.append(decide(*arguments))
@@ -117,7 +117,7 @@ def test_of_two_concurrent_promotions_the_better_model_stays_champion(tmp_path, 
             monkeypatch.chdir(roots["worse"])
         return decisions[0] if len(decisions) == 2 else decisions[-1]
 
-    monkeypatch.setattr(tasks.promote, "decide", decide_then_promote_the_other)
+    monkeypatch.setattr(tasks.promote.stage, "decide", decide_then_promote_the_other)
     last = run()
     assert [decision["promoted"] for decision in decisions] == [True, True, False]
     assert last == decisions[-1]

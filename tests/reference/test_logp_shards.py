@@ -69,7 +69,7 @@ def test_a_base_model_that_cannot_be_loaded_is_a_user_error(tmp_path, monkeypatc
 
     monkeypatch.setattr(ReferenceScorer, "IN_PROCESS", True)
     monkeypatch.setattr(ReferenceScorer, "load", load)
-    monkeypatch.setattr("tasks.reference.reference_folder", lambda model: tmp_path)
+    monkeypatch.setattr("tasks.reference.stage.reference_folder", lambda model: tmp_path)
     monkeypatch.chdir(tmp_path)
     pairs_file("train").parent.mkdir(parents=True)
     pa.ipc.new_stream(pairs_file("train"), PAIR_SCHEMA).close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.run_stage import STAGES
 from tasks.system.lock import workspace_lock
 from tests.support.workspaces import PROJECT, make_workspace, refusal, start
 
@@ -95,8 +96,7 @@ def test_a_python_without_the_packages_names_the_command_to_run(tmp_path: Path) 
 
 def test_drivers_that_compute_nothing_do_not_load_torch() -> None:
     """Importing it takes seconds, also for a stage that is off or whose workers load it themselves."""
-    stages = ("fingerprint", "source", "sample", "prepare", "sft", "reference", "train", "promote")
-    drivers = ", ".join(f"tasks.{stage}" for stage in stages)
+    drivers = ", ".join(module for stage, module in STAGES.items() if stage not in ("evaluate", "export"))
     controller = "tasks.cluster.ray_trainer, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
     code = f"""
 import sys, {drivers}

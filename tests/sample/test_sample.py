@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evaluation.test_judges import classifier, server  # noqa: F401 (a fixture)
 
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import read_rows
@@ -19,6 +18,7 @@ from tasks.prepare.rows.preference import is_held_out, prompt_hash
 from tasks.runs import dvc_lock
 from tasks.sample.prompts import Prompt
 from tasks.sample.stage import _compared, _pairs, _usable
+from tests.evaluate.test_judges import classifier, server  # noqa: F401 (a fixture)
 from tests.support.workspaces import PROJECT, make_workspace, run, start, wait_for, write_cluster
 
 SETTINGS = {"prompts": 60, "answers": 3, "max_new_tokens": 32}
@@ -72,8 +72,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             make_params(**changes)
-    assert dvc_lock.is_off("sample", {"sample": None})
-    assert not dvc_lock.is_off("sample", {"sample": {}})
+    assert dvc_lock.is_disabled("sample", {"sample": None})
+    assert not dvc_lock.is_disabled("sample", {"sample": {}})
 
 
 def workspace(root: Path, model: Path, store: Path) -> Path:

@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.release.test_promote import export
 
 from services.background import is_healthy
 from tasks.artifacts import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
+from tests.promote.test_promote import export
 from tests.support import fork_server
 from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
@@ -268,7 +268,7 @@ def test_a_model_is_registered_on_postgres_and_s3(stack, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("DPO_SIGNING_KEY", stack.env["DPO_SIGNING_KEY"])
     export("weights")
-    command(workspace, stack.env, "tasks.promote")
+    command(workspace, stack.env, "tasks", "promote")
     aliases = "SELECT string_agg(alias, ' ' ORDER BY alias) FROM registered_model_aliases"
     assert stack.database.query_value("mlflow", aliases) == "challenger champion"
     assert any(key.startswith("mlflow/") and key.endswith("model.safetensors") for key in objects(stack.s3))

@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.release.test_promote import NAME, export
 
 from services.background import is_healthy
 from tasks.config.cluster import load_cluster
@@ -36,6 +35,7 @@ from tasks.system.ports import free_port
 from tasks.tracking import verify
 from tasks.tracking.journal import Run
 from tasks.tracking.pipeline_run import open_run
+from tests.promote.test_promote import NAME, export
 from tests.support.fork_server import family
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
 from training.models.chat import keep_template

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.dataset.test_source import edit, params
 
 from tasks import chat
 from tasks.config.evaluate import RewardModel
@@ -16,6 +15,7 @@ from tasks.errors import UserError
 from tasks.evaluate.judges import reward_folder
 from tasks.source import stage as source
 from tasks.source.stage import check_addresses, fetch_model
+from tests.source.test_source import edit, params
 from tests.support.workspaces import PROJECT
 from training.models import adapters
 from training.models.loading import load_model

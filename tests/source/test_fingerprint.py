@@ -30,7 +30,7 @@ def repo(tmp_path: Path) -> Path:
     content = overlay(read_yaml(PROJECT / "params.yaml"), dotted(given))
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(content))
     real = read_yaml(PROJECT / "dvc.yaml")["stages"]
-    watched = [dep for dep in real["source"]["deps"] if not dep.endswith(".py")]
+    watched = [dep for dep in real["source"]["deps"] if dep.startswith("data/")]
     copy = "cp -r pairs.jsonl model adapter data/raw"
     stages = {"fingerprint": real["fingerprint"]}
     stages["source"] = {"cmd": f"mkdir -p data/raw && {copy}", "deps": watched, "outs": ["data/raw"]}

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dataset.test_data_card import FACTS
 
 from tasks.config.params import load_params
 from tasks.prepare.card import pages
 from tasks.reports import run_report
+from tests.prepare.test_data_card import FACTS
 from tests.support.browser import browser, chromium
 from tests.support.workspaces import PROJECT, write_cluster
 

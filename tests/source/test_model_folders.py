@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.dataset.test_source import edit, params
 
 from tasks.artifacts.models import base_folder
 from tasks.errors import UserError
 from tasks.source import stage as source
 from tasks.source.stage import check_addresses, fetch_model
 from tests.models import test_architectures as architectures
+from tests.source.test_source import edit, params
 from training.models import adapters
 from training.models.chat import chat_pieces, render
 from training.models.folder_checks import _check_tensors

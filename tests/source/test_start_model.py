@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.release.test_promote import NAME, export, run, set_params, workspace  # noqa: F401 (a fixture)
 
 from tasks.artifacts.models import base_folder, reference_folder, reference_hash
 from tasks.config.params import Params, load_params, overlay
@@ -20,6 +19,7 @@ from tasks.source.fingerprint import content_ids
 from tasks.source.stage import fetch_model
 from tasks.source.start_model import start_version
 from tasks.system.files import sha256, write_json
+from tests.promote.test_promote import NAME, export, run, set_params, workspace  # noqa: F401 (a fixture)
 from tests.support.workspaces import PROJECT
 
 CHAMPION = "registry:champion|demo"

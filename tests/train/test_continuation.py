@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.trainer import test_engine
-from tests.trainer.test_checkpoint import make_checkpoint
-from tests.trainer.test_engine import LORA, run_ranks, settings
 
 from tasks.config.params import load_params
 from tasks.errors import UserError
@@ -19,6 +16,9 @@ from tasks.train import continuation, driver
 from tasks.train import stage as train
 from tests.support.settings import KEY
 from tests.support.workspaces import make_workspace
+from tests.train import test_engine
+from tests.train.test_checkpoint import make_checkpoint
+from tests.train.test_engine import LORA, run_ranks, settings
 from training.pairs.pair import Pair
 from training.trainer import checkpoint_files
 

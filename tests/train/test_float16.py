@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.trainer.test_engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
 
+from tests.train.test_engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
 from training.objectives.objective import Objective
 from training.pairs.pair import Pair
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.trainer import test_engine
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -29,6 +28,7 @@ from tasks.system.files import sha256
 from tasks.tracking.journal import read_lines
 from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
+from tests.train import test_engine
 from training.models import adapters
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
@@ -219,7 +219,7 @@ def test_sums_on_the_gpu_match_the_cpu():
 
 
 def test_offload_gives_the_same_losses_with_less_memory(tmp_path: Path):
-    from tests.trainer.test_engine import run_ranks, settings
+    from tests.train.test_engine import run_ranks, settings
 
     torch.manual_seed(0)  # 68 million weights: more than the measured matrix product takes
     config = LlamaConfig(**{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}, **HEADS)
