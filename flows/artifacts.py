@@ -25,7 +25,7 @@ from tasks.reports.headline import decision_of, verdict
 from tasks.runs.records import RESULTS
 from tasks.runs.workspace import Workspace
 from tasks.secrets.redact import redact
-from tasks.system.files import read_json_lines, recall, write_json
+from tasks.system.files import read_json_lines, read_json_or_empty, write_json
 from tasks.tracking import journal, pipeline_run
 from tasks.tracking.journal import flatten_metrics
 
@@ -37,7 +37,7 @@ MAX_CHARACTERS = 400  # of a sample
 def announce(workspace: Workspace) -> bool:
     """Publish links to the running run; whether MLflow's page of the run is among them already."""
     page, report = _mlflow_page(workspace), _mlflow_page(workspace, f"/artifacts/{REPORT}")
-    home = page or mlflow_home(recall(workspace.run_folder / "settings.json"))
+    home = page or mlflow_home(read_json_or_empty(workspace.run_folder / "settings.json"))
     when_ended = f"- [the run report]({report}), once the run has ended"
     lines = [
         f"- [curves and params in MLflow]({home})",
@@ -55,13 +55,13 @@ def announce(workspace: Workspace) -> bool:
 
 def _mlflow_page(workspace: Workspace, part: str = "") -> str | None:
     """The run's page in MLflow, or a part of it; None before MLflow has given the run an id."""
-    return mlflow_link(recall(workspace.run_folder / "run.json"), part)
+    return mlflow_link(read_json_or_empty(workspace.run_folder / "run.json"), part)
 
 
 def publish(workspace: Workspace, states: list[dict[str, Any]]) -> None:
     pipeline_run.wait_for_run(workspace.run_folder)
     page = write_page(workspace, states)
-    journal.Run(workspace.run_folder, journal.FLOW).artifact(page)
+    journal.StageJournal(workspace.run_folder, journal.FLOW).artifact(page)
     create_table_artifact(states, key="dpo-stages", description="Which stages ran, and which were unchanged")
     create_markdown_artifact(redact(result(workspace)), key="dpo-result", description="The result of the run")
     link = _mlflow_page(workspace, f"/artifacts/{REPORT}") or page.as_uri()
@@ -98,13 +98,13 @@ def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[s
     finally:
         write_json(folder / "stages.json", states)
         if costs := cost.metrics(cluster, folder):
-            journal.Run(folder, journal.FLOW).summary(costs)
+            journal.StageJournal(folder, journal.FLOW).summary(costs)
         by_stage = {state["stage"]: state["state"] for state in states}
         pipeline_run.finish(folder, root=workspace.root, states=by_stage, status=status)
 
 
 def result(workspace: Workspace) -> str:
-    measured = recall(workspace.root / "data" / "metrics" / "evaluate.json")
+    measured = read_json_or_empty(workspace.root / "data" / "metrics" / "evaluate.json")
     metrics = {name: value for name, value in flatten_metrics(measured).items() if value != {}}
     summary = verdict(measured, decision_of(workspace.root))[1]
     first, rest = _numbers(metrics)

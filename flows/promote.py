@@ -29,7 +29,7 @@ from tasks.runs import records
 from tasks.runs.workspace import Workspace
 from tasks.secrets.redact import redact
 from tasks.system import processes
-from tasks.system.files import read_json, recall
+from tasks.system.files import read_json, read_json_or_empty
 from tasks.system.lock import file_lock
 
 NAME = "promote"
@@ -110,7 +110,7 @@ def send_refusal(workspace: Workspace) -> None:
 
 
 def _run_link(name: str) -> str:
-    link = mlflow_link(recall(records.runs_folder() / name / "run.json")) if name else None
+    link = mlflow_link(read_json_or_empty(records.runs_folder() / name / "run.json")) if name else None
     return (f" Run {name}." if name else "") + (f" {link}" if link else "")
 
 

@@ -24,7 +24,7 @@ from tasks.runs import dvc_lock, records, run_config
 from tasks.runs.run_config import ConfigFiles
 from tasks.runs.workspace import Workspace
 from tasks.source.fingerprint import content_ids_or_fail
-from tasks.system.files import fingerprint, read_json, recall, write_json
+from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json
 from tasks.tracking.journal import flatten
 
 Content = dict[str, Any]
@@ -45,9 +45,11 @@ class RetrainCheck:
     def of(cls, recipe: str | None, overrides: dict[str, Any] | None, resume: str | None = None) -> "RetrainCheck":
         if not resume:
             path = record_path(recipe, overrides)
-            return cls(path, params_and_code(run_config.changed_files(recipe, overrides)), recall(path) or None)
-        if saved := recall(records.runs_folder() / resume / STARTED_WITH):
-            return cls(Path(saved["record"]), saved["now"], recall(saved["record"]) or None)
+            return cls(
+                path, params_and_code(run_config.changed_files(recipe, overrides)), read_json_or_empty(path) or None
+            )
+        if saved := read_json_or_empty(records.runs_folder() / resume / STARTED_WITH):
+            return cls(Path(saved["record"]), saved["now"], read_json_or_empty(saved["record"]) or None)
         return cls(None, {}, None)
 
     def save(self, workspace: Workspace) -> None:

@@ -26,7 +26,7 @@ from tasks.reports import rounds_table
 from tasks.runs import records, run_config
 from tasks.runs.names import check_name
 from tasks.source.start_model import start_version
-from tasks.system.files import fingerprint, recall, write_json
+from tasks.system.files import fingerprint, read_json_or_empty, write_json
 
 FOLDER = ROOT / ".scratch" / "rounds"
 SAMPLING = {"sample.answers": 4}  # if params.yaml has no section `sample`
@@ -78,7 +78,7 @@ def plan(
     digest = fingerprint([content, reference])
     name = name or f"rounds-{digest[:6]}"
     path = FOLDER / name / "rounds.json"
-    if (saved := recall(path)) and saved["content"] != digest:
+    if (saved := read_json_or_empty(path)) and saved["content"] != digest:
         raise UserError(f"There are other rounds named {name}: their parameters differ. Choose another --name.")
     seed = params.sample.seed if params.sample else 0
     check_name(f"{name}-{count}")  # of the last round

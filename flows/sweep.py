@@ -25,7 +25,7 @@ from tasks.reports import sweep_table
 from tasks.runs import records
 from tasks.runs.search_space import Space, parse
 from tasks.system import processes
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 
 METRIC = "eval/rewards/accuracies"
 
@@ -138,7 +138,7 @@ class Sweep:
             "best": rows[0]["name"],
             "promote": shlex.join(["dpo", *command[3:]]),
             "rows": rows,
-            "ids": [ids for row in rows if row["logs"] and (ids := recall(Path(row["logs"]) / "run.json"))],
+            "ids": [ids for row in rows if row["logs"] and (ids := read_json_or_empty(Path(row["logs"]) / "run.json"))],
             "failed": sorted(self.errors),
         }
 

@@ -15,7 +15,7 @@ from tasks.config.params import load_params
 from tasks.config.paths import ROOT
 from tasks.reports import sweep_table
 from tasks.runs.records import runs_folder
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 from tasks.tracking import journal, pipeline_run
 
 Result = Mapping[str, Any]
@@ -39,7 +39,7 @@ def _track(result: Result, files: list[Path]) -> None:
     os.environ["DPO_HOME"] = str(ROOT)
     params, cluster = load_params(ROOT / "params.yaml"), load_cluster(ROOT)
     folder = pipeline_run.open_run(params, cluster, root=ROOT, folder=runs_folder() / result["sweep"])
-    run = journal.Run(folder, journal.FLOW)
+    run = journal.StageJournal(folder, journal.FLOW)
     run.tags({"sweep": result["sweep"], "kind": "sweep", "best": result["best"]})
     best = result["rows"][0]["metric"]
     run.summary({result["metric"]: best} if best is not None else {})
@@ -69,7 +69,7 @@ def next_steps(result: Result) -> list[str]:
     if overlapping := sweep_table.not_told_apart(result["rows"]):
         steps.append(f"beware     its interval overlaps that of {len(overlapping)} more runs: the order may be chance")
     steps.append(f"look       dpo open {best['name']}; dpo compare {best['name']}")
-    if best["logs"] and (ids := recall(Path(best["logs"]) / "run.json")):
+    if best["logs"] and (ids := read_json_or_empty(Path(best["logs"]) / "run.json")):
         steps.append(f"open       {mlflow_link(ids)} (dpo up)")
     if link := compare_link(result["ids"]):
         steps.append(f"compare    {link}")

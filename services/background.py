@@ -21,11 +21,11 @@ import psutil
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.system import processes
-from tasks.system.files import recall, write_text
+from tasks.system.files import read_json_or_empty, write_text
 from tasks.system.lock import exclusive
 
 FOLDER = ROOT / ".services"
-MARK = "DPO_SERVICE"
+SERVICE_VARIABLE = "DPO_SERVICE"
 START_TIMEOUT = 600.0  # seconds; a service that ended is noticed at once, so this is for a busy machine
 REPORT_INTERVAL = 10.0  # seconds between messages while waiting
 
@@ -89,7 +89,7 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, 
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**env, MARK: _mark(name)},
+            env={**env, SERVICE_VARIABLE: _mark(name)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -107,7 +107,7 @@ def _began(process: psutil.Process) -> float:
 def last_started(name: str) -> Service | None:
     """The service as it was last started; its process may have ended since."""
     try:
-        return Service(**recall(FOLDER / f"{name}.json"))
+        return Service(**read_json_or_empty(FOLDER / f"{name}.json"))
     except TypeError:  # missing or damaged
         return None
 
@@ -147,7 +147,7 @@ def stop(name: str) -> bool:
 def end_leftovers(name: str) -> bool:
     """End descendants of a killed service: they may still hold its port. Returns whether there were any."""
     others = [process for process in psutil.process_iter(["environ"]) if process.pid != os.getpid()]
-    leftovers = [process for process in others if (process.info["environ"] or {}).get(MARK) == _mark(name)]
+    leftovers = [process for process in others if (process.info["environ"] or {}).get(SERVICE_VARIABLE) == _mark(name)]
     for process in leftovers:
         with suppress(psutil.NoSuchProcess):
             process.terminate()

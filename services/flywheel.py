@@ -20,13 +20,13 @@ import httpx
 
 from services.background import is_healthy
 from tasks.artifacts import demo
-from tasks.config.paths import ROOT, home
+from tasks.config.paths import ROOT, main_checkout
 from tasks.errors import UserError
 from tasks.reports import flywheel_report
 from tasks.runs.records import text_table
 from tasks.source.stage import make_demo_model
 from tasks.system import processes
-from tasks.system.files import publish, read_json, recall, write_json
+from tasks.system.files import publish, read_json, read_json_or_empty, write_json
 from tasks.system.ports import free_port
 from tasks.system.progress import Bar
 from tasks.tracking.model_names import registered_version
@@ -56,12 +56,12 @@ USERS = (User("ana", 110, 0.05), User("ben", 110, 0.1), User("carla", 100, 0.1),
 
 def flywheel(nights: int) -> None:
     """A command that was interrupted, or that is called with more nights, continues where the last one ended."""
-    folder = home() / ".scratch" / "flywheel"
+    folder = main_checkout() / ".scratch" / "flywheel"
     if not (folder / "base" / "config.json").exists():
         with publish(folder / "base") as base:
             make_demo_model(base, seed=0)
     state = folder / "nights.json"
-    done = recall(state).get("nights", [])
+    done = read_json_or_empty(state).get("nights", [])
     for night in range(len(done), nights + 1):
         if night:
             print(f"\nNight {night}: train on all votes so far, from the champion on", flush=True)

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from services import background, prefect_api, stage_activity
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.promote import outbox
 from tasks.secrets.redact import redact
@@ -70,7 +70,7 @@ class PipelineCollector(Collector):
         yield gauge("dpo_source_up", "1 if this source of metrics responded", up)
 
     def _read_all(self) -> dict[str, Metrics | None]:
-        cluster = self._read("configuration", lambda: load_cluster(home()))
+        cluster = self._read("configuration", lambda: load_cluster(main_checkout()))
         if cluster is None:
             return {"configuration": None}
         sources: dict[str, Source] = {
@@ -97,11 +97,11 @@ class PipelineCollector(Collector):
         return content
 
     def _runs(self, cluster: Cluster) -> Metrics:
-        runs = home() / cluster.logging_dir
+        runs = main_checkout() / cluster.logging_dir
         with self.lock:
             stages = self.journals.active_stages(runs)
         unsent, waiting = stage_activity.unsent_lines(runs), len(list(outbox.folder().glob("*.json")))
-        disk = shutil.disk_usage(mount_of(home() / cluster.output_dir))
+        disk = shutil.disk_usage(mount_of(main_checkout() / cluster.output_dir))
         return [
             *stage_metrics(stages),
             gauge("dpo_unsent_journal_lines", "Journal lines that MLflow has not received yet", unsent),
@@ -163,7 +163,7 @@ def _prefect_access() -> Mapping[str, str]:
 
 
 def champions(cluster: Cluster) -> Metrics:
-    gate = load_params(home() / "params.yaml").promote
+    gate = load_params(main_checkout() / "params.yaml").promote
     names = [*gate.require, *gate.limits, *gate.max_regression]
     models = model_registry.champions(_mlflow_address(cluster), gate.alias, names)
     versions = [({"model": entry.model, "run": entry.run}, float(entry.version)) for entry in models]

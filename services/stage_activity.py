@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.runs.records import RUNNING, RunRecord
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from tasks.system.processes import is_alive
 from tasks.tracking.journal import FLOW, read_lines, sent
 
@@ -50,7 +50,7 @@ def _is_active(folder: Path) -> bool | None:
     if not (folder / "record.json").exists():
         return None
     try:
-        return RunRecord(**recall(folder / "record.json")).current_state == RUNNING
+        return RunRecord(**read_json_or_empty(folder / "record.json")).current_state == RUNNING
     except TypeError:  # damaged
         return False
 

@@ -11,7 +11,7 @@ from tasks.runs import records
 from tasks.runs.dvc_lock import artifacts_size, read_lock
 from tasks.runs.records import RunRecord
 from tasks.system.disk import human
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 
 LAST_RUNS = 5
 
@@ -79,7 +79,7 @@ def show_runs() -> None:
         return
     head = ("run", "state", "since", "model", "stages", "artifacts", "MLflow")
     print(records.text_table(map(_run_row, runs), head))
-    if any(needs_server(recall(run.folder / "run.json")) for run in runs):
+    if any(needs_server(read_json_or_empty(run.folder / "run.json")) for run in runs):
         print("\nThe pages of MLflow open after `dpo up`.")
     if unfinished := [run.name for run in runs if run.current_state not in (records.RUNNING, records.FINISHED)]:
         print(f"\n`dpo resume {unfinished[0]}` continues a run that did not finish; `dpo gc` deletes old ones.")
@@ -89,10 +89,10 @@ def _run_row(record: RunRecord) -> tuple[str, ...]:
     states = records.stage_states(record)
     ran = [state["stage"] for state in states if state["state"] == "ran" and state["stage"] != "promote"]
     cached = sum(state["state"] != "ran" for state in states)
-    link = mlflow_link(recall(record.folder / "run.json")) or ""
+    link = mlflow_link(read_json_or_empty(record.folder / "run.json")) or ""
     stages = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
     lock = read_lock(record.results())
     size = human(artifacts_size(lock)) if lock else ""
-    model = recall(record.folder / "params.json").get("promote", {}).get("model_name", "")
+    model = read_json_or_empty(record.folder / "params.json").get("promote", {}).get("model_name", "")
     return record.name, record.current_state, since, model, stages, size, link

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifacts.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
 from tasks.config.params import load_params
-from tasks.config.paths import BASE, MODEL, SFT, home
+from tasks.config.paths import BASE, MODEL, SFT, main_checkout
 from tasks.errors import UserError
 from tasks.runs.named_model import HERE, NamedModel, manifest_of, named_model
 from tasks.runs.open_run import open_run, weights_of
@@ -48,7 +48,7 @@ def weights_folder(found: NamedModel) -> Path:
         with registered_version(f"{found.model}/{found.version}") as (_, models, version):
             require_intact_version(models, version)
             return weights_of(models, version)
-    worktree = home() / ".scratch" / "worktrees" / found.run / MODEL
+    worktree = main_checkout() / ".scratch" / "worktrees" / found.run / MODEL
     folder = worktree if any(worktree.glob("*.safetensors")) else open_run(found.run) / MODEL
     require_intact(folder)
     return folder

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from tasks.artifacts.models import local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import BASE, PAIRS, RAW, home
+from tasks.config.paths import BASE, PAIRS, RAW, main_checkout
 from tasks.errors import UserError
 from tasks.system import disk
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from tasks.tracking.registry import LARGEST_UPLOAD
 from training.models.model_files import weight_files
 from training.trainer.settings import SAVED_MOMENT_BYTES
@@ -44,7 +44,7 @@ def _stage_needs(stage: str, params: Params, cluster: Cluster) -> FolderSizes:
     if stage == "prepare":
         return [(PAIRS, 3.0 * disk.size_of(RAW))]  # shards, pairs, the card's quarantine
     if stage == "reference":
-        return [(folder, 1.0 * disk.size_of(PAIRS)) for folder in (PAIRS, home() / cluster.output_dir)]
+        return [(folder, 1.0 * disk.size_of(PAIRS)) for folder in (PAIRS, main_checkout() / cluster.output_dir)]
     if stage == "export":
         return _export_needs(params, cluster)
     return [(Path("data"), 0.0)]
@@ -123,9 +123,9 @@ def _source_data(params: Params) -> float:
 
 def _export_needs(params: Params, cluster: Cluster) -> FolderSizes:
     """From the base's weight files, which have at most four bytes per parameter."""
-    sizes = recall(BASE / "manifest.json").get("sizes", {})
+    sizes = read_json_or_empty(BASE / "manifest.json").get("sizes", {})
     weights = float(sum(size for name, size in sizes.items() if name.endswith(".safetensors")))
     exported = weights * (1 + len(params.export.gguf))
     # A worker of another node writes into shared storage, and we move the export from there.
-    shared = [] if cluster.ray.address == "local" else [(home() / cluster.output_dir, exported)]
+    shared = [] if cluster.ray.address == "local" else [(main_checkout() / cluster.output_dir, exported)]
     return [(Path("data"), exported), *shared]

@@ -26,7 +26,7 @@ from tasks.secrets import redact
 from tasks.system import disk
 from tasks.system.lock import workspace_lock
 from tasks.system.processes import die_with_parent
-from tasks.tracking.pipeline_run import tracked
+from tasks.tracking.pipeline_run import record_stage
 
 STAGES = {  # in the order of dvc.yaml; two live in the folder of the stage that they serve
     "fingerprint": "tasks.source.fingerprint",
@@ -94,7 +94,7 @@ def _run(stage: Callable[[Any], None]) -> None:
     params, cluster = load_params(), load_cluster()
     access.check(params)
     disk_space.check(name, params, cluster)
-    with workspace_lock(Path()), tracked(name, params, cluster) as run:
+    with workspace_lock(Path()), record_stage(name, params, cluster) as run:
         stage(run)
         run.write("memory", gib=_peak_memory())  # for `dpo plan`; MLflow measures its own
     print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)

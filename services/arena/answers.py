@@ -19,7 +19,7 @@ from tasks.errors import UserError
 from tasks.feedback.answer_cache import cache_folder
 from tasks.feedback.events import Answer, Messages
 from tasks.runs.named_model import RUN, named_model
-from tasks.system.files import known_sha256, recall, write_json
+from tasks.system.files import known_sha256, read_json_or_empty, write_json
 from tasks.tracking.model_names import VERSION
 
 ARENA = "arena"  # the parameter that marks answers of an arena
@@ -94,7 +94,7 @@ class ModelAnswers:
 
     def _answers(self, side: Side, prompts: Sequence[Prompt]) -> list[Answer]:
         files = [self._file(side, prompt) for prompt in prompts]
-        missing = [number for number, file in enumerate(files) if not recall(file)]
+        missing = [number for number, file in enumerate(files) if not read_json_or_empty(file)]
         if missing:
             texts = self._model(side.folder).answers([prompts[n].messages for n in missing], **side.sampling)
             for number, text in zip(missing, texts, strict=True):
@@ -113,7 +113,7 @@ class ModelAnswers:
 
 
 def _answer(side: Side, prompt: Prompt, file: Path) -> Answer:
-    cached = recall(file)
+    cached = read_json_or_empty(file)
     return Answer(
         id=stable_id(file.stem, side.role, side.model, side.version),
         time=cached["time"],

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.feedback.events import Answer, Event, Feedback
 from tasks.feedback.journal import read_events
@@ -47,7 +47,7 @@ class AnswerIndex:
             if answer in self.answers:
                 return True
         try:
-            return has_answer(load_cluster(home()), answer)
+            return has_answer(load_cluster(main_checkout()), answer)
         except UserError:
             return True
 

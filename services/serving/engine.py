@@ -19,7 +19,7 @@ from typing import Any
 from services.background import is_healthy
 from tasks.artifacts.models import model_links
 from tasks.chat import load_prompt_tokens, model_folder
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
@@ -78,14 +78,14 @@ class Engine:
         self.files = self.stack.enter_context(model_links(folder))  # the model alone, whatever else lies in its folder
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self.log = home() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
+        self.log = main_checkout() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".log.1"))
         env = {name: value for name, value in os.environ.items() if not name.startswith(SECRET)} | OFFLINE
         output = self.stack.enter_context(self.log.open("w"))
         command = engine_command(self.files, port, memory_share)
-        self.process = self.stack.enter_context(processes.spawn(command, home(), env, output))
+        self.process = self.stack.enter_context(processes.spawn(command, main_checkout(), env, output))
 
     @property
     def is_alive(self) -> bool:

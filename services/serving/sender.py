@@ -7,9 +7,9 @@ answers.
 import threading
 
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.feedback.journal import feedback_folder
 from tasks.feedback.traces import follow
 
 if __name__ == "__main__":
-    follow(feedback_folder(), load_cluster(home()), threading.Event())
+    follow(feedback_folder(), load_cluster(main_checkout()), threading.Event())

@@ -12,7 +12,7 @@ from services.serving.fleet import Fleet
 from services.serving.gateway import create_app
 from services.serving.tokens import RateLimit, Tokens
 from tasks.config.access import LOOPBACK_NAMES
-from tasks.config.paths import ROOT, home
+from tasks.config.paths import ROOT, main_checkout
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
 from tasks.system.http_limits import LimitedProtocol
@@ -33,9 +33,9 @@ def serve(model: str, host: str, port: int, challenger: str | None, share: float
             app = create_app(fleet, tokens, journal, RateLimit(per_minute), most_tokens, patience)
             _print_address(fleet, tokens, host, port)
             sender = [sys.executable, "-m", "services.serving.sender"]
-            log = home() / ".scratch" / "serving" / "sender.log"
+            log = main_checkout() / ".scratch" / "serving" / "sender.log"
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-            with log.open("w") as output, processes.spawn(sender, home(), env, output):
+            with log.open("w") as output, processes.spawn(sender, main_checkout(), env, output):
                 uvicorn.run(
                     app,
                     host=host,

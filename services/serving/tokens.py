@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.feedback.events import person
 from tasks.secrets.private import forget_values
@@ -27,7 +27,7 @@ SHORTEST = 16  # characters
 
 class Tokens:
     def __init__(self) -> None:
-        self.file: Path | None = None if VARIABLE in os.environ else private_file("tokens.json", home())
+        self.file: Path | None = None if VARIABLE in os.environ else private_file("tokens.json", main_checkout())
         self.origin = str(self.file or VARIABLE)  # for messages
         if self.file and not self.file.exists():
             create(self.file, json.dumps({getpass.getuser(): secrets.token_urlsafe(24)}, indent=2) + "\n")

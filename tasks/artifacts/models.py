@@ -8,7 +8,7 @@ from typing import Any
 from tasks.config.addresses import local_path
 from tasks.config.paths import BASE, SFT
 from tasks.errors import UserError
-from tasks.system.files import fingerprint, known_sha256, read_json, recall
+from tasks.system.files import fingerprint, known_sha256, read_json, read_json_or_empty
 from training.models.model_files import ADAPTER, embedded_adapter, loadable, model_files
 from training.models.remote_code import check_configuration
 
@@ -57,14 +57,14 @@ def _checked(folder: Path, manifest: dict[str, Any]) -> Path:
 
 def reference_folder(address: str) -> Path:
     """The folder of the reference model: the base model, unless train.reference_model names another one."""
-    manifest = recall(OTHER_REFERENCE / "manifest.json")
+    manifest = read_json_or_empty(OTHER_REFERENCE / "manifest.json")
     if not manifest:
         return base_folder(address)
     return _checked(source_path(manifest["model"], manifest, OTHER_REFERENCE), manifest)
 
 
 def reference_hash() -> str:
-    return recall(OTHER_REFERENCE / "manifest.json").get("sha256") or base_hash()
+    return read_json_or_empty(OTHER_REFERENCE / "manifest.json").get("sha256") or base_hash()
 
 
 def base_hash() -> str:

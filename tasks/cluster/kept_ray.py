@@ -22,7 +22,7 @@ import psutil
 from tasks.cluster import embedded_ray
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.system import processes
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 
 SESSION = "DPO_RAY"
 HOLDER, ADDRESS, LOG = "holder.json", "address.json", "holder.log"  # files in the session folder
@@ -78,9 +78,9 @@ def find(cpus: float, environment: Mapping[str, str]) -> Kept | None:
     if not (name := os.environ.get(SESSION)):
         return None
     folder = Path(name)
-    while (alive := processes.is_alive(recall(folder / HOLDER))) and not (folder / ADDRESS).exists():
+    while (alive := processes.is_alive(read_json_or_empty(folder / HOLDER))) and not (folder / ADDRESS).exists():
         time.sleep(0.05)
-    kept = recall(folder / ADDRESS)
+    kept = read_json_or_empty(folder / ADDRESS)
     if not alive or not all(map(processes.is_alive, kept["servers"])):
         return None
     suits = kept["cpus"] >= cpus and kept["environment"] == _inherited(environment)

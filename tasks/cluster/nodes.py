@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.cluster import Cluster, Ray
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, hash_files, publish
-from tasks.system.progress import meanwhile
+from tasks.system.progress import background_thread
 
 PACKAGES = ("ray", "torch", "transformers", "deepspeed", "peft")  # numbers and pickles depend on these, and on Python
 TASK_TIMEOUT = 120.0  # seconds for a node to run a small task; the first one also transfers our code
@@ -118,7 +118,7 @@ def path_on_nodes(cluster: Cluster, root: Path, parts: Sequence[Path] = ()) -> P
     root = root.resolve()
     if cluster.ray.address == "local":
         return root
-    shared = home() / cluster.output_dir
+    shared = main_checkout() / cluster.output_dir
     check_storage(shared)
     times, parts = bool(parts), parts or [Path()]
     ours = list_files(root, parts, times)
@@ -151,7 +151,7 @@ def refresh_directory(folder: Path) -> None:
 
 def report_node_changes(config: Ray, log: Callable[[str], None]) -> AbstractContextManager[None]:
     """Log which nodes are lost and which join while the block runs."""
-    return nullcontext() if config.address == "local" else meanwhile(partial(_watch_nodes, log))
+    return nullcontext() if config.address == "local" else background_thread(partial(_watch_nodes, log))
 
 
 def _watch_nodes(log: Callable[[str], None], stop: threading.Event) -> None:

@@ -21,7 +21,7 @@ from tasks.cluster import nodes, placement
 from tasks.cluster.ray_cluster import ray_cluster
 from tasks.cluster.store import store_address
 from tasks.config.cluster import Cluster, Group
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 
 DEATH_NOTICE = 10.0  # seconds until Ray reports a dead worker, after another rank failed because of it
@@ -113,7 +113,7 @@ class WorkerPool:
         if self.cluster.ray.address == "local":
             yield folder.resolve()
             return
-        shared = home() / self.cluster.output_dir / "inputs" / f"{self.stage}-{uuid.uuid4().hex[:12]}"
+        shared = main_checkout() / self.cluster.output_dir / "inputs" / f"{self.stage}-{uuid.uuid4().hex[:12]}"
         shared.mkdir(parents=True)
         try:
             yield shared

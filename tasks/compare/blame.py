@@ -20,7 +20,7 @@ from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Evaluated, find_model, read_results, results_here
 from tasks.config.cluster import load_cluster
 from tasks.config.params import Params, load_params
-from tasks.config.paths import METRICS, MODEL, POLICY, home
+from tasks.config.paths import METRICS, MODEL, POLICY, main_checkout
 from tasks.errors import UserError
 from tasks.evaluate.evaluator import Evaluator
 from tasks.evaluate.sampler import Weights
@@ -79,7 +79,7 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     if other and other.answers_of == "base":
         raise UserError(f"--against {against}: a base model has no margins. Name a trained model, such as champion.")
     if run:
-        os.environ["DPO_HOME"] = str(home())
+        os.environ["DPO_HOME"] = str(main_checkout())
         os.chdir(open_run(run))
     if not (POLICY.exists() and pairs_file("train").exists()):
         raise UserError(f"There is no trained policy in {Path.cwd() / POLICY}. Name a finished run: `dpo blame RUN`.")
@@ -93,7 +93,7 @@ def blame(run: str | None, against: str | None, count: int) -> None:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
         lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
         _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
-    folder = home() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
+    folder = main_checkout() / ".scratch" / "blame" / (run or "checkout").replace("/", "-")
     write_text(folder / "scores.jsonl", json_lines(lines))
     write_text(folder / "flagged.jsonl", json_lines(_flagged(lines)))
     print(f"\nTraining pairs that work against {len(target.pairs)} held-out pairs, the most harmful first (* flagged):")

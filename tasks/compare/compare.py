@@ -20,7 +20,7 @@ from tasks.compare.reevaluate import ModelResults, add_reference, current_held_o
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.params import load_params
-from tasks.config.paths import METRICS, MODEL, home
+from tasks.config.paths import METRICS, MODEL, main_checkout
 from tasks.errors import UserError
 from tasks.evaluate.answers import judged_metrics
 from tasks.evaluate.intervals import mean_interval
@@ -248,7 +248,7 @@ def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
             "model is not evaluated again. Compare a base model with a model that was trained from it."
         )
     if ours.run:
-        os.environ["DPO_HOME"] = str(home())
+        os.environ["DPO_HOME"] = str(main_checkout())
         os.chdir(open_run(ours.run))  # for its pairs, reference values and base model
     with evaluator_pool(load_cluster(), "compare") as workers:
         return results_here(workers, theirs)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from tasks.config.addresses import local_path
 from tasks.config.cluster import Access, load_cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ REFUSED = ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "3fff::/20", "168.63.1
 
 def configured() -> Access:
     """From the main checkout: a run's worktree cannot change it."""
-    return load_cluster(home()).access
+    return load_cluster(main_checkout()).access
 
 
 def check(params: "Params") -> None:

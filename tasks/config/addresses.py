@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.config.paths import ROOT, home
+from tasks.config.paths import ROOT, main_checkout
 from tasks.errors import UserError
 from tasks.secrets.private import Private
 
@@ -22,12 +22,12 @@ CACHED_BY_DVC = re.compile(r"files/md5/[0-9a-f]{2}/[0-9a-f]{30}")  # named by it
 def local_path(address: str) -> Path:
     """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
     path = Path(address.removeprefix(FILE)).expanduser()
-    return permitted(path if path.exists() else home() / path)
+    return permitted(path if path.exists() else main_checkout() / path)
 
 
 def permitted(path: Path) -> Path:
     """The path itself; UserError if it, or what lies in the folder, leads to a private place or out of the folder."""
-    private = Private((home(), ROOT))
+    private = Private((main_checkout(), ROOT))
     _refuse(path, private.contains(path))
     if path.is_dir():
         folder = _real(path)
@@ -86,7 +86,7 @@ def _below(path: Path, folder: Path) -> str:
 
 def _dvc_caches() -> Iterator[Path]:
     """DVC's cache of this checkout. With `cache.type: symlink`, a tracked file is a link into it."""
-    for root in {home(), ROOT}:
+    for root in {main_checkout(), ROOT}:
         config = configparser.ConfigParser(interpolation=None, strict=False)
         config.read([root / ".dvc" / "config", root / ".dvc" / "config.local"])
         configured = config.get("cache", "dir", fallback="cache")  # relative to the file

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.config.strict import Count, Layer, Positive, Section, Value, changed, merge, read_yaml, section, validate
 from tasks.errors import UserError
 
@@ -196,6 +196,6 @@ def site_overlay() -> dict[str, Any]:
     """
     if not (name := os.environ.get(SITE)):
         return {}
-    if not (path := home() / name).is_file():
+    if not (path := main_checkout() / name).is_file():
         raise UserError(f"{SITE} names {path}, which does not exist. Correct the path, or unset {SITE}.")
     return read_yaml(path)

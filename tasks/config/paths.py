@@ -18,6 +18,6 @@ METRICS = Path("data/metrics")
 MODEL = Path("data/model")
 
 
-def home() -> Path:
+def main_checkout() -> Path:
     """The main checkout, which holds state that outlives a workspace; a run in its own worktree finds it too."""
     return Path(os.environ.get("DPO_HOME", ".")).resolve()

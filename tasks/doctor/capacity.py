@@ -10,7 +10,7 @@ from tasks.artifacts import adapters
 from tasks.artifacts.models import base_folder, local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import BASE, home
+from tasks.config.paths import BASE, main_checkout
 from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
 from tasks.system.files import read_json
@@ -26,7 +26,7 @@ ADVICE = (
 
 def disk(report: Report, params: Params, cluster: Cluster, sizes: Any | None) -> None:
     """`sizes` of the model from training.trainer.memory; None while the model is not on this machine."""
-    free = shutil.disk_usage(home()).free
+    free = shutil.disk_usage(main_checkout()).free
     if sizes is None:
         sentence = f"{free / GIB:.0f} GiB of disk are free; how much the run needs is unknown until the model is here"
         report.check(free >= MINIMUM_DISK, sentence, f"{sentence}. Free some space: {ADVICE}.")
@@ -78,7 +78,7 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
     from tasks.train.driver import make_settings  # loads torch, which takes seconds
     from training.trainer import memory
 
-    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
+    settings = make_settings(params, cluster, folder, main_checkout() / cluster.output_dir, origin={})
     needed = memory.estimate(settings, cluster.actor_train.num_workers)
     _check_memory(report, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
     for name, dtype, quantization in (

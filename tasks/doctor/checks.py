@@ -15,7 +15,7 @@ from tasks.cluster.nodes import check_storage, check_versions, package_versions,
 from tasks.cluster.ray_cluster import ray_cluster
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import Params, read_params, read_recipe
-from tasks.config.paths import ROOT, home
+from tasks.config.paths import ROOT, main_checkout
 from tasks.doctor import capacity, network_checks, stale_locks
 from tasks.doctor.report import Report
 from tasks.errors import UserError
@@ -31,14 +31,14 @@ def run_checks(recipe: str | None, fix: bool = False) -> int:
     packages(report, ROOT / "requirements.lock")
     machine(report)
     capacity.shared_memory(report)
-    stale_locks.locks(report, home())
+    stale_locks.locks(report, main_checkout())
     try:
         params = Params.model_validate(read_params(recipe))
         cluster = load_cluster(Path(), read_recipe(recipe, "cluster") if recipe else {})
         report.ok("params.yaml and infra/cluster.yaml are valid" + (f" with recipe {recipe}" if recipe else ""))
         network_checks.tracking(report, cluster)
         network_checks.hub(report, params)
-        network_checks.remotes(report, home())
+        network_checks.remotes(report, main_checkout())
         capacity.fit(report, params, cluster)
         nodes(report, cluster)
     except UserError as error:
@@ -84,7 +84,7 @@ def nodes(report: Report, cluster: Cluster) -> None:
     if cluster.ray.address == "local":
         report.ok(f"Ray {package_versions()['ray']}, embedded on this machine")
         return
-    folder = home() / cluster.output_dir
+    folder = main_checkout() / cluster.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     with ray_cluster(cluster.ray, 0):
         check_versions()

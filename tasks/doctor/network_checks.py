@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from tasks.artifacts.models import HUB, hub_address, hub_snapshot
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc
 from tasks.tracking.journal import unsent
@@ -32,7 +32,7 @@ def tracking(report: Report, cluster: Cluster) -> None:
         _server(report, uri)
     else:
         _reachable(report, uri, "tracking_uri in infra/cluster.yaml")
-    runs = home() / cluster.logging_dir
+    runs = main_checkout() / cluster.logging_dir
     waiting = [path.name for path in sorted(runs.glob("*/")) if unsent(path)]
     if waiting:
         report.note(f"{len(waiting)} runs have metrics that MLflow lacks ({', '.join(waiting[:3])}): run `dpo sync`")

@@ -20,7 +20,7 @@ import httpx
 from tasks.config.access import check_endpoint, configured
 from tasks.config.cluster import Access
 from tasks.config.evaluate import Endpoint
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.secrets.redact import protect
 from tasks.system.files import fingerprint, read_json, write_json
@@ -46,7 +46,7 @@ class EndpointJudge:
     def __init__(self, endpoint: Endpoint, cache: Path | None = None, allowed: Access | None = None) -> None:
         check_endpoint(endpoint, allowed or configured())
         self.endpoint = endpoint
-        self.cache = cache or home() / ".scratch" / "judgements"
+        self.cache = cache or main_checkout() / ".scratch" / "judgements"
         self.key = _key(endpoint)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         system_certificates = ssl.create_default_context()  # httpx trusts its own list otherwise

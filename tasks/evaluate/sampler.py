@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.cluster.worker_pool import Worker
 from tasks.errors import UserError
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from training.evaluation.samples import Answer
 
 GIB = 2**30
@@ -59,7 +59,7 @@ class Sampler(Worker):
 
     def has_vllm(self, weights: Weights) -> tuple[bool, bool]:
         """Whether vLLM is installed, and whether it loads these weights' adapter."""
-        config = recall(weights.adapter / "adapter_config.json") if weights.adapter else {}
+        config = read_json_or_empty(weights.adapter / "adapter_config.json") if weights.adapter else {}
         return find_spec("vllm") is not None, not config.get("modules_to_save")
 
     def sample_by_vllm(

@@ -29,14 +29,14 @@ from tasks.evaluate.scoring import answer_log_ratios, base_and_policy, evaluator
 from tasks.system.files import json_lines, write_json, write_text
 from tasks.system.progress import Bar
 from tasks.tracking import plots
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.results import curves, evaluation
 from training.evaluation.samples import PairValues
 from training.objectives.objective import Objective
 from training.pairs.pair import Pair
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     pairs, rows = list(read_pairs("eval", params.train.needs_reference)), read_rows(pairs_file("eval"))
     prompts = held_out_prompts(rows, params.evaluate.prompts)
@@ -98,7 +98,7 @@ def _harness(params: Evaluate, workers: WorkerPool, base: Weights, policy: Weigh
     return {name: {key: score for part in half for key, score in part.items()} for name, half in halves.items()}
 
 
-def _write_results(run: Run, metrics: dict[str, Any], samples: list[Any], pairs: list[Any]) -> None:
+def _write_results(run: StageJournal, metrics: dict[str, Any], samples: list[Any], pairs: list[Any]) -> None:
     write_json(METRICS / "evaluate.json", metrics)
     write_text(METRICS / "samples.jsonl", json_lines(samples))
     write_text(METRICS / "pairs.jsonl", json_lines(pairs))
@@ -107,7 +107,7 @@ def _write_results(run: Run, metrics: dict[str, Any], samples: list[Any], pairs:
         run.artifact(METRICS / name)
 
 
-def _write_plots(run: Run, bins: list[dict[str, float]], margins: list[dict[str, float]]) -> None:
+def _write_plots(run: StageJournal, bins: list[dict[str, float]], margins: list[dict[str, float]]) -> None:
     for name, rows in (("calibration", bins), ("margins", margins)):
         with (METRICS / f"{name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

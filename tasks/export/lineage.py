@@ -8,7 +8,7 @@ from typing import Any
 from tasks.artifacts.models import sft_manifest
 from tasks.config.params import Params
 from tasks.config.paths import BASE, METRICS, PAIRS, POLICY, RAW, REFERENCE, ROOT, SAMPLE
-from tasks.system.files import hash_files, read_json, recall, sha256
+from tasks.system.files import hash_files, read_json, read_json_or_empty, sha256
 from tasks.tracking.results import git_output
 
 CODE = ("cli", "flows", "services", "tasks", "training", "dvc.yaml", "requirements.lock")
@@ -22,7 +22,7 @@ def build_manifest(params: Params, checks: dict[str, Any], base: Path) -> dict[s
         "model": params.promote.model_name,
         "data": {"source": raw["source"], "sha256": raw["sha256"], "rows": raw["rows"], "pairs": hash_files(PAIRS)},
         "base": {"model": origin["model"], "revision": origin["revision"], "sha256": origin["sha256"]},
-        **({"sample": sampled} if (sampled := recall(SAMPLE / "manifest.json")) else {}),
+        **({"sample": sampled} if (sampled := read_json_or_empty(SAMPLE / "manifest.json")) else {}),
         **({"sft": tuned} if (tuned := sft_manifest()) else {}),
         "licences": {"base": licence(base), "data": licence(RAW)},
         "reference": read_json(REFERENCE / "manifest.json"),

@@ -22,13 +22,13 @@ from tasks.export.card import model_card
 from tasks.export.lineage import build_manifest
 from tasks.export.modelfile import modelfile
 from tasks.system.files import hash_files, publish, read_json, write_json
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.verify import MANIFEST, seal
 
 CHECKED_PROMPTS = 8
 
 
-def export(run: Run) -> None:
+def export(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     base = base_folder(params.source.model)
     check(pairs_file("eval"), "prepare")

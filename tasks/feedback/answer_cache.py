@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from tasks.config.paths import home
-from tasks.system.files import recall
+from tasks.config.paths import main_checkout
+from tasks.system.files import read_json_or_empty
 
 
 def cache_folder() -> Path:
-    return home() / ".scratch" / "arena"
+    return main_checkout() / ".scratch" / "arena"
 
 
 def erase(user: str) -> int:
     """Delete the cached answers to a person's prompts; returns how many."""
-    theirs = [path for path in cache_folder().glob("*/*.json") if recall(path).get("user") == user]
+    theirs = [path for path in cache_folder().glob("*/*.json") if read_json_or_empty(path).get("user") == user]
     for path in theirs:
         path.unlink()
     return len(theirs)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.feedback.events import Answer, Event, check, from_json, to_json
 from tasks.secrets.redact import redact, redacted
 from tasks.system.files import sync
@@ -23,7 +23,7 @@ LARGEST_FILE = 64 * 2**20  # bytes after which a writer begins a new file: a sen
 
 
 def feedback_folder() -> Path:
-    return home() / ".scratch" / "feedback"
+    return main_checkout() / ".scratch" / "feedback"
 
 
 class FeedbackJournal:

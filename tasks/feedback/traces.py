@@ -21,7 +21,7 @@ from tasks.feedback.events import Answer, E, Event, Feedback, check, from_json, 
 from tasks.feedback.journal import blank, feedback_folder, is_closed, read_events, stored_events
 from tasks.secrets.redact import redact
 from tasks.system import disk
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import make_experiment
 from tasks.tracking.mlflow_client import absolute_uri, database, limit_waiting, log_in
@@ -92,11 +92,11 @@ def sync() -> bool:
 
 
 def _waiting(folder: Path) -> list[Event]:
-    return [from_json(content) for content in recall(folder / WAITING).get("events", [])]
+    return [from_json(content) for content in read_json_or_empty(folder / WAITING).get("events", [])]
 
 
 def _offsets(folder: Path) -> dict[str, int]:
-    return {name: int(offset) for name, offset in recall(folder / SENT).items()}
+    return {name: int(offset) for name, offset in read_json_or_empty(folder / SENT).items()}
 
 
 def _unsent(folder: Path) -> dict[str, tuple[list[Event], int]]:

@@ -8,7 +8,7 @@ from tasks.artifacts import adapters
 from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import BASE, home
+from tasks.config.paths import BASE, main_checkout
 from tasks.errors import UserError
 from tasks.system.files import read_json
 from tasks.tracking.journal import read_lines
@@ -64,7 +64,7 @@ def training_memory(params: Params, cluster: Cluster, folder: Path, longest: int
     """Bytes per worker of train. A pair that is longer than a row's tokens, such as `longest`, is a row of its own."""
     from training.trainer import memory  # loads torch, which takes seconds
 
-    settings = make_settings(params, cluster, folder, home() / cluster.output_dir, origin={})
+    settings = make_settings(params, cluster, folder, main_checkout() / cluster.output_dir, origin={})
     settings = replace(settings, row_tokens=max(settings.row_tokens, longest))
     with adapters.errors_of("train"):
         return float(memory.estimate(settings, cluster.actor_train.num_workers).total)

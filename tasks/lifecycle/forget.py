@@ -27,7 +27,7 @@ from tasks.runs import commits, dvc, dvc_lock, gc, records
 from tasks.runs.retention import RegisteredVersion, all_runs, registered_versions
 from tasks.source.fetch import data_sources, local_files
 from tasks.source.readers import read_rows
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 from tasks.tracking import artifact_store
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client
 
@@ -139,7 +139,7 @@ def _delete(cluster: Cluster, data: PersonalData) -> None:
                 registered.model.move(Moves(dict.fromkeys(registered.aliases)), held)
     if runs:
         ids = [path for name in sorted(runs) for path in (records.runs_folder() / name).glob("*run.json")]
-        run_ids = [recall(path).get("run_id") for path in ids]  # read now: gc deletes the folders
+        run_ids = [read_json_or_empty(path).get("run_id") for path in ids]  # read now: gc deletes the folders
         gc.delete_garbage(ALL_RUNS, runs)
         client = open_client(cluster)
         for run_id in filter(None, run_ids):
@@ -150,7 +150,7 @@ def _delete(cluster: Cluster, data: PersonalData) -> None:
 
 def _certify(user: str, events: int, before: PersonalData, after: PersonalData) -> Path:
     """A record that names the person by a hash alone, with the hashes of what is gone and of what is in use."""
-    manifest = recall(ROOT / MODEL / "manifest.json")  # `dpo reproduce` computes these hashes again
+    manifest = read_json_or_empty(ROOT / MODEL / "manifest.json")  # `dpo reproduce` computes these hashes again
     remaining = {version.name for version in after.versions}
     content = {
         "user_sha256": hashlib.sha256(user.encode()).hexdigest(),

@@ -120,7 +120,7 @@ def close_workspace(workspace: Workspace) -> Path:
 def _with_worktree(record: RunRecord) -> RunRecord:
     """Create the run's worktree, unless it is complete and git still knows it."""
     root = Path(record.root)
-    if record.made and _is_worktree(root):
+    if record.worktree_ready and _is_worktree(root):
         return record
     with worktrees_lock():
         if root.exists():
@@ -131,7 +131,7 @@ def _with_worktree(record: RunRecord) -> RunRecord:
     crash_recovery.repair(root)  # the checkout's dvc.lock came along, damaged or not
     reuse.fill_lock(root)
     check_out_results(Workspace(root, record.name), "reflink,hardlink,copy")
-    return record.write(made=True)
+    return record.write(worktree_ready=True)
 
 
 def _reuse_worktree_results(checkout: Workspace) -> None:

@@ -17,7 +17,7 @@ from tasks.prepare.rows.messages import Message
 from tasks.prepare.templates import ChatTemplate, encode, render
 from tasks.source.reject_reasons import RejectedRow
 
-MARK = re.compile(r"mark\d+(?:text|thought|name|key|value|id)")
+MARKED_TEXT = re.compile(r"mark\d+(?:text|thought|name|key|value|id)")
 OPENED = re.compile(r"<(\w+)>\s*\Z")  # a generation prompt that opens a thought
 
 
@@ -156,7 +156,7 @@ def _with_end(
     template: ChatTemplate, frame: Frame, turns: list[Message], whole: str, response: str, tools: Any
 ) -> Frame:
     """The frame with the end of the turn: what is to be added, and what is to be removed before."""
-    last = list(MARK.finditer(response))[-1]
+    last = list(MARKED_TEXT.finditer(response))[-1]
     tail = response[last.end() :]
     (ids,) = encode(template.tokenizer, [tail])
     stop = next((n + 1 for n, token in enumerate(ids) if token in template.stop_ids), None)

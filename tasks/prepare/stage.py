@@ -37,17 +37,17 @@ from tasks.prepare.shards import count_splits, write_splits
 from tasks.prepare.templates import ChatTemplate, load_template
 from tasks.source.readers import first_rows, read_chunks, rows_in
 from tasks.source.reject_reasons import QUARANTINED, REJECT_REASONS, RejectedRow
-from tasks.system.files import hash_files, publish, read_json, recall, sha256, write_json
+from tasks.system.files import hash_files, publish, read_json, read_json_or_empty, sha256, write_json
 from tasks.system.process_pool import available_cpus, map_in_order
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 
 SAMPLED_LAYOUT = Layout(format="pairs", columns={})
 EXAMPLE_ROWS = 20  # to find three pairs in
 ROWS_PER_PROCESS = 2000  # another process is not worth its start for fewer rows
 
 
-def prepare(run: Run) -> None:
+def prepare(run: StageJournal) -> None:
     params, raw = load_params(), _with_sampled_pairs(read_json(RAW / "manifest.json"))
     template = load_template(params)
     with publish(PAIRS) as pairs, publish(CARD) as card:
@@ -67,7 +67,7 @@ def _with_sampled_pairs(raw: dict[str, Any]) -> dict[str, Any]:
 
     Held-out pairs always are those of the source, so that the models of all rounds are compared on the same pairs.
     """
-    sampled = recall(SAMPLE / "manifest.json")
+    sampled = read_json_or_empty(SAMPLE / "manifest.json")
     if not sampled:
         return raw
     entries = raw["sources"]
@@ -218,7 +218,7 @@ def _write_demonstrations(entries: list[dict[str, Any]], template: ChatTemplate,
         print(f"prepare: sft: rejected {number}: {name}, {REJECT_REASONS[name]}")
 
 
-def _log(run: Run, report: dict[str, Any]) -> None:
+def _log(run: StageJournal, report: dict[str, Any]) -> None:
     pairs, tokens = report["pairs"], report["tokens"]
     shapes = ", ".join(sorted(set(report["format"].values())))
     print(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from tasks.config.access import check_push, configured
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import METRICS, home
+from tasks.config.paths import METRICS, main_checkout
 from tasks.config.promote import Promote
 from tasks.errors import UserError
 from tasks.promote import outbox
 from tasks.runs.open_run import weights_of
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 from tasks.system.processes import is_alive, this_process
 from tasks.tracking.model_names import promote_params, registered_version
 from tasks.tracking.registry import PREVIOUS, Moves, Registry, Version, registry
@@ -64,9 +64,9 @@ def approve(name: str, by: str, reason: str = "") -> str:
 
 def _update_decision(models: Registry, version: Version, why: str) -> None:
     """Record the approval where the run's report reads the decision."""
-    kept = home() / load_cluster().logging_dir / version.run / "results" / METRICS
+    kept = main_checkout() / load_cluster().logging_dir / version.run / "results" / METRICS
     for path in (folder / "promote.json" for folder in (METRICS, kept)):
-        decision = recall(path)
+        decision = read_json_or_empty(path)
         if (decision.get("model"), decision.get("version")) == (models.name, version.number):
             write_json(path, {**decision, "promoted": True, "waiting": False, "approved": why})
 
@@ -138,12 +138,12 @@ def print_rollback(model: str | None) -> None:
 
 def _was_interrupted(model: str, champion: str) -> bool:
     """Whether a rollback to the current champion died before it printed its result."""
-    note = recall(_note())
+    note = read_json_or_empty(_note())
     return (note.get("model"), note.get("to")) == (model, champion) and not is_alive(note["by"])
 
 
 def _note() -> Path:
-    return home() / ".scratch" / "rollback.json"
+    return main_checkout() / ".scratch" / "rollback.json"
 
 
 def _replaced_by(model_registry: Registry, version: Version) -> Version | None:

@@ -56,7 +56,7 @@ def plan_test(
         return Test(anchor=anchor, reasons=reasons)
     what = (budget.metric, *map(models.digest, (version, champion)))
     tag, level = TEST + sha256(" ".join(what).encode()).hexdigest()[:16], budget.alpha / budget.tests
-    if spent := exhausted(budget, models.notes(), tag, level):
+    if spent := exhausted(budget, models.model_tags(), tag, level):
         return Test(anchor=anchor, reasons=reasons + spent)
     return Test(tag, level, anchor, reasons)
 
@@ -112,7 +112,7 @@ def find_anchor(budget: ErrorBudget, models: Registry, champion: Version | None)
     if budget.anchor is None:
         return None
     accepted = [v.number for v in models.versions() if "promoted_over" in v.tags and not v.tags.get("rolled_back")]
-    first = models.notes().get(PINNED) or next(iter(accepted), champion.number if champion else None)
+    first = models.model_tags().get(PINNED) or next(iter(accepted), champion.number if champion else None)
     number = first if budget.anchor == "first" else budget.anchor
     anchor = models.version(number) if number else None
     if number and anchor is None:
@@ -141,16 +141,16 @@ def spend(budget: ErrorBudget | None, models: Registry, decision: Mapping[str, A
     """Record the test of a decision before the aliases move; False if another promotion has spent what it needs."""
     if budget is None:
         return True
-    notes, tag, level = models.notes(), decision["test"], decision["level"]
+    notes, tag, level = models.model_tags(), decision["test"], decision["level"]
     spent = _spent(notes)
     if tag and exhausted(budget, notes, tag, level):
         return False
     for old in (name for name in notes if name.startswith(TEST) and name not in spent):
-        models.note(old, None, lease)
+        models.set_model_tag(old, None, lease)
     if tag and level > spent.get(tag, (None, 0.0))[1]:
-        models.note(tag, f"{_today()} {level!r}", lease)
+        models.set_model_tag(tag, f"{_today()} {level!r}", lease)
     if budget.anchor == "first" and PINNED not in notes and (aliases := anchor_alias(decision)):
-        models.note(PINNED, aliases[ANCHOR], lease)
+        models.set_model_tag(PINNED, aliases[ANCHOR], lease)
     return True
 
 

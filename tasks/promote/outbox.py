@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tasks.config.paths import MODEL, home
+from tasks.config.paths import MODEL, main_checkout
 from tasks.promote.push import push
 from tasks.runs.open_run import weights_of
 from tasks.system.files import read_json, sha256, write_json
@@ -51,7 +51,7 @@ class Promotion:
 
 
 def folder() -> Path:
-    return home() / ".scratch" / "outbox"
+    return main_checkout() / ".scratch" / "outbox"
 
 
 def add(model: str, version: str, alias: str, why: str, run: str = "", details: str = "") -> Promotion:

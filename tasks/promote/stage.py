@@ -26,7 +26,7 @@ from tasks.promote.gate import change, gate, regressions
 from tasks.promote.push import push
 from tasks.reports.headline import describe_decision
 from tasks.system.files import read_json, sha256, write_json
-from tasks.tracking.journal import Run, flatten_metrics
+from tasks.tracking.journal import StageJournal, flatten_metrics
 from tasks.tracking.registry import CHALLENGER, Moves, Registry, Version, registry, run_id
 from tasks.tracking.verify import require_intact, require_intact_version
 
@@ -43,7 +43,7 @@ class Compared:
     why_not: str = ""
 
 
-def promote(run: Run) -> None:
+def promote(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     require_intact(MODEL)
     address = params.promote.push and check_push(params.promote.push, configured())
@@ -66,7 +66,7 @@ def promote(run: Run) -> None:
         print(f"promote: copied to {copy}", flush=True)
 
 
-def _register(model_registry: Registry, run: Run) -> Version:
+def _register(model_registry: Registry, run: StageJournal) -> Version:
     """The version of this export, added to the registry if it is new."""
     digest = sha256(MODEL / "manifest.json")
     if known := model_registry.with_manifest(digest):

@@ -17,7 +17,7 @@ from tasks.cluster.ray_cluster import warn_of_slow_dtype
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import Params, load_params
-from tasks.config.paths import PAIRS, REFERENCE, home
+from tasks.config.paths import PAIRS, REFERENCE, main_checkout
 from tasks.errors import UserError
 from tasks.reference.logp_shards import (
     SCHEMA,
@@ -32,7 +32,7 @@ from tasks.system.code import worker_code
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from training.models.model_files import weight_files
 
 NO_IDS = SCHEMA.empty_table()["key"]
@@ -42,7 +42,7 @@ SHARD_TIMEOUT = 120.0  # seconds for shared storage to show a shard that another
 Shard = tuple[str, dict[str, int]]  # a split, and the numbers of pairs in it by their keys
 
 
-def reference(run: Run) -> None:
+def reference(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     if params.reference.quantization and cluster.reference.zero_stage == 3:
         raise UserError(
@@ -50,7 +50,7 @@ def reference(run: Run) -> None:
             "reference.quantization and train.quantization to null."
         )
     inputs = {"base": reference_hash(), **params.reference.model_dump(), "code": worker_code("reference")}
-    folder = home() / cluster.output_dir / "reference" / fingerprint(inputs)
+    folder = main_checkout() / cluster.output_dir / "reference" / fingerprint(inputs)
     if not params.train.needs_reference:
         print(f"reference: loss {', '.join(params.train.loss)} uses no reference model; nothing to compute")
         _publish({}, {}, SCHEMA.empty_table(), inputs)
@@ -60,7 +60,7 @@ def reference(run: Run) -> None:
         _reference(run, params, cluster, folder, inputs)
 
 
-def _reference(run: Run, params: Params, cluster: Cluster, folder: Path, inputs: dict[str, Any]) -> None:
+def _reference(run: StageJournal, params: Params, cluster: Cluster, folder: Path, inputs: dict[str, Any]) -> None:
     pairs = {split: read_pairs(split) for split in SPLITS}
     keys = {split: [pair_key(pair) for pair in pairs[split]] for split in SPLITS}
     logps = read_shards(folder)

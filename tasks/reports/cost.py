@@ -6,7 +6,7 @@ from typing import Any
 
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.paths import CARD
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from tasks.tracking.journal import read_lines
 from tasks.tracking.results import curves
 
@@ -92,7 +92,7 @@ def _groups(cluster: Cluster) -> dict[str, Any]:
 
 def _pair_tokens(root: Path) -> float | None:
     """The reference model reads every pair once: its prompt once, and both answers."""
-    report = recall(root / CARD / "report.json")
+    report = read_json_or_empty(root / CARD / "report.json")
     return sum(report["pairs"].values()) * sum(part["mean"] for part in report["tokens"].values()) if report else None
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from tasks.config.metrics import ACCURACY, accuracy_label, interval
 from tasks.config.paths import METRICS, MODEL
-from tasks.system.files import recall, sha256
+from tasks.system.files import read_json_or_empty, sha256
 from tasks.tracking.journal import flatten_metrics
 
 
 def decision_of(root: Path) -> dict[str, Any]:
     """The registry's decision about the export in `root`; empty where it was about another export."""
-    decision, manifest = recall(root / METRICS / "promote.json"), root / MODEL / "manifest.json"
+    decision, manifest = read_json_or_empty(root / METRICS / "promote.json"), root / MODEL / "manifest.json"
     return {} if manifest.exists() and decision.get("manifest_sha256") != sha256(manifest) else decision
 
 

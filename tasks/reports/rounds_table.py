@@ -9,7 +9,7 @@ from tasks.config.params import load_params
 from tasks.config.paths import METRICS, SAMPLE
 from tasks.evaluate import judges
 from tasks.reports.headline import describe_decision
-from tasks.system.files import read_json_lines, recall
+from tasks.system.files import read_json_lines, read_json_or_empty
 
 COLUMNS = {
     "round": "round",
@@ -25,12 +25,15 @@ COLUMNS = {
 
 def row(number: int, run: str, start: str, results: Path, first: Path) -> dict[str, Any]:
     """The figures of a round; `first` has the results of round 1, whose base model all rounds are compared with."""
-    metrics, decision = recall(results / METRICS / "evaluate.json"), recall(results / METRICS / "promote.json")
+    metrics, decision = (
+        read_json_or_empty(results / METRICS / "evaluate.json"),
+        read_json_or_empty(results / METRICS / "promote.json"),
+    )
     return {
         "round": number,
         "run": run,
         "start": start,
-        "pairs": recall(results / SAMPLE / "manifest.json").get("figures", {}).get("pairs"),
+        "pairs": read_json_or_empty(results / SAMPLE / "manifest.json").get("figures", {}).get("pairs"),
         "win_rate": metrics.get("win_rate", {}).get("rate"),
         "win_rate_first": _against_first(results, first),
         "accuracy": metrics.get("rewards/accuracies"),

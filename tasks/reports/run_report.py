@@ -20,7 +20,7 @@ from tasks.errors import UserError
 from tasks.reports.cost import costs, gpu_costs
 from tasks.reports.headline import decision_of, verdict
 from tasks.secrets.redact import redact
-from tasks.system.files import read_json_lines, recall
+from tasks.system.files import read_json_lines, read_json_or_empty
 from tasks.tracking import plots
 from tasks.tracking.journal import flatten_metrics, read_lines
 from tasks.tracking.results import curves, read_csv
@@ -47,8 +47,8 @@ def page(
     links: Mapping[str, str | None] = MappingProxyType({}),
 ) -> str:
     """`links`: addresses of this run elsewhere, by name; one that is no web page (a branch) is shown as text."""
-    metrics, decision = recall(root / METRICS / "evaluate.json"), decision_of(root)
-    manifest, pairs = recall(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
+    metrics, decision = read_json_or_empty(root / METRICS / "evaluate.json"), decision_of(root)
+    manifest, pairs = read_json_or_empty(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
     promoted, sentence = verdict(metrics, decision)
     cluster = load_cluster(root)
     content = {
@@ -64,7 +64,7 @@ def page(
         "samples": _samples(_json_lines(root / METRICS / "samples.jsonl")),
         "evaluated_pairs": bool(pairs),
         "wrong_pairs": [pair for pair in pairs if pair["margin"] <= 0][:EXAMPLES],
-        "data": _data(recall(root / CARD / "report.json")),
+        "data": _data(read_json_or_empty(root / CARD / "report.json")),
         "lineage": _lineage(manifest, decision),
         "params": json.dumps(manifest.get("params"), indent=2, ensure_ascii=False),
         "costs": costs(root, states, logs=logs),

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tasks.config.cluster import load_cluster
 from tasks.config.metrics import ACCURACY, accuracy_label
-from tasks.config.paths import METRICS, MODEL, home
+from tasks.config.paths import METRICS, MODEL, main_checkout
 from tasks.errors import UserError
 from tasks.reports.cost import gpu_hours, in_words
 from tasks.reports.headline import decision_of, describe_decision, share
@@ -127,13 +127,13 @@ def _metrics_commands() -> str:
 def _cost() -> str:
     """GPU hours of the current flow run; empty if it held no GPU."""
     cluster, name = load_cluster(), os.environ.get("DPO_RUN")
-    hours = sum(gpu_hours(cluster, home() / cluster.logging_dir / name).values()) if name else 0.0
+    hours = sum(gpu_hours(cluster, main_checkout() / cluster.logging_dir / name).values()) if name else 0.0
     return in_words(cluster, hours) if hours else ""
 
 
 def _report() -> Path | None:
     """The page of the current flow run, or of the last `dpo report`."""
-    runs = home() / load_cluster().logging_dir
+    runs = main_checkout() / load_cluster().logging_dir
     candidates = [runs / os.environ.get("DPO_RUN", "") / "report.html", Path(".scratch/report.html")]
     return next((path for path in candidates if path.exists()), None)
 

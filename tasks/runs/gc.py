@@ -21,7 +21,7 @@ from tasks.runs.open_run import OPENED
 from tasks.runs.retention import (
     RECENT,
     RegisteredVersion,
-    Run,
+    StoredRun,
     all_runs,
     is_needed,
     reasons_to_keep,
@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Garbage:
-    runs: list[Run]
+    runs: list[StoredRun]
     kept: dict[str, str]  # run: reason
     items: list[Item]
     notes: list[str]
@@ -79,10 +79,10 @@ def find_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> Garbag
     return Garbage(runs, reasons, items, notes)
 
 
-def _split(runs: list[Run], reasons: dict[str, str]) -> tuple[list[Run], list[Run], list[str]]:
+def _split(runs: list[StoredRun], reasons: dict[str, str]) -> tuple[list[StoredRun], list[StoredRun], list[str]]:
     """The runs to keep, the runs to delete, and notes about runs that stay although they have no reason to."""
     kept = [run for run in runs if run.name in reasons]
-    deleted: list[Run] = []
+    deleted: list[StoredRun] = []
     notes: list[str] = []
     for run in [run for run in runs if run.name not in reasons]:
         if has_unsent := unsent(run.folder):
@@ -93,7 +93,7 @@ def _split(runs: list[Run], reasons: dict[str, str]) -> tuple[list[Run], list[Ru
     return kept, deleted, notes
 
 
-def _run(run: Run) -> Item:
+def _run(run: StoredRun) -> Item:
     worktrees = [records.WORKTREES / run.name, OPENED / run.name]
 
     def delete() -> None:
@@ -107,14 +107,14 @@ def _run(run: Run) -> Item:
     return Item("run", f"{run.name} ({state}, {run.since[:10]})", sum(map(_size, (run.folder, *worktrees))), delete)
 
 
-def _leftover_worktrees(kept: list[Run], deleted: list[Run]) -> list[Path]:
+def _leftover_worktrees(kept: list[StoredRun], deleted: list[StoredRun]) -> list[Path]:
     """Worktrees of kept runs that are finished, or of no run. A deleted run's worktree is deleted with it."""
     excluded = {run.name for run in kept if not run.is_finished} | {run.name for run in deleted}
     worktrees = (path for path in records.WORKTREES.glob("*") if path.name not in excluded)
     return [path for path in worktrees if workspace_holder(path) is None]
 
 
-def _unused_folders(output: Path, kept: list[Run]) -> Iterable[Path]:
+def _unused_folders(output: Path, kept: list[StoredRun]) -> Iterable[Path]:
     """Checkpoints and reference shards that no kept run used (a finished training can be continued), and copies of
     inputs for nodes without our disk: the next run copies them again."""
     notes = [run.folder / "addresses" for run in kept]
@@ -145,7 +145,7 @@ def _weights(registered: RegisteredVersion) -> Item:
     return Item("registry", name, model.size(version, weights=True), partial(model.remove_weights, version))
 
 
-def _cache_objects(kept: list[Run], without_model: set[str]) -> list[Item]:
+def _cache_objects(kept: list[StoredRun], without_model: set[str]) -> list[Item]:
     """One item for all cache objects that no commit to keep names, as DVC finds them."""
     tip, count = _chain_of_commits(kept, without_model)
     paths = dvc.collect_garbage(tip, count, dry_run=True)
@@ -155,7 +155,7 @@ def _cache_objects(kept: list[Run], without_model: set[str]) -> list[Item]:
     return [Item("cache", f"{len(paths)} objects of DVC's cache", size, partial(dvc.collect_garbage, tip, count))]
 
 
-def _chain_of_commits(kept: list[Run], without_model: set[str]) -> tuple[str, int]:
+def _chain_of_commits(kept: list[StoredRun], without_model: set[str]) -> tuple[str, int]:
     """All commits whose data stays, copied into one line of history: DVC takes several commits only in that form."""
     commits_to_keep = ["HEAD", *commits.branches_and_tags()]
     commits_to_keep += [run.commit for run in kept if run.commit and run.name not in without_model]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks.config.addresses import local_path
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import MODEL, home
+from tasks.config.paths import MODEL, main_checkout
 from tasks.system.files import read_json
 from tasks.tracking.model_names import BASE_MODEL, FOLDER, HUB_MODEL, VERSION, read_name, registered_version
 from tasks.tracking.registry import NotRegistered
@@ -61,5 +61,8 @@ def manifest_of(found: NamedModel) -> dict[str, Any]:
 
 def workspace_of(run: str) -> Path | None:
     """The folder with the small results of a run that has exported a model: its results, or its worktree."""
-    folders = (home() / load_cluster().logging_dir / run / "results", home() / ".scratch" / "worktrees" / run)
+    folders = (
+        main_checkout() / load_cluster().logging_dir / run / "results",
+        main_checkout() / ".scratch" / "worktrees" / run,
+    )
     return next((folder for folder in folders if (folder / MODEL / "manifest.json").exists()), None)

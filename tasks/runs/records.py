@@ -14,7 +14,7 @@ from typing import Any
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
-from tasks.system.files import publish, read_json, recall, write_json
+from tasks.system.files import publish, read_json, read_json_or_empty, write_json
 from tasks.system.lock import workspace_holder
 from tasks.system.processes import is_alive, this_process
 
@@ -50,7 +50,7 @@ class RunRecord:
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: several if the run was resumed
     commit: str = ""  # from which the worktree is made
     files: dict[str, Any] = field(default_factory=dict)  # configuration files that differ from the commit's
-    made: bool = False  # whether the worktree is complete
+    worktree_ready: bool = False
 
     @property
     def has_worktree(self) -> bool:
@@ -66,7 +66,7 @@ class RunRecord:
         if self.state != RUNNING:
             return self.state
         lock_holder = workspace_holder(Path(self.root))
-        starting = self.has_worktree and not self.made and is_alive(self.process)
+        starting = self.has_worktree and not self.worktree_ready and is_alive(self.process)
         return RUNNING if starting or (lock_holder and lock_holder.get("pid") == self.pid) else CRASHED
 
     def write(self, **changes: Any) -> "RunRecord":
@@ -100,7 +100,7 @@ def read_record(name: str) -> RunRecord | None:
 def _read(path: Path) -> RunRecord | None:
     """None if there is no record, or one that cannot be read."""
     try:
-        return RunRecord(**recall(path))
+        return RunRecord(**read_json_or_empty(path))
     except TypeError:
         return None
 

@@ -15,7 +15,7 @@ from tasks.runs import commits, dvc_lock, records
 from tasks.runs.commits import git
 from tasks.runs.dvc_lock import Entry
 from tasks.runs.records import RunRecord
-from tasks.system.files import recall, sha256
+from tasks.system.files import read_json_or_empty, sha256
 from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
 
 RECENT = "recent"
@@ -23,7 +23,7 @@ TAG = "keep"  # of a run or a version in MLflow
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run by its folder and its commit. A run by hand has no record, and an old run may have lost its folder."""
 
     name: str
@@ -95,16 +95,16 @@ class RegisteredVersion:
         return decided and tags.get(OWNER) == owner() and not self.aliases and not self.is_tagged
 
 
-def all_runs() -> list[Run]:
+def all_runs() -> list[StoredRun]:
     """Newest first."""
     records_by_name = {record.name: record for record in records.all_records()}
     run_commits = commits.finished_runs()
     folders = {path.name for path in records.runs_folder().glob("*/")}
-    runs = [Run(name, records_by_name.get(name), run_commits.get(name)) for name in folders | run_commits.keys()]
+    runs = [StoredRun(name, records_by_name.get(name), run_commits.get(name)) for name in folders | run_commits.keys()]
     return sorted(runs, key=lambda run: run.since, reverse=True)
 
 
-def registered_versions(cluster: Cluster, runs: list[Run]) -> list[RegisteredVersion]:
+def registered_versions(cluster: Cluster, runs: list[StoredRun]) -> list[RegisteredVersion]:
     """The versions of the models that this checkout has promoted to; a shared registry has others, too."""
     versions = []
     for name in sorted(_model_names(runs)):
@@ -118,13 +118,13 @@ def registered_versions(cluster: Cluster, runs: list[Run]) -> list[RegisteredVer
     return versions
 
 
-def _model_names(runs: list[Run]) -> set[str]:
-    names = (recall(run.folder / "params.json").get("promote", {}).get("model_name") for run in runs)
+def _model_names(runs: list[StoredRun]) -> set[str]:
+    names = (read_json_or_empty(run.folder / "params.json").get("promote", {}).get("model_name") for run in runs)
     return {str(name) for name in names if name} | {load_params(ROOT / "params.yaml").promote.model_name}
 
 
 def reasons_to_keep(
-    runs: list[Run], versions: list[RegisteredVersion], cluster: Cluster, newest: int
+    runs: list[StoredRun], versions: list[RegisteredVersion], cluster: Cluster, newest: int
 ) -> dict[str, str]:
     """The names of the runs to keep, each with a reason."""
     reasons = {run.name: RECENT for run in runs[:newest]}
@@ -139,7 +139,7 @@ def reasons_to_keep(
     return {run.name: reasons[run.name] for run in runs if run.name in reasons}
 
 
-def is_needed(registered: RegisteredVersion, kept: list[Run]) -> bool:
+def is_needed(registered: RegisteredVersion, kept: list[StoredRun]) -> bool:
     """Whether a version stays: another checkout made it, it has an alias or the tag, or a kept run made it or made an
     identical model."""
     tags = registered.version.tags

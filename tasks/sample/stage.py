@@ -18,7 +18,7 @@ from tasks.cluster.worker_pool import WorkerPool
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Endpoint, Evaluate
 from tasks.config.params import Params, load_params
-from tasks.config.paths import SAMPLE, home
+from tasks.config.paths import SAMPLE, main_checkout
 from tasks.config.sample import Sample
 from tasks.errors import UserError
 from tasks.evaluate import judges
@@ -28,10 +28,10 @@ from tasks.evaluate.sampler import Weights
 from tasks.prepare.templates import load_template
 from tasks.sample.prompts import Prompt, read_prompts
 from tasks.system.code import worker_code
-from tasks.system.files import fingerprint, publish, recall, sha256, write_json
+from tasks.system.files import fingerprint, publish, read_json_or_empty, sha256, write_json
 from tasks.system.lock import lock_cached_folder
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 
 Answer = tuple[str, bool]  # the text, and whether an end token ended it, not the limit
 MANIFEST, FILE = "manifest.json", "pairs.jsonl"
@@ -46,14 +46,14 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder, self.values = folder, dict[str, Any]()
         for path in sorted(folder.glob("*.json")):
-            self.values |= recall(path)
+            self.values |= read_json_or_empty(path)
 
     def add(self, values: dict[str, Any]) -> None:
         write_json(self.folder / f"{fingerprint(sorted(values))}.json", values)
         self.values |= values
 
 
-def sample(run: Run) -> None:
+def sample(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     assert params.sample
     settings = params.sample.as_evaluate(params.evaluate)
@@ -61,7 +61,7 @@ def sample(run: Run) -> None:
     if not prompts:
         raise UserError("sample: no prompt of source.data is outside the held-out set. Add data to source.data.")
     inputs = _inputs(params, settings)
-    folder = home() / cluster.output_dir / "sample" / fingerprint(inputs)
+    folder = main_checkout() / cluster.output_dir / "sample" / fingerprint(inputs)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_cached_folder(folder, run.folder, "sample"), sampler_pool(cluster, "sample") as workers:
         drawn, computed = _draw(workers, params, settings, prompts, folder)

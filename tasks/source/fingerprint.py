@@ -11,19 +11,19 @@ from types import MappingProxyType
 
 from tasks.artifacts.models import HUB, REGISTRY, adapter_hashes, file_hashes, local_path, registered_name
 from tasks.config.params import load_params
-from tasks.config.paths import FINGERPRINT, home
+from tasks.config.paths import FINGERPRINT, main_checkout
 from tasks.config.source import Source
 from tasks.errors import UserError
 from tasks.source.fetch import content_id, data_sources, is_pinned, remote_version
 from tasks.source.start_model import start_version
 from tasks.system.files import fingerprint as hash_of
-from tasks.system.files import recall, write_json, write_text
+from tasks.system.files import read_json_or_empty, write_json, write_text
 
 ContentIds = dict[str, str]  # by key and address, "source.data pairs.jsonl": a hash, an ETag or a commit
 
 
 def fingerprint() -> None:
-    before = recall(FINGERPRINT)
+    before = read_json_or_empty(FINGERPRINT)
     now = content_ids(load_params().source, known=before, warn=lambda text: print(f"fingerprint: {text}", flush=True))
     write_text(FINGERPRINT, to_json(now))
     for name in now:
@@ -35,8 +35,8 @@ def content_ids(
     source: Source, *, known: Mapping[str, str] = MappingProxyType({}), warn: Callable[[str], None] = lambda text: None
 ) -> ContentIds:
     """The id of the content behind each address that can change. An unreachable address keeps its last known id."""
-    cache = home() / ".scratch" / "addresses.json"
-    last = recall(cache)
+    cache = main_checkout() / ".scratch" / "addresses.json"
+    last = read_json_or_empty(cache)
     ids: ContentIds = {}
     for name, compute in _changeable(source):
         try:

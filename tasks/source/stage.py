@@ -33,7 +33,7 @@ from tasks.source.start_model import start_version
 from tasks.system import limited_child
 from tasks.system.files import fingerprint, hash_files, publish, write_json
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.results import lineage
 from training.models.adapter_config import adapter_options
 from training.models.model_files import weight_files
@@ -45,7 +45,7 @@ BASE_STEPS = 125  # of the demo's supervised base model
 CHECK_SECONDS, CHECK_MEMORY = 120.0, 4 << 30  # of the check of a model's folder; 19,000 tensors take four seconds
 
 
-def source(run: Run) -> None:
+def source(run: StageJournal) -> None:
     whole = load_params()
     params, template = whole.source, whole.prepare.template
     check_addresses(params, template)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 
 FULL = re.compile(r"No space left on device|Disk quota exceeded|disk is full|\(os error 28\)")
@@ -88,9 +88,9 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _fullest() -> Path:
-    folders = [Path(), home(), Path(os.environ.get("TMPDIR", "/tmp"))]
+    folders = [Path(), main_checkout(), Path(os.environ.get("TMPDIR", "/tmp"))]
     with suppress(UserError):
-        folders.append(home() / load_cluster().output_dir)
+        folders.append(main_checkout() / load_cluster().output_dir)
     return min({mount_of(folder) for folder in folders}, key=lambda mount: shutil.disk_usage(mount).free)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.system.processes import start_time
 
 
@@ -103,7 +103,7 @@ def read_json_lines(path: str | Path) -> list[Any]:
     return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
 
 
-def recall(path: str | Path) -> dict[str, Any]:
+def read_json_or_empty(path: str | Path) -> dict[str, Any]:
     """A JSON object that can be recomputed: empty where the file is missing or damaged."""
     try:
         content = read_json(path)
@@ -122,8 +122,8 @@ def known_sha256(path: Path) -> str:
 
     An edit can reset the modification time, but not the time of the last status change.
     """
-    cache = home() / ".scratch" / "hashes.json"
-    known = recall(cache)
+    cache = main_checkout() / ".scratch" / "hashes.json"
+    known = read_json_or_empty(cache)
     state = path.stat()
     current = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
     entry = known.get(str(path.resolve()))

@@ -24,7 +24,7 @@ import psutil
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 START_FIELD = 19  # of /proc/<pid>/stat, behind the name in parentheses: clock ticks after boot
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-MARK = "DPO_FAMILY"
+FAMILY_VARIABLE = "DPO_FAMILY"
 # Reads from a pipe that only we hold open. When we are gone, for whatever reason, it ends the child's process group,
 # then every process with its mark. The processes that the guard itself starts (grep, sleep) carry none.
 GUARD = (
@@ -111,7 +111,11 @@ def spawn(
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env={**env, MARK: mark, "SPT_NOENV": "1"},  # otherwise the titles of Ray's workers overwrite the mark
+        env={
+            **env,
+            FAMILY_VARIABLE: mark,
+            "SPT_NOENV": "1",
+        },  # or Ray titles overwrite it
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -120,12 +124,12 @@ def spawn(
         start_new_session=True,
     )
     guard = subprocess.Popen(
-        ["/bin/sh", "-c", GUARD, str(process.pid), f"{MARK}={mark}"],
+        ["/bin/sh", "-c", GUARD, str(process.pid), f"{FAMILY_VARIABLE}={mark}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name != MARK},
+        env={name: value for name, value in os.environ.items() if name != FAMILY_VARIABLE},
     )
     _marks[process.pid] = mark
     try:
@@ -188,7 +192,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 def _is_member(process: psutil.Process, group: int, mark: str | None) -> bool:
     try:
-        return os.getpgid(process.pid) == group or (mark is not None and process.environ().get(MARK) == mark)
+        return os.getpgid(process.pid) == group or (mark is not None and process.environ().get(FAMILY_VARIABLE) == mark)
     except (psutil.Error, OSError):  # another user's, or gone
         return False
 

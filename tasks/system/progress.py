@@ -90,7 +90,7 @@ def notify(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def meanwhile(watch: Callable[[threading.Event], None]) -> Iterator[None]:
+def background_thread(watch: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `watch` in a thread beside the block; the event tells it that the block is over. Its error is raised then."""
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.secrets.private import checkout_folder, private_files, user_folder
 from tasks.system import keyring
@@ -120,13 +120,17 @@ def _key_file() -> Path | None:
 
 def _default() -> Path:
     """The checkout's own key if it has one, else the user's; of a key that was moved, the one that its link names."""
-    own, of_user, old = checkout_folder(home()) / NAME, user_folder() / NAME, keyring.former_file(NAME, home())
+    own, of_user, old = (
+        checkout_folder(main_checkout()) / NAME,
+        user_folder() / NAME,
+        keyring.former_file(NAME, main_checkout()),
+    )
     if not os.path.exists(old):  # unlike Path.exists, False in a folder of another user
         return own if own.exists() else of_user
     if keyring.is_foreign(old):
         return old
     if keyring.leads_to(old, own) or not (keyring.leads_to(old, of_user) or keyring.move(old, of_user)):
-        return keyring.private_file(NAME, home())
+        return keyring.private_file(NAME, main_checkout())
     return of_user
 
 

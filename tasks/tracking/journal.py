@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tasks.secrets.redact import redacted
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from tasks.system.lock import file_lock
 
 FLOW = "flow"  # the journal of the pipeline run itself
-UPLOADER_LOCK = "forward.lock"  # in the run's folder; the uploader holds it
+UPLOADER_LOCK = "upload.lock"  # in the run's folder; the uploader holds it
 
 
-class Run:
+class StageJournal:
     """One stage's run, as a journal."""
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -98,7 +98,7 @@ def last_steps(journal: Path) -> dict[str, int]:
 
 def sent(folder: Path, stage: str) -> int:
     """How many bytes of a journal have been sent. Sending a line twice has no effect (mlflow_writer.py)."""
-    return int(recall(folder / f"{stage}.sent.json").get("offset", 0))
+    return int(read_json_or_empty(folder / f"{stage}.sent.json").get("offset", 0))
 
 
 def unsent(folder: Path) -> bool:

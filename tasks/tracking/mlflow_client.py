@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.system.keyring import private_file
 
-CONFIGURATION, ERROR = "configuration.yaml", "forward.error"  # files in a run's folder
+CONFIGURATION, ERROR = "configuration.yaml", "upload.error"  # files in a run's folder
 SQLITE = "sqlite:///"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 # A store that is down costs seconds per call; MLflow's own defaults are minutes.
@@ -37,7 +37,7 @@ def limit_waiting(**more: str) -> None:
 def database(uri: str) -> Path | None:
     """The SQLite file of a store without a server. Its path is relative to the main checkout, not to a worktree."""
     path = uri.removeprefix(SQLITE)
-    return None if path == uri else home() / path
+    return None if path == uri else main_checkout() / path
 
 
 def absolute_uri(uri: str) -> str:
@@ -57,8 +57,8 @@ def log_in(uri: str, user: str) -> None:
 
 def _password_of_dpo_up(uri: str, user: str) -> str | None:
     with suppress(FileNotFoundError, KeyError, json.JSONDecodeError):
-        if json.loads((home() / ".services" / "mlflow.json").read_text())["address"] == uri.rstrip("/"):
-            return str(json.loads(private_file("passwords.json", home()).read_text())[f"mlflow/{user}"])
+        if json.loads((main_checkout() / ".services" / "mlflow.json").read_text())["address"] == uri.rstrip("/"):
+            return str(json.loads(private_file("passwords.json", main_checkout()).read_text())[f"mlflow/{user}"])
     return None
 
 

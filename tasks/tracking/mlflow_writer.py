@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.secrets.redact import redact
-from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
+from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import experiment_id
 from tasks.tracking.journal import FLOW, flatten, last_steps, read_lines
@@ -24,7 +24,7 @@ from tasks.tracking.mlflow_client import CONFIGURATION, database, without_retrie
 Line = dict[str, Any]
 DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows all that are stored
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
-MARK = "mlflow.journal"  # tag that identifies a run; MLflow does not show tags with this prefix
+JOURNAL_TAG = "mlflow.journal"  # tag that identifies a run; MLflow does not show tags with this prefix
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # permanently: a retry does not help
 
 
@@ -154,7 +154,7 @@ def _log_dataset(client: Any, run_id: str, line: Line) -> None:
 
 def _create_parent(client: Any, folder: Path, settings: dict[str, Any], artifacts: Path | None) -> None:
     """The pipeline run's own run, created once and named in run.json."""
-    if "run_id" in recall(folder / "run.json"):
+    if "run_id" in read_json_or_empty(folder / "run.json"):
         return
     experiment = experiment_id(client, settings["exp_name"], artifacts)
     tags = {"mlflow.source.name": "dpo", "mlflow.source.type": "PROJECT", "pipeline_run": folder.name}
@@ -172,7 +172,7 @@ def _create_parent(client: Any, folder: Path, settings: dict[str, Any], artifact
 def _child(client: Any, folder: Path, stage: str) -> str:
     """The id of a stage's run, created at first use."""
     file = folder / f"{stage}.run.json"
-    if "run_id" not in recall(file):
+    if "run_id" not in read_json_or_empty(file):
         parent = read_json(folder / "run.json")
         first = next(iter(read_lines(folder / f"{stage}.jsonl")[0]), {})
         tags = {"mlflow.parentRunId": parent["run_id"], "mlflow.source.name": stage, "stage": stage}
@@ -191,11 +191,11 @@ def _create_once(
     if is_new:
         write_text(marks, uuid.uuid4().hex)
     mark = fingerprint([marks.read_text(), key])
-    runs = [] if is_new else client.search_runs([experiment], f"tags.`{MARK}` = '{mark}'", max_results=1)
+    runs = [] if is_new else client.search_runs([experiment], f"tags.`{JOURNAL_TAG}` = '{mark}'", max_results=1)
     if runs:
         return str(runs[0].info.run_id)
     with without_retries():
-        run = client.create_run(experiment, start_time=began, run_name=name, tags={**tags, MARK: mark})
+        run = client.create_run(experiment, start_time=began, run_name=name, tags={**tags, JOURNAL_TAG: mark})
     return str(run.info.run_id)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from tasks.artifacts.models import HUB, REGISTRY
 from tasks.config.cluster import load_cluster
 from tasks.config.params import RECIPES, load_params, read_recipe
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.config.promote import Promote
 from tasks.errors import UserError
-from tasks.system.files import recall
+from tasks.system.files import read_json_or_empty
 from tasks.tracking.registry import NotRegistered, Registry, Version, is_registered, registry
 
 VERSION, FOLDER, HUB_MODEL, BASE_MODEL = "a registered version", "a folder", "a model of the hub", "a base model"
@@ -41,7 +41,7 @@ def plain_name(name: str) -> str:
     """A run by its branch and a version by its address are the run and the version."""
     name = name.removeprefix(REGISTRY)
     run = name.removeprefix(BRANCH)
-    if run == name or not (home() / load_cluster().logging_dir / run.partition("/")[0]).is_dir():
+    if run == name or not (main_checkout() / load_cluster().logging_dir / run.partition("/")[0]).is_dir():
         return name
     return run
 
@@ -51,9 +51,11 @@ def promote_params(name: str | None) -> Promote:
     default = load_params().promote
     if name is None:
         return default
-    runs = home() / load_cluster().logging_dir
+    runs = main_checkout() / load_cluster().logging_dir
     newest_first = sorted(runs.glob("*/params.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    sections = [recall(path).get("promote", {}) for path in (runs / name / "params.json", *newest_first[:100])]
+    sections = [
+        read_json_or_empty(path).get("promote", {}) for path in (runs / name / "params.json", *newest_first[:100])
+    ]
     section: dict[str, Any] = sections[0] or next((other for other in sections if other.get("model_name") == name), {})
     if not section and (RECIPES / f"{name}.yaml").exists():
         section = read_recipe(name).get("promote", {})
@@ -91,7 +93,7 @@ def _resolve(name: str) -> tuple[Promote, str]:
     if model:
         return promote_params(model), version
     cluster = load_cluster()
-    if (home() / cluster.logging_dir / name / "params.json").exists():
+    if (main_checkout() / cluster.logging_dir / name / "params.json").exists():
         return promote_params(name), name
     if (RECIPES / f"{name}.yaml").exists() or is_registered(cluster, name):
         params = promote_params(name)

@@ -18,13 +18,13 @@ import psutil
 import yaml
 
 from tasks.config.cluster import changed_values
-from tasks.config.paths import METRICS, PAIRS, RAW, home
+from tasks.config.paths import METRICS, PAIRS, RAW, main_checkout
 from tasks.secrets.redact import redact, redacted
 from tasks.system import disk, processes
-from tasks.system.files import fingerprint, read_json, recall, write_json, write_text
+from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json, write_text
 from tasks.system.processes import this_process
 from tasks.system.progress import notify
-from tasks.tracking.journal import FLOW, Run, flatten, is_sending, last_steps, sent
+from tasks.tracking.journal import FLOW, StageJournal, flatten, is_sending, last_steps, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
 from tasks.tracking.results import curves, datasets, evaluation, git_output, lineage
 from tasks.tracking.wandb_mirror import check_installed
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 60.0  # how long a stage waits for its journal to be sent
 LATER_SECONDS = 3.0  # the same after a stage of this run has waited in vain
-SLOW, LOG = "forward.slow", "forward.log"  # in the run's folder: a stage has waited in vain; the uploader's output
+SLOW, LOG = "upload.slow", "upload.log"  # in the run's folder: a stage has waited in vain; the uploader's output
 PAIR_STAGES = ("sft", "reference", "train", "evaluate")  # stages that read the pairs
 STATE = "by-hand.json"  # in the folder of all runs: the last run that `dvc repro` started by hand
 
 
 @contextmanager
-def tracked(stage: str, params: "Params", cluster: "Cluster") -> Iterator[Run]:
+def record_stage(stage: str, params: "Params", cluster: "Cluster") -> Iterator[StageJournal]:
     """Record a stage in a journal, which is sent while the stage runs. Its last line is the status."""
     folder = open_run(params, cluster)
-    run = Run(folder, stage)
+    run = StageJournal(folder, stage)
     run.write("start", **this_process())
     run.params(flatten(params.model_dump()[stage]))
     for data in datasets(PAIRS) if stage in PAIR_STAGES else ():
@@ -75,13 +75,13 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     A flow names the folder; a stage by hand derives it from the `dvc` process that called it.
     """
     check_installed(cluster.wandb_project)
-    runs = home() / cluster.logging_dir
+    runs = main_checkout() / cluster.logging_dir
     folder = folder or runs / run_key(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "began": int(time.time() * 1000),
         "commit": git_output(root, "rev-parse", "HEAD") or "",
-        **recall(folder / "settings.json"),  # a resumed run keeps its start and commit
+        **read_json_or_empty(folder / "settings.json"),  # a resumed run keeps its start and commit
         "exp_name": cluster.exp_name,
         "tracking_uri": absolute_uri(cluster.tracking_uri),
         "wandb_project": cluster.wandb_project,
@@ -104,7 +104,7 @@ def run_key(params: "Params", runs: Path) -> str:
     if key := os.environ.get("DPO_RUN"):
         return key
     caller, params_hash = _calling_dvc(), fingerprint(params.model_dump())
-    last = recall(runs / STATE)
+    last = read_json_or_empty(runs / STATE)
     unfinished = last.get("status") != "FINISHED" and last.get("params") == params_hash
     same_run = last.get("caller") == caller or unfinished
     key = last["key"] if last.get("key") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
@@ -115,7 +115,7 @@ def run_key(params: "Params", runs: Path) -> str:
 def record_end(folder: Path, status: str) -> None:
     """Record how the last stage ended, if `dvc repro` by hand started the run."""
     state = folder.parent / STATE
-    last = recall(state)
+    last = read_json_or_empty(state)
     if last.get("key") == folder.name:
         write_json(state, {**last, "status": status})
 
@@ -129,7 +129,7 @@ def _calling_dvc() -> str:
 
 def begin(folder: Path, tags: Mapping[str, str]) -> None:
     """The flow's journal begins with tags that only the flow knows, such as the recipe."""
-    run = Run(folder, FLOW)
+    run = StageJournal(folder, FLOW)
     run.write("start", **this_process())
     run.tags(tags)
     run.artifact(folder / CONFIGURATION)  # a resumed run may have a new one
@@ -138,7 +138,7 @@ def begin(folder: Path, tags: Mapping[str, str]) -> None:
 
 def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) -> None:
     """The flow's journal ends with the state of each stage, and the results that cached stages did not log."""
-    run = Run(folder, FLOW)
+    run = StageJournal(folder, FLOW)
     run.tags({f"stage.{stage}": state for stage, state in states.items()})
     if (root / METRICS / "evaluate.json").exists() and status == "FINISHED":
         run.tags(lineage(root))
@@ -161,7 +161,7 @@ def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "tasks.tracking.uploader", str(folder)]
     # In its own session and without the mark by which a stage's processes are ended: it must outlive the stage to
     # report its end. Without the writer's password: it logs in as `forwarder`, which cannot change the registry.
-    withheld = (processes.MARK, "DPO_MLFLOW_WRITER_PASSWORD")
+    withheld = (processes.FAMILY_VARIABLE, "DPO_MLFLOW_WRITER_PASSWORD")
     env = {name: value for name, value in os.environ.items() if name not in withheld}
     with (folder / LOG).open("a") as log:
         return subprocess.Popen(
@@ -169,7 +169,7 @@ def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def wait_until_sent(run: Run, uploader: "subprocess.Popen[bytes]") -> None:
+def wait_until_sent(run: StageJournal, uploader: "subprocess.Popen[bytes]") -> None:
     """Wait as long as a server that answers needs; the next stage or run sends the rest."""
     folder, deadline = run.folder, _deadline(run.folder)
     problem = reason = ""

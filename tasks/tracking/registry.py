@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.cluster import Cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.errors import UserError
 from tasks.secrets.redact import redact
 from tasks.system import disk
@@ -154,7 +154,7 @@ class Registry:
         if artifact_store.is_local(root):
             return artifact_store.inside(root, path)
         # `kind` is in the target, since MLflow keeps only the last part of `path`, which both kinds have in common.
-        target = home() / ".scratch" / "registry" / self.name / version.number / kind
+        target = main_checkout() / ".scratch" / "registry" / self.name / version.number / kind
         target.mkdir(parents=True, exist_ok=True)
         return Path(self.client.download_artifacts(version.run_id, path, str(target)))
 
@@ -226,11 +226,11 @@ class Registry:
         now = self.client.get_model_version(self.name, version.number).description or ""
         self.client.update_model_version(self.name, version.number, redact(f"{now}  \n{line}"))
 
-    def notes(self) -> dict[str, str]:
+    def model_tags(self) -> dict[str, str]:
         """The tags of the registered model itself, which outlive its versions."""
         return dict(self.client.get_registered_model(self.name).tags)
 
-    def note(self, name: str, value: str | None, lease: Lease) -> None:
+    def set_model_tag(self, name: str, value: str | None, lease: Lease) -> None:
         """Set a tag of the registered model; None deletes it."""
         lease.check()
         if value is None:
@@ -248,7 +248,7 @@ class Registry:
             yield lease
 
     def move(self, moves: Moves, lease: Lease) -> None:
-        self.note(MOVING, json.dumps(vars(moves)), lease)
+        self.set_model_tag(MOVING, json.dumps(vars(moves)), lease)
         self._apply(moves, lease)
 
     def _apply(self, moves: Moves, lease: Lease) -> None:
@@ -263,7 +263,7 @@ class Registry:
                 self.client.set_registered_model_alias(self.name, alias, number)
             elif alias in current:
                 self.client.delete_registered_model_alias(self.name, alias)
-        self.note(MOVING, None, lease)
+        self.set_model_tag(MOVING, None, lease)
 
 
 @contextmanager
@@ -336,7 +336,7 @@ def owner() -> str:
 
     Not of a team: only the checkout that made a version knows which of its runs are kept.
     """
-    path = home() / ".scratch" / "owner"
+    path = main_checkout() / ".scratch" / "owner"
     with file_lock(path.with_suffix(".lock")):
         if not path.exists():
             write_text(path, uuid.uuid4().hex)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.cluster import load_cluster
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.secrets.redact import redact
 from tasks.system import disk
 from tasks.system.files import read_json, write_json, write_text
@@ -160,7 +160,7 @@ def _has_no_end(folder: Path) -> bool:
 def sync() -> bool:
     """Send the unsent lines of all runs, for `dpo sync`; returns whether everything was sent."""
     limit_waiting()
-    runs = home() / load_cluster().logging_dir
+    runs = main_checkout() / load_cluster().logging_dir
     done, failed = send_all(runs)
     print(f"sent the metrics of {done} run{'' if done == 1 else 's'}")
     for folder in (path for path in sorted(runs.glob("*/")) if unsent(path) and path.name not in failed):

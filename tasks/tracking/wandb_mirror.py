@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import UserError
-from tasks.system.files import read_json, recall, write_json
+from tasks.system.files import read_json, read_json_or_empty, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking.journal import flatten, read_lines
 
@@ -58,18 +58,18 @@ def send_all(runs: Path) -> list[str]:
 
 def unsent(folder: Path) -> bool:
     """Whether the run has lines that its W&B project does not have."""
-    sent = recall(folder / STATE).get("sent", {})
+    sent = read_json_or_empty(folder / STATE).get("sent", {})
     journals = folder.glob("*.jsonl") if _project(folder) else ()
     return any(read_lines(path, sent.get(path.stem, 0))[0] for path in journals)
 
 
 def _project(folder: Path) -> str | None:
-    return recall(folder / "settings.json").get("wandb_project")
+    return read_json_or_empty(folder / "settings.json").get("wandb_project")
 
 
 def _send_new(folder: Path, run: Any) -> Any:
     """Send the new lines of all journals; returns the connection to W&B, which the first new line opens."""
-    state = {"id": uuid.uuid4().hex[:12], "sent": {}, **recall(folder / STATE)}
+    state = {"id": uuid.uuid4().hex[:12], "sent": {}, **read_json_or_empty(folder / STATE)}
     for journal in sorted(folder.glob("*.jsonl")):
         lines, offset = read_lines(journal, state["sent"].get(journal.stem, 0))
         if lines:

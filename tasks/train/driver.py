@@ -25,15 +25,15 @@ from tasks.cluster.placement import reserve_placement_group, resource_bundle
 from tasks.cluster.ray_cluster import ray_cluster, warn_of_slow_dtype
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.config.train import Optimization
 from tasks.errors import UserError
 from tasks.system import signing
 from tasks.system.code import worker_code
 from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.processes import this_process
-from tasks.system.progress import Bar, meanwhile
-from tasks.tracking.journal import Run, read_lines
+from tasks.system.progress import Bar, background_thread
+from tasks.tracking.journal import StageJournal, read_lines
 from tasks.tracking.tensorboard import Events
 from tasks.train import continuation
 from tasks.train.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
@@ -66,7 +66,7 @@ class Training:
 
 
 @contextmanager
-def trained(training: Training, run: Run) -> Iterator[Path]:
+def train_locked(training: Training, run: StageJournal) -> Iterator[Path]:
     """Train, or continue a training; yields its folder with the result in `policy`, locked against other runs."""
     params, cluster, stage = training.params, training.cluster, training.stage
     resume, runs = params.train.resume_from_checkpoint, run.folder.parent
@@ -74,7 +74,7 @@ def trained(training: Training, run: Run) -> Iterator[Path]:
         None if resume in ("auto", "never") else continuation.find_checkpoint(resume, runs, signing.checkpoint_key())
     )
     origin = _origin(training, run.folder.name, start)
-    trainings = home() / cluster.output_dir / stage
+    trainings = main_checkout() / cluster.output_dir / stage
     folder = trainings / continuation.training_hash(origin)
     if start:
         continuation.check_compatible(start, origin)
@@ -124,7 +124,7 @@ def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
         )
 
 
-def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], start: Path | None) -> None:
+def _train(training: Training, run: StageJournal, folder: Path, origin: dict[str, Any], start: Path | None) -> None:
     params, cluster, stage = training.params, training.cluster, training.stage
     settings = make_settings(params, cluster, training.model, folder, origin)
     group, adapter, steps = cluster.actor_train, params.train.adapter, origin["steps"]
@@ -148,7 +148,7 @@ def _train(training: Training, run: Run, folder: Path, origin: dict[str, Any], s
     with (
         Bar(stage, steps, "steps") as bar,
         closing(events),
-        meanwhile(partial(forward_metrics, folder / JOURNAL, run, bar, events, data=training.data)),
+        background_thread(partial(forward_metrics, folder / JOURNAL, run, bar, events, data=training.data)),
     ):
         _fit(training, settings, folder, bar, key)
     shutil.rmtree(folder / checkpoint_files.START, ignore_errors=True)
@@ -284,7 +284,7 @@ def name_keys(message: str, stage: str) -> str:
 
 
 def forward_metrics(
-    journal: Path, run: Run, bar: Bar, events: Events, stop: threading.Event, data: TrainingData = PREFERENCES
+    journal: Path, run: StageJournal, bar: Bar, events: Events, stop: threading.Event, data: TrainingData = PREFERENCES
 ) -> None:
     """Forward what rank 0 writes to the tracking run, the progress bar and TensorBoard, until `stop` is set."""
     offset, stopped, step, usage = 0, False, 0, system_metrics.Reader(journal.parent)

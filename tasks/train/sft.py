@@ -16,15 +16,15 @@ from tasks.config.paths import SFT
 from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, publish, sha256, write_json
-from tasks.tracking.journal import Run
-from tasks.train.driver import Training, check_options, metrics_by_step, name_keys, trained
+from tasks.tracking.journal import StageJournal
+from tasks.train.driver import Training, check_options, metrics_by_step, name_keys, train_locked
 from tasks.train.worker import JOURNAL
 from training.pairs import batches
 
 MANIFEST = "manifest.json"
 
 
-def sft(run: Run) -> None:
+def sft(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     assert params.sft
     check_options("sft", params.sft, cluster)
@@ -41,7 +41,7 @@ def sft(run: Run) -> None:
     answers = min(count, steps * params.sft.global_batch_size)  # max_steps may leave some out
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
     try:
-        with trained(training, run) as folder, publish(SFT) as out:
+        with train_locked(training, run) as folder, publish(SFT) as out:
             logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
             metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
             _write_model(model, folder / "policy", out)

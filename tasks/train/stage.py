@@ -12,12 +12,12 @@ from tasks.config.params import load_params
 from tasks.config.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
 from tasks.tracking import plots
-from tasks.tracking.journal import Run
-from tasks.train.driver import Training, check_options, metrics_by_step, trained
+from tasks.tracking.journal import StageJournal
+from tasks.train.driver import Training, check_options, metrics_by_step, train_locked
 from tasks.train.worker import JOURNAL
 
 
-def train(run: Run) -> None:
+def train(run: StageJournal) -> None:
     params, cluster = load_params(), load_cluster()
     check_options("train", params.train, cluster)
     check_inputs()
@@ -27,11 +27,11 @@ def train(run: Run) -> None:
         "reference": fingerprint(read_json(REFERENCE / "manifest.json")),
     }
     training = Training("train", params, cluster, base_folder(params.source.model), PREFERENCES, inputs)
-    with trained(training, run) as folder:
+    with train_locked(training, run) as folder:
         _publish(run, folder)
 
 
-def _publish(run: Run, folder: Path) -> None:
+def _publish(run: StageJournal, folder: Path) -> None:
     """Write the policy, its curves and its final metrics as DVC outputs."""
     steps = metrics_by_step(folder / JOURNAL, PREFERENCES)
     with publish(POLICY) as out:

@@ -18,7 +18,7 @@ from training.trainer.settings import Preempted, ReferenceMismatch, Settings
 
 JOURNAL = "metrics.jsonl"  # metrics and messages of rank 0
 PREEMPTED = "preempted"  # exists when the workers were preempted and have saved a checkpoint
-FATAL = "refused"  # the message of an error that a restart cannot fix
+FATAL = "fatal.txt"  # the message of an error that a restart cannot fix
 RESERVE, RESERVE_BYTES = ".reserve", 4096  # disk space for that message when the disk is full
 
 

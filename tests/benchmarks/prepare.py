@@ -66,16 +66,16 @@ def ours(rows: Path, model: Path, processes: int) -> dict[str, float]:
     from tasks.prepare.stage import prepare
     from tasks.source.stage import source
     from tasks.system.files import read_json
-    from tasks.tracking.journal import Run
+    from tasks.tracking.journal import StageJournal
     from tests.support.workspaces import make_workspace
 
     with tempfile.TemporaryDirectory(dir=rows.parent) as folder:
         cluster = {"prepare.num_workers": processes}
         values: dict[str, Any] = {"source.data": str(rows), "prepare.max_tokens": 2048, "prepare.eval_fraction": 0.01}
         os.chdir(make_workspace(Path(folder) / "workspace", model, cluster=cluster, **values))
-        source(Run(Path(folder), "source"))
+        source(StageJournal(Path(folder), "source"))
         began = clock()
-        prepare(Run(Path(folder), "prepare"))
+        prepare(StageJournal(Path(folder), "prepare"))
         spent = since(began)
         report = read_json("data/card/report.json")
     tokens = sum(spread["mean"] for spread in report["tokens"].values())

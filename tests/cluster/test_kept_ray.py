@@ -14,7 +14,7 @@ from tasks.cluster import embedded_ray, kept_ray
 from tasks.config.cluster import load_cluster
 from tasks.system import processes
 from tasks.system.environment import QUIET
-from tasks.system.files import recall, write_json
+from tasks.system.files import read_json_or_empty, write_json
 from tests.support.workspaces import wait_for
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -145,7 +145,7 @@ def test_stages_of_a_flow_share_a_cluster_that_no_other_flow_uses_and_that_ends_
         for session in (first, second):
             wait_for((session / kept_ray.ADDRESS).exists, 120)
             assert {"gcs_server", "raylet"} <= {process.name() for process in of_session(session)}
-        assert len({recall(session / kept_ray.ADDRESS)["address"] for session in (first, second)}) == 2
+        assert len({read_json_or_empty(session / kept_ray.ADDRESS)["address"] for session in (first, second)}) == 2
         monkeypatch.setenv(kept_ray.SESSION, str(second))
         monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         inherited = embedded_ray.worker_environment(load_cluster(PROJECT).ray)

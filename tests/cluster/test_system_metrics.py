@@ -9,7 +9,7 @@ import pytest
 
 from tasks.cluster import system_metrics
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run, read_lines
+from tasks.tracking.journal import StageJournal, read_lines
 from tasks.tracking.tensorboard import Events
 from tasks.train.driver import forward_metrics
 from tests.support.workspaces import wait_for
@@ -55,7 +55,7 @@ def test_figures_stand_at_the_last_logged_step(tmp_path: Path) -> None:
         over.set()
 
     over = threading.Event()
-    run = Run(tmp_path, "train")
+    run = StageJournal(tmp_path, "train")
     with Bar("train", 9, "steps") as bar:
         beside = threading.Timer(0.1, work, [over])
         beside.start()

@@ -13,7 +13,7 @@ from tasks.config.params import Params, load_params
 from tasks.config.strict import read_yaml
 from tasks.doctor.report import Report
 from tasks.secrets import redact
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.pipeline_run import open_run
 from tests.support.workspaces import PROJECT, make_workspace
 
@@ -123,7 +123,7 @@ def test_journals_and_params_for_mlflow_hold_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_SECRET", "value-of-the-secret")
     cluster = load_cluster().model_copy(update={"tracking_uri": "http://anna:hunter22@127.0.0.1:9"})
     folder = open_run(load_params(), cluster)
-    run = Run(folder, "train")
+    run = StageJournal(folder, "train")
     run.params({"url": "https://anna:hunter22@host"})
     run.tags({"note": "value-of-the-secret"})
     written = "".join(path.read_text() for path in folder.iterdir() if path.name != "settings.json")

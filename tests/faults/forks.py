@@ -2,7 +2,7 @@
 
 `python -m tests.faults.forks` reads one JSON line a command ({"module", "arguments", "cwd", "env", "output",
 "patience"}) and answers with its exit status: negative for a signal, 124 after `patience` seconds. A fork is as good as
-a new process: its own session, no file but its output, and none of our own modules imported yet. The forwarder, which a
+a new process: its own session, no file but its output, and none of our own modules imported yet. The uploader, which a
 stage starts, is forked as well.
 """
 
@@ -26,8 +26,8 @@ LARGE: tuple[str, ...] = (
     "pandas",
 )
 LARGE += ("pyarrow.parquet", "torch", "transformers", "peft", "pydantic", "psutil", "matplotlib.pyplot", "yaml")
-FORWARDER = "tasks.tracking.uploader"
-NAME = "forwarder"  # of its forked process: the command line is ours
+UPLOADER = "tasks.tracking.uploader"
+NAME = "uploader"  # of its forked process: the command line is ours
 GROUP = 2 * 8  # where `group` stands in preload.c's struct state
 
 Popen = subprocess.Popen
@@ -35,13 +35,13 @@ OURS = ("cli", "flows", "services", "tasks", "training", "tests")
 
 
 class ForkingPopen(Popen):  # type: ignore[type-arg]
-    """Fork for the forwarder instead of starting a new interpreter; everything else as usual. A class: our code
+    """Fork for the uploader instead of starting a new interpreter; everything else as usual. A class: our code
     writes `subprocess.Popen[str]`."""
 
     def __new__(cls, command: Any, **options: Any) -> Any:
-        if not isinstance(command, list) or command[:3] != [sys.executable, "-m", FORWARDER]:
+        if not isinstance(command, list) or command[:3] != [sys.executable, "-m", UPLOADER]:
             return super().__new__(cls)
-        request = {"module": FORWARDER, "arguments": command[3:], "cwd": os.getcwd(), "env": options.get("env")}
+        request = {"module": UPLOADER, "arguments": command[3:], "cwd": os.getcwd(), "env": options.get("env")}
         pid = os.fork()
         if pid == 0:
             run(request, options["stdout"].fileno())
@@ -49,7 +49,7 @@ class ForkingPopen(Popen):  # type: ignore[type-arg]
 
 
 class Forked:
-    """What the starter of a forwarder asks about it."""
+    """What the starter of a uploader asks about it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -79,7 +79,7 @@ def run(request: dict[str, Any], output: int) -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
             del sys.modules[name]
         sys.path[0] = request["cwd"]
-        if request["module"] == FORWARDER:
+        if request["module"] == UPLOADER:
             Path("/proc/self/comm").write_text(NAME)
         else:
             _note_group()

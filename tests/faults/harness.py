@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from tasks.tracking.journal import unsent
-from tests.faults.forks import FORWARDER, NAME
+from tests.faults.forks import NAME, UPLOADER
 
 PROJECT = Path(__file__).resolve().parents[2]
 FAULTS = {"kill": 1, "enospc": 2, "eio": 3, "drop": 4}
@@ -135,11 +135,11 @@ class Harness:
     def leftovers(self, root: Path | None = None) -> list[str]:
         """Processes that the command started and that do not end by themselves; they are ended here.
 
-        With `root`, a forwarder that has sent all that there is need not wait for more first.
+        With `root`, a uploader that has sent all that there is need not wait for more first.
         """
         until = time.monotonic() + AFTERWARDS
         if root and not any(unsent(path.parent) for path in root.glob(".scratch/runs/*/settings.json")):
-            for process in [one for one in self._family() if one.name() == NAME or FORWARDER in one.cmdline()]:
+            for process in [one for one in self._family() if one.name() == NAME or UPLOADER in one.cmdline()]:
                 process.kill()
         while (left := self._family()) and time.monotonic() < until:
             time.sleep(0.1)

@@ -22,7 +22,7 @@ from tasks.reports import sweep_table
 from tasks.runs.search_space import Range, combinations, parse
 from tasks.system import processes
 from tasks.tracking import plots
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tests.support.deployed import ask
 
 Env = dict[str, str]
@@ -135,8 +135,8 @@ def test_no_trial_outlives_an_interrupted_sweep(tmp_path: Path) -> None:
 
 
 def test_metrics_come_from_the_journals_and_an_unknown_one_is_an_error(tmp_path: Path) -> None:
-    Run(tmp_path, "train").summary({"loss": 0.5})
-    Run(tmp_path, "flow").summary({MARGINS: 1.5, "eval/intervals/rewards/margins/low": 1.0})
+    StageJournal(tmp_path, "train").summary({"loss": 0.5})
+    StageJournal(tmp_path, "flow").summary({MARGINS: 1.5, "eval/intervals/rewards/margins/low": 1.0})
     metrics = sweep_table.metrics_of(tmp_path)
     assert (metrics["loss"], metrics[MARGINS]) == (0.5, 1.5)
     assert sweep_table.interval(metrics, MARGINS) == (1.0, None)

@@ -19,7 +19,7 @@ from tasks.prepare.stage import prepare
 from tasks.source import fetch, read_limits
 from tasks.source.stage import source
 from tasks.system.files import hash_files, read_json
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tests.support.scoring import make_scorer
 from tests.support.workspaces import make_workspace, write_cluster, write_data
 from training.models.loading import load_model
@@ -45,7 +45,7 @@ def workspace(tmp_path, tiny_base, monkeypatch) -> Path:
 def go(*stages) -> None:
     Path("journals").mkdir(exist_ok=True)
     for stage in stages:
-        stage(Run(Path("journals"), stage.__name__))
+        stage(StageJournal(Path("journals"), stage.__name__))
 
 
 def change(**values) -> None:

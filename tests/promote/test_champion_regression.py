@@ -16,7 +16,7 @@ from tasks.evaluate.scoring import evaluator_pool
 from tasks.promote.stage import promote
 from tasks.system.files import fingerprint, hash_files, read_json, write_json
 from tasks.tracking import verify
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.pipeline_run import open_run
 from tasks.tracking.registry import registry
 
@@ -110,7 +110,7 @@ def make_model(base: Path, seed: int) -> None:
 
 
 def promoted() -> dict[str, Any]:
-    promote(Run(open_run(load_params(), load_cluster()), "promote"))
+    promote(StageJournal(open_run(load_params(), load_cluster()), "promote"))
     return read_json("data/metrics/promote.json")
 
 

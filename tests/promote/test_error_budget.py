@@ -49,7 +49,7 @@ def make(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def spent() -> dict[str, str]:
     with registry(load_cluster(), NAME) as models:
-        return {name: value for name, value in models.notes().items() if name.startswith(TEST)}
+        return {name: value for name, value in models.model_tags().items() if name.startswith(TEST)}
 
 
 def paired(wins: int, losses: int, ties: int) -> dict[str, Paired]:

@@ -28,7 +28,7 @@ from tasks.system import signing
 from tasks.system.files import hash_files, read_json, sha256, write_json
 from tasks.system.processes import boot_id
 from tasks.tracking import verify
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.pipeline_run import open_run
 from tasks.tracking.registry import Registry, registry, run_id
 from tests.support.workspaces import PROJECT, make_workspace
@@ -78,7 +78,7 @@ def export(weights: str, kind: int = PROMPTS, correct: int = PROMPTS, pairs: str
 
 def run() -> dict[str, Any]:
     """Promote the workspace's export without starting the uploader; returns the decision."""
-    promote(Run(open_run(load_params(), load_cluster()), "promote"))
+    promote(StageJournal(open_run(load_params(), load_cluster()), "promote"))
     return read_json(METRICS / "promote.json")
 
 
@@ -288,7 +288,7 @@ def test_a_promotion_that_died_before_the_alias_moved_is_dropped(workspace):
 def test_the_temporary_file_of_a_killed_upload_is_removed_by_the_next_upload(workspace):
     """MLflow writes an artifact beside its final name, as `.artifact.uploading.*`, and renames it at the end."""
     export("one")
-    opened = Run(open_run(load_params(), load_cluster()), "promote")
+    opened = StageJournal(open_run(load_params(), load_cluster()), "promote")
     with registry(load_cluster(), NAME, opened.folder) as model_registry:
         digest = sha256(MODEL / "manifest.json")
         root = model_registry.client.get_run(run_id(opened.folder)).info.artifact_uri.removeprefix("file://")

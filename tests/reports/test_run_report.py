@@ -16,7 +16,7 @@ from tasks.reports import cost
 from tasks.reports.cost import costs
 from tasks.reports.headline import decision_of, verdict
 from tasks.reports.run_report import page
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.plots import bar_svg, line_svg
 from tests.support.workspaces import PROJECT, write_cluster
 
@@ -87,7 +87,7 @@ def test_costs_are_those_of_the_stages_that_ran(root: Path):
     tokens = {"prompt": {"mean": 10.0}, "chosen": {"mean": 5.0}, "rejected": {"mean": 3.0}}
     (root / CARD / "report.json").write_text(json.dumps({"pairs": {"train": 8, "eval": 2}, "tokens": tokens}))
     (root / "logs").mkdir()
-    run = Run(root / "logs", "train")
+    run = StageJournal(root / "logs", "train")
     run.metrics(1, {"loss": 0.7, "tokens": 500.0, "tokens_per_second": 100.0})
     run.metrics(1, {"eval/loss": 0.6})
     run.metrics(2, {"loss": 0.5, "tokens": 700.0, "tokens_per_second": 350.0})
@@ -203,7 +203,7 @@ def test_training_curves_have_ticks_and_the_speed_is_the_journals(root: Path):
     head = "step,rewards/margins,kl,grad_norm,learning_rate,eval/loss\n"
     (root / "data" / "metrics" / "train.csv").write_text(head + rows)
     (root / "logs").mkdir()
-    Run(root / "logs", "train").metrics(5, {"pairs_per_second": 9.0})
+    StageJournal(root / "logs", "train").metrics(5, {"pairs_per_second": 9.0})
     html = page(root, "run", STATES, logs=root / "logs")
     for title in ("reward margin", "KL to the reference", "gradient norm", "learning rate", "pairs per second"):
         assert f'aria-label="{title}"' in html

@@ -20,7 +20,7 @@ from tasks.system.files import write_json
 from tasks.system.ports import free_port
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, notify
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tests.support.prometheus import scrape, scraped
 from tests.support.workspaces import PROJECT, wait_for
 
@@ -57,7 +57,7 @@ def run_folder(home: Path, name: str) -> Path:
 
 
 def test_a_scrape_in_mid_run_shows_step_total_and_speed(home: Path, endpoint: str) -> None:
-    run = Run(run_folder(home, "by-hand"), "train")
+    run = StageJournal(run_folder(home, "by-hand"), "train")
     run.write("start", **this_process())
     with notify(run.progress), Bar("train", 40, "steps") as bar:
         run.metrics(7, {"loss": 0.5, "rewards/accuracies": 0.75, "pairs_per_second": 12.0})
@@ -80,8 +80,8 @@ def test_a_scrape_in_mid_run_shows_step_total_and_speed(home: Path, endpoint: st
 def test_the_stage_of_a_killed_run_is_not_active(home: Path, endpoint: str) -> None:
     """Its record says running, but no process holds its lock."""
     folder = run_folder(home, "killed")
-    Run(folder, "train").write("start", **this_process())
-    record = RunRecord("killed", str(home), since="2026-11-16T00:00:00+00:00", pid=1, made=True)
+    StageJournal(folder, "train").write("start", **this_process())
+    record = RunRecord("killed", str(home), since="2026-11-16T00:00:00+00:00", pid=1, worktree_ready=True)
     assert record.current_state == CRASHED
     write_json(folder / "record.json", asdict(record))
     assert not scraped(scrape(endpoint, f"reader:{PASSWORD}"))["dpo_stage_started_timestamp_seconds"]
@@ -105,7 +105,7 @@ def test_a_source_that_is_down_is_zero_and_reported_once(home: Path, endpoint: s
 
 
 def test_a_scrape_needs_the_login_and_shows_no_password(home: Path, endpoint: str) -> None:
-    Run(run_folder(home, "hunter2-hunter2"), "source").write("start", **this_process())
+    StageJournal(run_folder(home, "hunter2-hunter2"), "source").write("start", **this_process())
     text = scrape(endpoint, f"reader:{PASSWORD}")
     assert 'run="***"' in text
     assert not [word for word in ("hunter2", "hidden-password", PASSWORD) if word in text]

@@ -67,7 +67,7 @@ def _run(name: str, server: str) -> None:
     steps = {step: {"loss": BETAS[name] / step, "rewards/margins": step * BETAS[name]} for step in range(1, 11)}
     steps[5]["eval/loss"] = 1 / 3
     if name == TRAINED:
-        with pipeline_run.tracked("train", params, cluster) as run:
+        with pipeline_run.record_stage("train", params, cluster) as run:
             for step, values in steps.items():
                 run.metrics(step, values)
             run.summary(steps[10])

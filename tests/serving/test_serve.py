@@ -33,7 +33,7 @@ from tasks.promote.stage import promote
 from tasks.system.files import hash_files, read_json, write_json
 from tasks.system.ports import free_port
 from tasks.tracking import verify
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.pipeline_run import open_run
 from tests.promote.test_promote import NAME, export
 from tests.support.fork_server import family
@@ -127,7 +127,7 @@ def register(base: Path, about: str) -> str:
         (MODEL / "config.json").write_text("{}")
     write_json(MODEL / "manifest.json", {**manifest, "files": hash_files(MODEL)})
     verify.seal(MODEL)
-    promote(Run(open_run(load_params(), load_cluster()), "promote"))
+    promote(StageJournal(open_run(load_params(), load_cluster()), "promote"))
     return str(read_json(Path("data/metrics/promote.json"))["version"])
 
 

@@ -54,7 +54,7 @@ def stage(
     """A stage of that run that logs STEPS; how long it took."""
     monkeypatch.setenv("DPO_RUN", name)
     began = time.monotonic()
-    with pipeline_run.tracked("train", load_params(), cluster) as run:
+    with pipeline_run.record_stage("train", load_params(), cluster) as run:
         for step, value in STEPS.items():
             run.metrics(step, {"loss": value, "rewards/margins": 2 * value})
             if step == 15:
@@ -137,9 +137,9 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
     proxy.mode = "good"
     stage(monkeypatch, "after", at(proxy))
     whole(mlflow_server, "after")
-    # As a flow ends: otherwise its forwarder waits for ten seconds whether another stage starts.
-    journal.Run(workspace / ".scratch/runs/after", journal.FLOW).write("close")
-    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/errs"), 60)  # by the forwarder of the next run
+    # As a flow ends: otherwise its uploader waits for ten seconds whether another stage starts.
+    journal.StageJournal(workspace / ".scratch/runs/after", journal.FLOW).write("close")
+    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/errs"), 60)  # by the uploader of the next run
     whole(mlflow_server, "errs")
 
 
@@ -152,14 +152,14 @@ def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow
     assert "MLflow is slow; the metrics of train are still being sent" in capsys.readouterr().err
     began = time.monotonic()
     folder = workspace / ".scratch/runs/slow"
-    pipeline_run.wait_until_sent(journal.Run(folder, "train"), pipeline_run.start_uploader(folder))
+    pipeline_run.wait_until_sent(journal.StageJournal(folder, "train"), pipeline_run.start_uploader(folder))
     assert time.monotonic() - began < 0.5 + 1
     wait_for(lambda: not journal.unsent(folder), 60)  # sent by the process that stayed
     whole(mlflow_server, "slow")
     assert proxy.requests < 40  # 30 steps with two figures each: they travel together
 
 
-def test_lost_answers_and_a_forwarder_that_forgets_send_nothing_twice(workspace, proxy, mlflow_server, monkeypatch):
+def test_lost_answers_and_a_uploader_that_forgets_send_nothing_twice(workspace, proxy, mlflow_server, monkeypatch):
     folder = workspace / ".scratch/runs/lost"
     proxy.mode = "lost"
     stage(monkeypatch, "lost", at(proxy))
@@ -181,7 +181,7 @@ def test_lost_answers_and_a_forwarder_that_forgets_send_nothing_twice(workspace,
 
 def test_what_the_server_refuses_for_good_holds_nothing_up(workspace, proxy, mlflow_server, monkeypatch, capsys):
     monkeypatch.setenv("DPO_RUN", "refused")
-    with pipeline_run.tracked("train", load_params(), at(proxy)) as run:
+    with pipeline_run.record_stage("train", load_params(), at(proxy)) as run:
         run.metrics(1, {"loss (held-out)": 0.5})  # a name that MLflow refuses, and that is mended
         run.params({"x" * 300: 1})  # one that is not: too long
         run.metrics(2, {"loss (held-out)": 0.25})
@@ -189,17 +189,17 @@ def test_what_the_server_refuses_for_good_holds_nothing_up(workspace, proxy, mlf
     child = recorded(mlflow_server, "refused")["child"]
     history = MlflowClient(mlflow_server).get_metric_history(child.info.run_id, "loss _held-out_")
     assert [point.step for point in history] == [1, 2]
-    assert "left out, because MLflow refuses it" in (workspace / ".scratch/runs/refused/forward.log").read_text()
+    assert "left out, because MLflow refuses it" in (workspace / ".scratch/runs/refused/upload.log").read_text()
 
 
 def test_a_journal_with_half_a_line_goes_on_behind_it(workspace, proxy, mlflow_server, monkeypatch):
     monkeypatch.setenv("DPO_RUN", "half")
     folder = pipeline_run.open_run(load_params(), at(proxy))
-    first = journal.Run(folder, "train")
+    first = journal.StageJournal(folder, "train")
     first.metrics(1, {"loss": 1.0})
     with first.journal.open("a") as file:
         file.write('{"kind": "metr')  # and was killed
-    again = journal.Run(folder, "train")
+    again = journal.StageJournal(folder, "train")
     again.metrics(1, {"loss": 1.0})  # known
     again.metrics(2, {"loss": 0.5})
     assert uploader.send_all(folder.parent) == (1, {})

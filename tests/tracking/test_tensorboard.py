@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from tasks.system.progress import Bar
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.tensorboard import Events
 from tasks.train.driver import forward_metrics
 from tests.support.workspaces import tensorboard
@@ -21,7 +21,7 @@ def watch(folder: Path) -> None:
     over, events = threading.Event(), Events(folder / "tensorboard")
     over.set()
     with Bar("train", 3, "steps") as bar:
-        forward_metrics(folder / "metrics.jsonl", Run(folder, "train"), bar, events, over)
+        forward_metrics(folder / "metrics.jsonl", StageJournal(folder, "train"), bar, events, over)
     events.close()
 
 

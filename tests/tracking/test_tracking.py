@@ -18,8 +18,8 @@ from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.system.lock import file_lock
 from tasks.tracking import uploader
-from tasks.tracking.journal import Run, flatten
-from tasks.tracking.pipeline_run import run_key, tracked
+from tasks.tracking.journal import StageJournal, flatten
+from tasks.tracking.pipeline_run import record_stage, run_key
 from tests.support.workspaces import PROJECT, make_workspace
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def ids(workspace: Path, key: str) -> tuple[str, str]:
 def test_a_stage_becomes_a_child_of_its_pipeline_run(workspace, monkeypatch):
     monkeypatch.setenv("DPO_RUN", "first")
     Path("figure.png").write_bytes(b"png")
-    with tracked("train", load_params(), load_cluster()) as run:
+    with record_stage("train", load_params(), load_cluster()) as run:
         run.metrics(1, {"loss": 0.5})
         run.metrics(2, {"loss": 0.25})
         run.metrics(2, {"loss": 9.0})  # a repeated step
@@ -82,7 +82,7 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
     monkeypatch.setenv("DPO_RUN", "second")
 
     def fail() -> None:
-        with tracked("train", load_params(), load_cluster()) as run:
+        with record_stage("train", load_params(), load_cluster()) as run:
             run.metrics(1, {"loss": 0.5})
             raise RuntimeError("boom")
 
@@ -90,7 +90,7 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
         fail()
     parent_id, child_id = ids(workspace, "second")
     assert client(workspace).get_run(parent_id).info.status == "FAILED"
-    with tracked("train", load_params(), load_cluster()) as run:
+    with record_stage("train", load_params(), load_cluster()) as run:
         run.metrics(1, {"loss": 0.5})
         run.metrics(2, {"loss": 0.4})
     assert ids(workspace, "second") == (parent_id, child_id)
@@ -101,8 +101,8 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
 def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     code = (
         "import os, time\nfrom tasks.config.params import load_cluster, load_params\n"
-        "from tasks.tracking.pipeline_run import tracked\n"
-        "with tracked('train', load_params(), load_cluster()) as run:\n"
+        "from tasks.tracking.pipeline_run import record_stage\n"
+        "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n    os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "DPO_RUN": "third"}, check=False)
@@ -116,12 +116,12 @@ def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     assert client(workspace).get_run(parent_id).info.status == "KILLED"
 
 
-def test_a_stage_that_was_killed_with_its_forwarder_is_marked_by_the_next_sync(workspace):
+def test_a_stage_that_was_killed_with_its_uploader_is_marked_by_the_next_sync(workspace):
     """As a full disk does, where neither can write how it ended."""
     code = (
         "import os, time, psutil\nfrom tasks.config.params import load_cluster, load_params\n"
-        "from tasks.tracking.journal import unsent\nfrom tasks.tracking.pipeline_run import tracked\n"
-        "with tracked('train', load_params(), load_cluster()) as run:\n"
+        "from tasks.tracking.journal import unsent\nfrom tasks.tracking.pipeline_run import record_stage\n"
+        "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n"
         "    while unsent(run.folder):\n        time.sleep(0.1)\n"
         "    for child in psutil.Process().children(recursive=True):\n        child.kill()\n"
@@ -131,8 +131,8 @@ def test_a_stage_that_was_killed_with_its_forwarder_is_marked_by_the_next_sync(w
     assert killed.returncode == -9
     parent_id, child_id = ids(workspace, "both")
     assert client(workspace).get_run(child_id).info.status == "RUNNING"
-    with ExitStack() as dying:  # the kernel frees the lock of a killed forwarder when the process is gone
-        dying.enter_context(file_lock(workspace / ".scratch/runs/both/forward.lock"))
+    with ExitStack() as dying:  # the kernel frees the lock of a killed uploader when the process is gone
+        dying.enter_context(file_lock(workspace / ".scratch/runs/both/upload.lock"))
         threading.Timer(1.0, dying.pop_all().close).start()
         assert uploader.send_all(workspace / ".scratch/runs") == (1, {})
     assert [client(workspace).get_run(run).info.status for run in (parent_id, child_id)] == ["KILLED", "KILLED"]
@@ -156,8 +156,8 @@ def test_nested_values_are_flattened():
 
 
 def test_a_journal_with_half_a_line_is_read_up_to_it(tmp_path):
-    run = Run(tmp_path, "train")
+    run = StageJournal(tmp_path, "train")
     run.metrics(1, {"loss": 0.5})
     with run.journal.open("a") as file:
         file.write('{"kind": "metr')
-    assert Run(tmp_path, "train").logged == {"loss": 1}
+    assert StageJournal(tmp_path, "train").logged == {"loss": 1}

@@ -13,7 +13,7 @@ from tasks.errors import UserError
 from tasks.system.files import read_json, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking import wandb_mirror
-from tasks.tracking.journal import Run
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.wandb_mirror import mirrored, send_all, unsent
 from tests.support.workspaces import wait_for
 
@@ -55,7 +55,7 @@ def stored(folder: Path) -> tuple[list[dict[str, float]], dict[str, float], dict
 
 @pytest.mark.slow
 def test_params_curves_and_final_values_arrive_once_over_several_processes(folder: Path):
-    run = Run(folder, "train")
+    run = StageJournal(folder, "train")
     run.metrics(1, {"loss": 0.7})
     run.metrics(2, {"loss": 0.5, "eval/loss": 0.6})
     assert send_all(folder.parent) == []
@@ -85,7 +85,7 @@ def test_params_curves_and_final_values_arrive_once_over_several_processes(folde
 @pytest.mark.slow
 @pytest.mark.exhaustive  # test_outage.py has the same of MLflow
 def test_a_server_that_is_down_keeps_the_lines_for_the_next_try(folder: Path):
-    Run(folder, "train").metrics(1, {"loss": 0.7})
+    StageJournal(folder, "train").metrics(1, {"loss": 0.7})
     code = "from tasks.tracking import wandb_mirror; wandb_mirror.LAST_SECONDS = 3.0; wandb_mirror.main()"
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
     tried = subprocess.run(
@@ -104,7 +104,7 @@ def test_a_server_that_is_down_keeps_the_lines_for_the_next_try(folder: Path):
 
 def test_without_a_project_no_process_starts(folder: Path):
     write_json(folder / "settings.json", {"wandb_project": None})
-    Run(folder, "train").metrics(1, {"loss": 0.7})
+    StageJournal(folder, "train").metrics(1, {"loss": 0.7})
     before = set(psutil.Process().children())
     with mirrored(folder):
         assert set(psutil.Process().children()) == before

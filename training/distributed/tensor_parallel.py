@@ -232,7 +232,7 @@ def is_counted(parameter: Tensor) -> bool:
     return _group is None or _group.rank == 0 or split_dim(parameter) is not None
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gather_full(parameter: Tensor) -> Tensor:
     """A parameter from the parts of all ranks. A collective if they share it."""
     dim = split_dim(parameter)
     return parameter.detach() if _group is None or dim is None else _group.gather(parameter.detach(), dim)

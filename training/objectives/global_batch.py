@@ -104,7 +104,7 @@ def batch_kl(
 
 
 @torch.no_grad()
-def row_contexts(
+def global_batch_values(
     policy: nn.Module,
     objective: Objective,
     rows: Iterable[PackedRow],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from training.distributed.tensor_parallel import is_counted, own_part, parts, tensor_group, whole
+from training.distributed.tensor_parallel import gather_full, is_counted, own_part, parts, tensor_group
 from training.trainer.optimizer import DECAYS, LR_SCALE, make_optimizer
 
 BUCKET = 10**8  # gradients reduced together, at most; DeepSpeed allocates two buckets besides the gradients
@@ -209,7 +209,7 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[s
 
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            values = whole(parameter)
+            values = gather_full(parameter)
             copy = values.to("cpu", copy=True).contiguous() if dist.get_rank() == 0 else None
         if copy is not None:
             assert copy.numel(), f"{name} was not gathered"

@@ -68,7 +68,7 @@ def train_step(
     window, objective, world = state.window, settings.objective, policy.dp_world_size
     rows = [row.to(window.device) for row in batch.rows]
     rows = moving.rows(batch.step, rows) if moving else rows
-    contexts, margins = global_batch.row_contexts(
+    contexts, margins = global_batch.global_batch_values(
         policy, objective, rows, batch.pair_numbers, window.device, running=state.margins, seed=batch.step
     )
     shared: dict[str, Any] = {}

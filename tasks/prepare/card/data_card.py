@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.artifacts.pairs import SPLITS, read_rows
-from tasks.config.paths import home
+from tasks.config.paths import main_checkout
 from tasks.config.prepare import Prepare
 from tasks.prepare.card import pages, row_stats, shortcuts
 from tasks.prepare.card.histograms import histogram
@@ -25,7 +25,7 @@ from tasks.prepare.shards import count_splits
 from tasks.prepare.templates import ChatTemplate
 from tasks.prepare.unpaired import as_pairs, compared_rows
 from tasks.source.reject_reasons import QUARANTINED
-from tasks.system.files import fingerprint, read_json, recall, sha256, write_json
+from tasks.system.files import fingerprint, read_json, read_json_or_empty, sha256, write_json
 
 PROBE_PAIRS = {"train": 4000, "eval": 2000}  # the most that the probe reads of each split
 PREVIEW_PAIRS = 3
@@ -75,9 +75,9 @@ def compare(report: dict[str, Any], card: Path) -> tuple[list[list[str]], list[P
 
     Those pages lie outside data/card: an artifact of a stage depends on the stage's inputs alone.
     """
-    folder = home() / ".scratch" / "cards" / fingerprint(report["source"])
+    folder = main_checkout() / ".scratch" / "cards" / fingerprint(report["source"])
     folder.mkdir(parents=True, exist_ok=True)
-    versions = recall(folder / "versions.json")
+    versions = read_json_or_empty(folder / "versions.json")
     if versions.get("current", {}).get("sha256") != report["sha256"]:
         versions = {"previous": versions.get("current"), "current": report}
         write_json(folder / "versions.json", versions)
