@@ -275,7 +275,7 @@ def test_a_metric_that_is_not_measured_is_refused_before_a_run(make):
 
 
 def missed_goals(rule: Rule, prompts: int, years: int) -> list[str]:
-    """The goals of docs/evaluation.md that a rule misses, on the same prompts all year."""
+    """The goals of docs/error-budget.md that a rule misses, on the same prompts all year."""
     null, worse, better = (simulate(rule, world, years, prompts) for world in (WORLDS[0], WORLDS[2], WORLDS[4]))
     goals = {
         "at most 5% of the years promote by luck": null.any_promotion <= 0.05,
