@@ -1,12 +1,11 @@
 """`dpo COMMAND`: the entry point. Commands import what they need when they run, so that `dpo --help` is fast."""
 
-import tomllib
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cli import experiments, models, operations, release, rounds, run, runs
+from tasks.config import paths
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -34,9 +33,8 @@ for panel, module in (
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:  # from the file: the image and a worktree have the code without an installed package
-        project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
-        typer.echo(project["version"])
+    if wanted:
+        typer.echo(paths.version())
         raise typer.Exit
 
 

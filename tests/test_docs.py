@@ -66,12 +66,6 @@ def test_a_message_that_nobody_says_would_be_found(texts):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_of_make_exist(page):
     known = set(re.findall(r"(?m)^([a-z-]+):", (PROJECT / "Makefile").read_text()))
     for name in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
