@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 READY := .venv/.ready
 DEV := .venv/.dev
-PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE # each process would compile our modules again, and pytest rewrite all asserts
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PREFECT_HOME := $(CURDIR)/.prefect

@@ -266,13 +266,19 @@ def trained(once: Once, referenced: Path) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process runs whole files, and one process all files that need a Prefect server, so that one server serves them.
+    """Fast tests first, then the files with the most slow tests, so that the processes end together."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path] if item.get_closest_marker("slow") else -len(items))
 
-    Fast tests come first, then the groups with the most slow tests, so that the processes end together.
-    """
-    on_prefect = {item.path for item in items if "prefect_api" in getattr(item, "fixturenames", ())}
-    groups = {item.path: "prefect" if item.path in on_prefect else item.path.stem for item in items}
-    slow = Counter(groups[item.path] for item in items if item.get_closest_marker("slow"))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    items.sort(key=lambda item: slow[groups[item.path]] * -1 if item.get_closest_marker("slow") else -len(items))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process runs whole files, and one process all files that name `prefect_api`: one server serves them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnePrefect(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "prefect" if "prefect_api" in (PROJECT / file).read_text() else file
+
+    return OnePrefect(config, log) if config.getoption("dist") == "loadfile" else None
