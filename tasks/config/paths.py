@@ -1,5 +1,6 @@
 """The checkout's root, and the artifact paths of the stages relative to a workspace (DVC's outs)."""
 
+import tomllib
 from pathlib import Path
 
 from tasks.checkout import main_checkout as main_checkout  # with the other places
@@ -17,3 +18,8 @@ REFERENCE = Path("data/reference")
 POLICY = Path("data/policy")
 METRICS = Path("data/metrics")
 MODEL = Path("data/model")
+
+
+def version() -> str:
+    """Of this project, from its file: the image and a run's worktree have the code without an installed package."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
