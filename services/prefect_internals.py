@@ -30,7 +30,7 @@ def replace_create_app(make: Callable[[Create], Create]) -> Create:
     from prefect.server.api import server
 
     original = server.create_app
-    server.create_app = make(original)  # type: ignore[assignment]
+    server.create_app = make(original)
     return original
 
 
