@@ -176,12 +176,14 @@ def cluster_layers(root: Path) -> list[Layer]:
 
 
 def operator_layers(root: Path) -> list[Layer]:
+    """What this machine decides: the same for all runs."""
     layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
     content = site_overlay()
     return [*layers, *([Layer(f"{os.environ[SITE]} ({SITE})", content)] if content else [])]
 
 
 def run_layers(root: Path) -> list[Layer]:
+    """What the run of the worktree `root` has of its own."""
     layers = [Layer(str(path), read_yaml(root / path)) for path in RUN_FILES if (root / path).exists()]
     for layer in layers:
         if "access" in layer.content:

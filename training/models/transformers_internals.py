@@ -50,7 +50,7 @@ def known_caches() -> Collection[str]:
 
 
 def known_quantizations() -> Mapping[str, Any]:
-    """Methods in a configuration's `quantization_config`, for the same reason. The module takes a second to import."""
+    """Methods in a configuration's `quantization_config`, for the same reason."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     return AUTO_QUANTIZATION_CONFIG_MAPPING
