@@ -185,7 +185,7 @@ def test_a_run_resolves_its_configuration_once_and_does_what_only_retraining_nee
     repo: Path, prefect_api: Env
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COUNTED], cwd=repo, env=prefect_api, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", COUNTED], cwd=repo, env=fresh(prefect_api), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['resolve']"
