@@ -52,7 +52,7 @@ def of_training(params: "Params") -> list[str]:
     if not UNPAIRED.isdisjoint(params.train.loss):
         reference += [f"{ACCURACY}/chosen", f"{ACCURACY}/rejected"]
         reference += ["kl/mismatched"] if "kto" in params.train.loss else []
-    return [*ALWAYS, *parts, *reference, *(["beta"] if params.train.beta_alpha else [])]
+    return [*ALWAYS, *parts, *reference]
 
 
 def of_evaluation(params: "Params") -> list[str]:

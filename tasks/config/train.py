@@ -1,8 +1,8 @@
 """The sections `sft` and `train` of params.yaml."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from tasks.config.strict import Count, Fraction, Positive, Section
 from training.objectives import options
@@ -58,7 +58,7 @@ class Optimization(Section):
     adapter: Adapter | None
     dtype: Dtype
     quantization: Quantization | None
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: Positive
     schedule: Literal["cosine", "linear", "constant"]
     warmup_fraction: Fraction
@@ -75,6 +75,13 @@ class Optimization(Section):
     resume_from_checkpoint: Annotated[str, Field(min_length=1)]
     seed: int
     deterministic: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, content: Any) -> Any:
+        if isinstance(content, dict) and content.get("optimizer") == "muon":
+            raise ValueError("`optimizer: muon` is gone: nobody aligns with it. Set optimizer to adamw")
+        return content
 
     def check(self) -> None:
         if self.patience and not (self.select and self.eval_steps):
@@ -130,9 +137,6 @@ class Train(Optimization):
     undesirable_weight: Positive | None = None
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
     f_alpha: float | None
-    beta_alpha: Positive | None
-    beta_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None
-    beta_filter: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     margin: Literal["scores"] | None
     margin_scale: Positive | None
     ld_alpha: Fraction | None

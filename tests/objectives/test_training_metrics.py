@@ -102,7 +102,7 @@ def test_without_a_reference_there_is_no_kl():
     ("loss", "options"),
     [
         ({"sigmoid": 1.0}, {}),
-        ({"sigmoid": 1.0, "sft": 0.1}, {"beta_alpha": 0.6}),
+        ({"sigmoid": 1.0, "sft": 0.1}, {}),
         ({"simpo": 1.0}, {}),
         ({"kto": 1.0}, {}),
         ({"apo_zero_unpaired": 1.0}, {}),
@@ -113,7 +113,7 @@ def test_a_gate_may_name_every_metric_that_is_measured_and_no_other(loss, option
     signs = (1.0, -1.0) if "kto" in loss or "apo_zero_unpaired" in loss else (0.0,)
     row = build_row([replace(PAIR, sign=sign) for sign in signs], range(len(signs)))
     logps = tokens(torch.full_like(row.ref_logps, -1.0))
-    given = pair_logps(row, logps, objective, batch_beta=torch.tensor(0.1) if options else None)
+    given = pair_logps(row, logps, objective)
     window = MetricWindow(torch.device("cpu"))
     window.add(
         row_metrics(row, logps, given, objective.losses(given), objective), row.weight, tokens=1, is_filler=False

@@ -352,15 +352,6 @@ def test_what_cannot_be_split_is_refused_with_shared_layers(tmp_path, monkeypatc
         train.train(None)
 
 
-@pytest.mark.parametrize("group", [{"num_workers": 2, "tensor_parallel": 2}, {"zero_stage": 2, "offload": "optimizer"}])
-def test_muon_is_refused_where_matrices_are_not_whole_on_the_device(tmp_path, monkeypatch, group):
-    cluster = {f"actor_train.{name}": value for name, value in group.items()}
-    options = {"train.optimizer": "muon"}
-    monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster=cluster, **options))
-    with pytest.raises(UserError, match=r"muon needs whole matrices.*or train.optimizer to adamw_8bit"):
-        train.train(None)
-
-
 def test_an_adopted_checkpoint_survives_the_training_that_made_it(tmp_path, origin):
     path = save(tmp_path / "first", 62, origin)
     size = path / "state" / "rank0.pt"

@@ -39,8 +39,6 @@ class PairLogps:
     label: Tensor | float = 1.0  # probability that chosen is the better response
     margin: Tensor | float = 0.0  # of the rewards, scaled; 0 without `train.margin`
     wpo_weight: Tensor | float = 1.0
-    batch_beta: Tensor | None = None  # beta-DPO's beta; None for the configured beta
-    filter_weight: Tensor | float = 1.0  # 0 for pairs that beta-DPO drops; the mean over a batch is 1
     reward_mean: Tensor | float = 0.0  # running mean of all rewards (bco_pair)
     order_statistics: OrderStatistics | None = None  # for AOT; None if these pairs are the whole global batch
     f_divergence: str = "reverse_kl"  # whose scores replace the log-ratios in h

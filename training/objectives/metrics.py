@@ -80,8 +80,6 @@ def row_metrics(
         # Half the squared log-ratio estimates KL(policy, reference). It stays finite on tokens of the data, which may
         # be unlikely under the policy.
         values["kl"] = _token_mean(row, pairs, (tokens.logps - row.ref_logps) ** 2 / 2)
-    if pairs.batch_beta is not None:
-        values["beta"] = pairs.batch_beta.expand(len(row.pair_indices))
     if row.is_unpaired and objective.reads_kl:
         values["kl/mismatched"] = pairs.kl.expand(len(row.pair_indices))
     return values

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from training.objectives.losses import LOSSES, PairLogps
 from training.objectives.options import (
-    ADAPTS_BETA,
     READS_LABEL,
     SORTS_BATCH,
     UNPAIRED,
@@ -40,11 +38,6 @@ class Objective:
         return not SORTS_BATCH.isdisjoint(self.weights)
 
     @property
-    def adapts_beta(self) -> bool:
-        """Whether beta depends on the reward margins of each global batch (beta-DPO)."""
-        return "beta_alpha" in self.options
-
-    @property
     def reads_kl(self) -> bool:
         """Whether rewards of unpaired rows are compared with KTO's KL of the global batch, not with 0."""
         return self.needs_reference and set(self.weights) != {"apo_zero_unpaired"}
@@ -69,13 +62,7 @@ class Objective:
 
     def components(self, pairs: PairLogps) -> dict[str, Tensor]:
         """Each loss per pair, by name."""
-        losses = {}
-        for name in self.weights:
-            options: dict[str, Any] = options_of(name, self.options)
-            if pairs.batch_beta is not None and name in ADAPTS_BETA:
-                options["beta"] = pairs.batch_beta
-            losses[name] = LOSSES[name](pairs, **options) * pairs.filter_weight
-        return losses
+        return {name: LOSSES[name](pairs, **options_of(name, self.options)) for name in self.weights}
 
     def losses(self, pairs: PairLogps) -> dict[str, Tensor]:
         """Loss per pair: the total as `loss`, and the components `loss/<name>` if there are several."""

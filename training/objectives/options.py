@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Option = float | bool | str
-_OF_BETA = ("beta_alpha", "beta_momentum", "beta_filter")  # beta-DPO
 _OF_PAIRS = ("f_divergence", "f_alpha", "margin", "margin_scale", "ld_alpha", "wpo")
 _OF_UNPAIRED = ("desirable_weight", "undesirable_weight")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
@@ -48,14 +47,13 @@ LOSS_OPTIONS = {
     "orpo": LossOptions(),
     "sft": LossOptions(required=()),
 }
-OPTIONS = (*dict.fromkeys(name for own in LOSS_OPTIONS.values() for name in own.names), *_OF_BETA, *_OF_PAIRS)
+OPTIONS = (*dict.fromkeys(name for own in LOSS_OPTIONS.values() for name in own.names), *_OF_PAIRS)
 REFERENCE_FREE = frozenset({"simpo", "cpo", "orpo", "sft"})
 UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})  # for rows with one answer, desirable or undesirable
 SORTS_BATCH = frozenset({"aot", "aot_unpaired"})  # over the global batch
 READS_LABEL = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "simpo", "cpo", "orpo"})
 READS_MARGIN = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
 READS_DIVERGENCE = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "robust", "exo_pair", "discopop"})
-ADAPTS_BETA = READS_DIVERGENCE | {"dpop"}
 
 
 def needs_reference(weights: Mapping[str, float], options: Mapping[str, Option]) -> bool:
@@ -116,9 +114,6 @@ def _check_values(weights: Mapping[str, float], options: Mapping[str, Option]) -
         raise ValueError(f"there is no `f_divergence` '{divergence}': choose one of {', '.join(DIVERGENCES)}")
     if ("f_alpha" in options) != (divergence == "alpha"):
         raise ValueError("`f_alpha` belongs to `f_divergence: alpha`: set both or neither")
-    for option in ("beta_momentum", "beta_filter"):
-        if option in options and "beta_alpha" not in options:
-            raise ValueError(f"`{option}` belongs to `beta_alpha`: set `beta_alpha` too, or `{option}` to null")
     if ("margin_scale" in options) != ("margin" in options):
         raise ValueError("`margin_scale` belongs to `margin: scores`: set both or neither")
 
@@ -130,8 +125,6 @@ def _has_effect(option: str, loss: str, options: Mapping[str, Option]) -> bool:
         return loss in READS_DIVERGENCE
     if option in ("margin", "margin_scale"):
         return loss in READS_MARGIN
-    if option in _OF_BETA:
-        return loss in ADAPTS_BETA
     if option == "ld_alpha":  # weights the tokens of sums, which these losses do not use
         return loss not in ("orpo", "sft", *UNPAIRED) and (loss != "simpo" or bool(options.get("reference")))
     return bool(options_of(loss, {option: True}))

@@ -134,7 +134,7 @@ class TrainRun:
         if self.resumed:
             checkpoint.load(self.policy, self.resumed)
             # The options of this training replace those in the checkpoint.
-            engine.set_options(self.policy, settings.weight_decay, settings.clip_norm)
+            engine.set_options(self.policy, settings.weight_decay, settings.max_grad_norm)
             if self.moving:
                 self.moving.load(self.resumed.path)
             self.state.load(self.resumed.state)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.objectives.objective import Objective
 
-# Per trainable parameter, besides the float32 weight. Muon: at most; its matrices take 4 (measured).
-MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 8.0}
+# Per trainable parameter, besides the float32 weight.
+MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
 SAVED_MOMENT_BYTES = {**MOMENT_BYTES, "adamw_8bit": 8.0}  # in a checkpoint
 
 
@@ -73,8 +73,3 @@ class Settings:
         from training.objectives.objective import Objective  # loads torch
 
         return Objective(self.loss, self.loss_options)
-
-    @property
-    def clip_norm(self) -> float:
-        """0 for Muon: DeepSpeed would clip the orthogonal updates, whose norm says nothing."""
-        return 0.0 if self.optimizer == "muon" else self.max_grad_norm
