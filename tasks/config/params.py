@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
-from tasks.config import metrics, strict
+from tasks.config import metrics, old_train, strict
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
+from tasks.config.paths import ROOT
 from tasks.config.prepare import Prepare
 from tasks.config.promote import Promote
 from tasks.config.sample import Sample
@@ -23,7 +24,7 @@ from tasks.errors import UserError
 from tasks.secrets.redact import is_secret
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
-RECIPES = Path(__file__).resolve().parents[2] / "flows" / "recipes"
+RECIPES = ROOT / "flows" / "recipes"
 
 
 class Reference(Section):
@@ -157,10 +158,19 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
         raise UserError(f"There is no recipe '{name}' in flows/recipes. Recipes: {', '.join(names)}.")
-    content = read_yaml(RECIPES / f"{name}.yaml")
+    path = RECIPES / f"{name}.yaml"
+    content = read_yaml(path)
     if unknown := content.keys() - {"params", "cluster"}:
         raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
+    _refuse_old_form(path, content.get("params") or {})
     return content.get(part, {})
+
+
+def _refuse_old_form(path: Path, params: dict[str, Any]) -> None:
+    """The recipe's own keys in their new form, not those of a configuration in which they are merged."""
+    train = params.get("train") or {}
+    if message := old_train.refusal(train, {} if "loss" in train else read_yaml(ROOT / PARAMS)["train"]["loss"]):
+        raise UserError(f"{path}: `params.train`: {message}")
 
 
 def read_params(recipe: str | None) -> dict[str, Any]:

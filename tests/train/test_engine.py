@@ -28,8 +28,8 @@ from transformers import (
 from tests.models.test_architectures import LINEAR
 from tests.support.settings import make_settings
 from training.models.loading import load_model
-from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
 from training.pairs import batches
 from training.pairs.pair import Pair
 from training.scoring.logps import plain_logps
@@ -37,9 +37,9 @@ from training.trainer import loop
 from training.trainer.engine import count_nonzero, deepspeed_config
 
 pytestmark = pytest.mark.slow
-OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
-MARGIN_SCALE = 0.5
-SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
+SHARED = {"beta": 0.1}
+OBJECTIVE = ({"sigmoid": {"weight": 1.0, "label_smoothing": 0.1}, "sft": 0.5}, SHARED)
+SCORED = ({"sigmoid": {"weight": 1.0, "label_smoothing": 0.1, "margin_scale": 0.5}, "sft": 0.5}, SHARED)
 RECOMPUTED = {"activation_checkpointing": "offload", "mlp_tile_tokens": 7}
 LORA = {"rank": 3, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 DORA, LORA_PLUS = {**LORA, "use_dora": True}, {**LORA, "lora_plus_ratio": 4.0}
@@ -197,7 +197,7 @@ def batch_pairs(policy: torch.nn.Module, pairs: list[Pair], objective: Objective
         chosen_tokens=counts[0],
         rejected_tokens=counts[1],
         label=label,
-        margin=MARGIN_SCALE * margin if "margin" in objective.options else 0.0,
+        margin=margin if objective.reads_margin else 0.0,
     )
     return given, weight
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.data_parallel import sum_over_groups
-from training.objectives.losses import OrderStatistics, PairLogps, mismatched_kl, order_statistics
+from training.objectives.losses.aot import order_statistics
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import OrderStatistics, PairLogps, kl_estimate
 from training.pairs.packing import PackedRow
 from training.scoring.logps import row_logps
 
@@ -56,7 +57,7 @@ def batch_kl(
 ) -> dict[str, Any]:
     """KTO's KL of unpaired rows as an argument of `pair_logps`, the same for each row. A collective."""
     pairs, _ = gather(policy, objective, rows, pair_indices, device)
-    return {"batch_kl": mismatched_kl(pairs.rejected_ratio).float()}
+    return {"batch_kl": kl_estimate(pairs.rejected_ratio).float()}
 
 
 @torch.no_grad()

@@ -29,8 +29,8 @@ class Settings:
     model_name: str  # base model that the adapter's config names
     folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
     attempt: str  # id of the only attempt that may publish into the folder
-    loss: Mapping[str, float]  # weights by name
-    loss_options: Mapping[str, Any]
+    loss: Mapping[str, Any]  # by name the weight, or weight and options
+    loss_options: Mapping[str, Any]  # of all losses
     reference_model: str  # start: the policy starts as the reference; base: the reference is another model
     reference_update: dict[str, Any] | None  # TR-DPO: `every` steps, with weight `alpha`
     router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts

@@ -68,8 +68,8 @@ def train_step(
     rows = moving.rows(batch.step, rows) if moving else rows
     contexts = global_batch.global_batch_values(policy, objective, rows, batch.pair_numbers, window.device)
     shared: dict[str, Any] = {}
-    if batch.mismatched:  # unpaired rows
-        others = [row.to(window.device) for row in batch.mismatched]
+    if batch.kl_rows:  # unpaired rows
+        others = [row.to(window.device) for row in batch.kl_rows]
         others = moving.rows(batch.step, others) if moving else others
         shared = global_batch.batch_kl(policy, objective, others, batch.pair_numbers, window.device)
     engine.set_learning_rate(policy, learning_rate)
