@@ -55,7 +55,7 @@ def override_refusal(overrides: Mapping[str, Any], loss: Mapping[str, Any]) -> s
     sentences += [MUON] if given.get("optimizer") == "muon" else []
     if old := [name for name in MOVED if name in given]:
         names = ", ".join(f"`train.{name}`" for name in old)
-        written = " ".join(f"--set {text}" for name in old for text in _new_overrides(name, given, loss))
+        written = " and ".join(text for name in old for text in _new_overrides(name, given, loss))
         sentences.append(f"The options of a loss stand with the loss now. In place of {names} write {written}")
     return ". ".join(sentences) or None
 

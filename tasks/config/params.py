@@ -153,6 +153,11 @@ def load_params(path: Path = PARAMS) -> Params:
     return validate(Params, read_yaml(path), path)
 
 
+def load_stored_params(path: Path) -> Params:
+    """The params of an earlier run, also in the form of an earlier version."""
+    return validate(Params, old_train.to_new_form(read_yaml(path)), path)
+
+
 def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     """The part of a recipe that overrides params.yaml (`params`) or infra/cluster.yaml (`cluster`)."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.objectives import losses_table
 from training.objectives.losses.aot import order_statistics
 from training.objectives.losses.orpo import log1mexp
 from training.objectives.metrics import pair_logps
@@ -85,6 +86,11 @@ def test_each_loss_is_its_formula(name):
 
 def test_every_loss_is_expected():
     assert EXPECTED.keys() == LOSSES.keys()
+
+
+def test_the_table_of_the_documentation_is_what_the_losses_declare():
+    page = losses_table.PAGE.read_text()
+    assert losses_table.of_page(page) == losses_table.table(), "run python -m tests.objectives.losses_table"
 
 
 def reads(name: str, **fields: object) -> bool:

@@ -16,7 +16,8 @@ def _at_reference(*, sign: float, desirable_weight: float, undesirable_weight: f
 
 
 @loss(
-    formula="`w (1 - s(beta (a - KL)))` of a desirable row, `w (1 - s(beta (KL - a)))` of an undesirable one",
+    formula="`w (1 - s(beta (a - KL)))` of a desirable row, `w (1 - s(beta (KL - a)))` of an undesirable one, "
+    "`w` the weight of its kind",
     at_reference=_at_reference,
     unpaired=True,
     reads_kl=True,
@@ -29,7 +30,7 @@ def kto(
     return weight * (-pairs.sign * beta * (pairs.chosen_ratio - pairs.kl)).sigmoid()
 
 
-@loss(formula="the same with 0 for `KL`", at_reference=_at_reference, unpaired=True)
+@loss(formula="`kto` with 0 for `KL`", at_reference=_at_reference, unpaired=True)
 def apo_zero_unpaired(
     pairs: PairLogps, *, beta: float, desirable_weight: Positive = 1.0, undesirable_weight: Positive = 1.0
 ) -> Tensor:

@@ -34,7 +34,7 @@ def sigmoid(
     return expected(minus_log_sigmoid, beta * h - gamma - margin_scale * pairs.margin, pairs, label_smoothing)
 
 
-@loss(formula="the same with `a/nw - b/nl` for `h`", at_reference=logistic_at_reference, reads_label=True)
+@loss(formula="`sigmoid` with `a/nw - b/nl` for `h`", at_reference=logistic_at_reference, reads_label=True)
 def sigmoid_norm(
     pairs: PairLogps,
     *,
