@@ -199,3 +199,9 @@ def test_the_notebook_ran_and_calls_the_functions_as_they_are():
             inspect.signature(getattr(api, node.func.id)).bind(*node.args, **keywords)
             called.add(node.func.id)
     assert called >= {"prepare", "train", "evaluate", "export", "curves", "samples"}
+
+
+def test_the_map_shows_every_folder_of_code():
+    shown = set(re.findall(r'class="name"[^>]*>(?:\w+/)?(\w+)', (PROJECT / "docs" / "map.svg").read_text()))
+    folders = {path.parent.name for layer in ("tasks", "training") for path in (PROJECT / layer).glob("*/__init__.py")}
+    assert folders <= shown, f"docs/map.svg lacks {folders - shown}"

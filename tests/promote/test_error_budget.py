@@ -25,7 +25,7 @@ from tasks.system.files import read_json, write_json
 from tasks.tracking import verify
 from tasks.tracking.registry import registry
 from tests.benchmarks.gate_simulation import WORLDS, Rule, rules_of, simulate
-from tests.promote.test_promote import NAME, aliases, export, run
+from tests.support.promotion import NAME, aliases, export, run
 from tests.support.workspaces import make_workspace
 
 KIND = "samples/policy/kind"
