@@ -66,8 +66,8 @@ def settable() -> dict[str, FieldInfo]:
 
 def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     """Check that each key exists and each value has its type; whether they fit together is checked later."""
-    fields, loss = settable(), overrides.get("train.loss") or _shipped_loss()
-    if message := old_train.override_refusal(overrides, loss):
+    fields, loss = settable(), overrides.get("train.loss")
+    if message := old_train.override_refusal(overrides, loss if isinstance(loss, dict) else _shipped_loss()):
         raise ValueError(f"{message}.")
     for name, value in overrides.items():
         if name not in fields:

@@ -15,7 +15,7 @@ MOVED = (
     *("desirable_weight", "undesirable_weight", "f_divergence", "f_alpha", "margin", "margin_scale"),
 )
 GONE = ("beta_alpha", "beta_momentum", "beta_filter")  # of beta-DPO
-MUON = "`train.optimizer` muon is gone: nobody aligns with it. Set it to adamw"
+MUON = "The optimizer muon is gone: nobody aligns with it. Set `optimizer` to adamw"
 
 
 def to_new_form(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def refusal(train: Mapping[str, Any], loss: Mapping[str, Any]) -> str | None:
     sentences += [MUON] if train.get("optimizer") == "muon" else []
     if old := [name for name in (*MOVED, *GONE) if name in train and (name in MOVED or train[name] is None)]:
         names = ", ".join(f"`{name}`" for name in ("loss", *old))
-        new = to_yaml({"loss": _new_loss(train.get("loss") or loss, train)})[1:-1]
+        own = train.get("loss")
+        new = to_yaml({"loss": _new_loss(own if isinstance(own, Mapping) else loss, train)})[1:-1]
         sentences.append(f"The options of a loss stand with the loss now. In place of {names} write\n    {new}")
     return ". ".join(sentences) or None
 

@@ -173,9 +173,10 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
 
 def _refuse_old_form(path: Path, params: dict[str, Any]) -> None:
     """The recipe's own keys in their new form, not those of a configuration in which they are merged."""
-    train = params.get("train") or {}
-    if message := old_train.refusal(train, {} if "loss" in train else read_yaml(ROOT / PARAMS)["train"]["loss"]):
-        raise UserError(f"{path}: `params.train`: {message}")
+    train = params.get("train")
+    if isinstance(train, dict) and old_train.refusal(train, {}):
+        shipped = read_yaml(ROOT / PARAMS).get("train", {}).get("loss", {})
+        raise UserError(f"{path}: `params.train`: {old_train.refusal(train, shipped)}")
 
 
 def read_params(recipe: str | None) -> dict[str, Any]:

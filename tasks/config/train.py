@@ -184,12 +184,14 @@ def loss_keys() -> dict[str, FieldInfo]:
 
 def with_whole_loss(overrides: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides with the keys below `train.loss` as one `train.loss`, which takes its other values from the content."""
-    loss = dict(overrides.get("train.loss") or content.get("train", {}).get("loss") or {})
+    train = content.get("train")
+    given = overrides.get("train.loss") or (train.get("loss") if isinstance(train, Mapping) else None)
+    loss = dict(given) if isinstance(given, Mapping) else {}
     if message := old_train.override_refusal(overrides, loss):
         raise UserError(f"{message}.")
     below = {name: value for name, value in overrides.items() if name.startswith("train.loss.")}
     if not below:
-        return dict(overrides)
+        return dict(overrides)  # also a `train.loss` that is no mapping, which the schema refuses
     for name, value in sorted(below.items()):
         loss_name, _, key = name.removeprefix("train.loss.").partition(".")
         term = loss.get(loss_name, {})

@@ -123,7 +123,7 @@ def test_what_is_gone_is_said(key):
 
 
 def test_muon_is_gone():
-    sentence = "`train.optimizer` muon is gone: nobody aligns with it. Set it to adamw"
+    sentence = "The optimizer muon is gone: nobody aligns with it. Set `optimizer` to adamw"
     assert sentence in refusal(shipped(optimizer="muon"))
     with pytest.raises(ValueError, match=sentence):
         known_and_typed({"train.optimizer": "muon"})
@@ -142,6 +142,13 @@ def test_a_key_below_the_loss_changes_one_value_of_the_recipes_mixture():
     ):
         with pytest.raises(ValueError, match=sentence):
             known_and_typed({key: value})
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", 1.0, ["sigmoid"], None])
+def test_a_loss_that_is_no_mapping_is_refused(loss):
+    with pytest.raises(UserError, match=r"`train.loss`: Input should be a valid dictionary"):
+        run_config.changed_files("demo", {"train.loss": loss})
+    assert "`train.loss`: Input should be a valid dictionary" in refusal(shipped(loss=loss))
 
 
 def test_a_recipe_replaces_the_whole_mixture():
