@@ -15,16 +15,19 @@ import yaml
 from pydantic import AfterValidator, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from tasks.config import old_train
 from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
 from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
-from tasks.config.strict import all_keys
+from tasks.config.strict import all_keys, read_yaml
+from tasks.config.train import loss_keys
 from tasks.errors import UserError
 from tasks.runs.names import NAME, check_name
 from tasks.secrets.redact import redact
 
 # A form offers a choice or a text field only for values that cannot be null. These stand for null.
 NO_RECIPE, NO_NAME = "none", ""
+BELOW_LOSS = "train.loss."
 CHOICES = [NO_RECIPE, *sorted(path.stem for path in RECIPES.glob("*.yaml"))]
 NAME_OR_NONE = rf"^$(?!\n)|{NAME}"
 
@@ -58,12 +61,14 @@ def settable() -> dict[str, FieldInfo]:
     of worker groups below `cluster.`."""
     params = {name: field for name, field in all_keys(Params) if "." in name or not field.is_required()}
     cluster = {f"cluster.{name}": field for name, field in all_keys(Cluster) if name.split(".")[0] in groups()}
-    return params | cluster
+    return params | loss_keys() | cluster
 
 
 def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     """Check that each key exists and each value has its type; whether they fit together is checked later."""
-    fields = settable()
+    fields, loss = settable(), overrides.get("train.loss")
+    if message := old_train.override_refusal(overrides, loss if isinstance(loss, dict) else _shipped_loss()):
+        raise ValueError(f"{message}.")
     for name, value in overrides.items():
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
@@ -73,8 +78,15 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
             _adapter(fields[name]).validate_python(value, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
-            raise ValueError(f"`{name}` is {value!r}: {problem['msg']}.") from None
+            message = problem["msg"].removeprefix("Value error, ")
+            raise ValueError(f"`{name}` is {value!r}: {message}.") from None
     return overrides
+
+
+def _shipped_loss() -> dict[str, Any]:
+    with suppress(UserError, KeyError):  # the run reports what is wrong in the file
+        return dict(read_yaml(ROOT / "params.yaml")["train"]["loss"])
+    return {}
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
@@ -92,10 +104,13 @@ def schema() -> dict[str, Any]:
     with suppress(yaml.YAMLError, UserError):  # the run reports what is wrong in the file
         values = {**yaml.safe_load(text), "cluster": load_cluster(ROOT).model_dump()}
     for name, field in settable().items():
+        if name.startswith(BELOW_LOSS):
+            continue  # 100 fields that few need: accepted, but not part of the form
         value = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
         description = ". ".join(filter(None, [described.get(name), value]))
         fields[name] = {**_field_schema(field), "title": name, "description": description}
-    return {"type": "object", "properties": fields, "additionalProperties": False}
+    below_loss = {f"^{re.escape(BELOW_LOSS)}": {}}
+    return {"type": "object", "properties": fields, "patternProperties": below_loss, "additionalProperties": False}
 
 
 def _value(values: Any, name: str) -> Any:

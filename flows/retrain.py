@@ -14,6 +14,7 @@ from prefect import get_run_logger, runtime
 from prefect.artifacts import create_table_artifact
 
 from flows.promote import decision
+from tasks.config.old_train import to_new_form
 from tasks.config.params import load_params
 from tasks.config.paths import FINGERPRINT, ROOT
 from tasks.config.source import Source
@@ -82,7 +83,7 @@ class RetrainCheck:
         """What changed since the last run, in words."""
         assert self.last is not None
         last = self.last
-        before, params = flatten(last["params"]), flatten(self.params)
+        before, params = flatten(to_new_form(last["params"])), flatten(self.params)
         names = [name for name in {**before, **params} if before.get(name) != params.get(name)]
         changes = [f"{name} {before.get(name)} -> {params.get(name)}" for name in names]
         old, new = last["code"], self.code

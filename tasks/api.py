@@ -20,6 +20,7 @@ from tasks.config.cluster import CLUSTER, Cluster
 from tasks.config.params import PARAMS, Params, load_params, overlay, read_recipe
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
 from tasks.config.strict import dotted, read_yaml, validate
+from tasks.config.train import with_whole_loss
 from tasks.errors import UserError
 from tasks.system import processes
 from tasks.system.files import fingerprint, read_json, read_json_lines, write_text
@@ -93,7 +94,7 @@ def _write(
     content = read_yaml(base)
     if recipe:
         content = overlay(content, read_recipe(recipe, path.stem), model)
-    content = overlay(content, dotted(dict(changes)), model)
+    content = overlay(content, dotted(with_whole_loss(changes, content)), model)
     validate(model, content, path)
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 

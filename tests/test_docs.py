@@ -15,8 +15,9 @@ from flows.parameters import known_and_typed
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
 from tasks.config.strict import all_keys, parse_overrides
+from tasks.config.train import loss_keys
 from tasks.runs import search_space
-from training.objectives.options import LOSS_OPTIONS
+from training.objectives.registry import LOSSES
 
 PROJECT = Path(__file__).resolve().parents[1]
 SPEAKING = (".md", ".py", ".sh", ".yaml", "")
@@ -155,7 +156,7 @@ def test_our_side_of_the_table_for_roll_and_colossalai_exists():
     assert losses == {"ipo_sum"}  # ROLL's ipo; ours averages over tokens
     values = {"auto", "never"}
     keys = {name for section in (Params, Cluster) for name, _ in all_keys(section)}
-    keys |= {*LOSS_OPTIONS, *values}
+    keys |= {*loss_keys(), *LOSSES, *values}
     named = {name.partition(":")[0] for name in ours}
     assert len(named) > 30
     assert named - keys == set()

@@ -193,7 +193,7 @@ def test_every_stage_is_named_once_in_dvc_yaml():
         ("tasks/train/driver.py", set()),
         ("tasks/evaluate/intervals.py", set()),
         ("training/evaluation/lm_eval_tasks.py", set()),
-        ("training/objectives/losses.py", {"train"}),
+        ("training/objectives/losses/sft.py", {"train"}),
         ("training/trainer/optimizer.py", {"train"}),
         ("training/scoring/attention.py", {"train", "reference"}),
         ("training/evaluation/sampling.py", {"sample"}),

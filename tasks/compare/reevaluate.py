@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.artifacts.models import base_folder
 from tasks.artifacts.pairs import PairTable, open_table, pairs_file, read_pairs, read_rows
 from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.old_train import to_new_form
 from tasks.config.params import Params
 from tasks.errors import UserError
 from tasks.evaluate.answers import Record, held_out_prompts, judge_answers
@@ -19,7 +20,7 @@ from tasks.evaluate.held_out import PairRow
 from tasks.evaluate.sampler import Weights
 from tasks.evaluate.scoring import pair_values, split_logps, token_values
 from tasks.system.progress import Bar
-from training.objectives.options import OPTIONS
+from training.objectives.mixture import SHARED
 from training.pairs.pair import Pair
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ def _objective(manifest: dict[str, Any]) -> "Objective":
     """The training objective of a manifest's model."""
     from training.objectives.objective import Objective  # loads torch; a first champion is compared with nothing
 
-    train = manifest["params"]["train"]
-    return Objective(train["loss"], {name: train[name] for name in OPTIONS if train.get(name) is not None})
+    train = to_new_form(manifest["params"])["train"]
+    return Objective(train["loss"], {name: train[name] for name in SHARED if train.get(name) is not None})
 
 
 def _quantization(manifest: dict[str, Any]) -> str | None:

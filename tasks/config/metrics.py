@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from training.objectives.options import UNPAIRED
+from training.objectives.mixture import is_unpaired
+from training.objectives.registry import LOSSES
 
 if TYPE_CHECKING:
     from tasks.config.params import Params
@@ -49,16 +50,16 @@ def of_training(params: "Params") -> list[str]:
     """Names of the training metrics, which held-out pairs have too."""
     parts = [f"loss/{name}" for name in params.train.loss] if len(params.train.loss) > 1 else []
     reference = ["kl"] if params.train.needs_reference else []
-    if not UNPAIRED.isdisjoint(params.train.loss):
+    if is_unpaired(params.train.loss):
         reference += [f"{ACCURACY}/chosen", f"{ACCURACY}/rejected"]
-        reference += ["kl/mismatched"] if "kto" in params.train.loss else []
-    return [*ALWAYS, *parts, *reference, *(["beta"] if params.train.beta_alpha else [])]
+        reference += ["kl/mismatched"] if any(LOSSES[name].reads_kl for name in params.train.loss) else []
+    return [*ALWAYS, *parts, *reference]
 
 
 def of_evaluation(params: "Params") -> list[str]:
     """Names in evaluate.json, as `promote.require` and `promote.limits` write them."""
     names = [*of_training(params), *HELD_OUT]
-    names += ["rewards/auc"] if not UNPAIRED.isdisjoint(params.train.loss) else []
+    names += ["rewards/auc"] if is_unpaired(params.train.loss) else []
     if params.evaluate.prompts:
         answers = (*ANSWERS, *VERDICTS.get(params.evaluate.judge, ()))
         names += [f"samples/{model}/{name}" for model in ("policy", "base") for name in answers]

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from tasks.config import metrics, strict
+from tasks.config import metrics, old_train, strict
 from tasks.config.evaluate import Evaluate
+from tasks.config.paths import ROOT
 from tasks.config.prepare import Prepare
 from tasks.config.promote import Promote
 from tasks.config.sample import Sample
@@ -18,7 +19,7 @@ from tasks.errors import UserError
 from tasks.secrets.redact import is_secret
 
 PARAMS = Path("params.yaml")  # relative: a stage runs in the root of its workspace
-RECIPES = Path(__file__).resolve().parents[2] / "flows" / "recipes"
+RECIPES = ROOT / "flows" / "recipes"
 
 
 class Reference(Section):
@@ -147,15 +148,30 @@ def load_params(path: Path = PARAMS) -> Params:
     return validate(Params, read_yaml(path), path)
 
 
+def load_stored_params(path: Path) -> Params:
+    """The params of an earlier run, also in the form of an earlier version."""
+    return validate(Params, old_train.to_new_form(read_yaml(path)), path)
+
+
 def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     """The part of a recipe that overrides params.yaml (`params`) or infra/cluster.yaml (`cluster`)."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
         raise UserError(f"There is no recipe '{name}' in flows/recipes. Recipes: {', '.join(names)}.")
-    content = read_yaml(RECIPES / f"{name}.yaml")
+    path = RECIPES / f"{name}.yaml"
+    content = read_yaml(path)
     if unknown := content.keys() - {"params", "cluster"}:
         raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
+    _refuse_old_form(path, content.get("params") or {})
     return content.get(part, {})
+
+
+def _refuse_old_form(path: Path, params: dict[str, Any]) -> None:
+    """The recipe's own keys in their new form, not those of a configuration in which they are merged."""
+    train = params.get("train")
+    if isinstance(train, dict) and old_train.refusal(train, {}):
+        shipped = read_yaml(ROOT / PARAMS).get("train", {}).get("loss", {})
+        raise UserError(f"{path}: `params.train`: {old_train.refusal(train, shipped)}")
 
 
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:

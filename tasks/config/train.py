@@ -1,11 +1,18 @@
 """The sections `sft` and `train` of params.yaml."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic.fields import FieldInfo
 
+from tasks.config import old_train
 from tasks.config.strict import Count, Fraction, Positive, Section
-from training.objectives import options
+from tasks.errors import UserError
+from training.objectives import mixture
+from training.objectives.loss import Option
+from training.objectives.registry import LOSSES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["nf4", "fp8"]
@@ -45,6 +52,9 @@ EvalSteps = Annotated[
 ]
 
 
+LOSS_SCHEMA = {"type": "object", "additionalProperties": {"anyOf": [{"type": "number"}, {"type": "object"}]}}
+
+
 class ReferenceUpdate(Section):
     """TR-DPO: ref <- alpha policy + (1 - alpha) ref."""
 
@@ -58,7 +68,7 @@ class Optimization(Section):
     adapter: Adapter | None
     dtype: Dtype
     quantization: Quantization | None
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = "adamw"
     learning_rate: Positive
     schedule: Literal["cosine", "linear", "constant"]
     warmup_fraction: Fraction
@@ -75,6 +85,13 @@ class Optimization(Section):
     resume_from_checkpoint: Annotated[str, Field(min_length=1)]
     seed: int
     deterministic: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_form(cls, content: Any) -> Any:
+        if isinstance(content, dict) and (message := old_train.refusal(content, {})):
+            raise ValueError(message)
+        return content
 
     def check(self) -> None:
         if self.patience and not (self.select and self.eval_steps):
@@ -117,50 +134,68 @@ class Sft(Optimization):
 
 
 class Train(Optimization):
-    loss: dict[str, float]
+    loss: Annotated[dict[str, Any], AfterValidator(mixture.check), WithJsonSchema(LOSS_SCHEMA)]
     beta: Positive | None
-    label_smoothing: Annotated[float, Field(ge=0.0, le=0.5)] | None
-    gamma: float | None
-    length_normalization: bool | None
-    reference: bool | None
-    tau: Positive | None
-    cpo_alpha: Positive | None
-    dpop_lambda: Positive | None
-    desirable_weight: Positive | None = None
-    undesirable_weight: Positive | None = None
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] | None
-    f_alpha: float | None
-    beta_alpha: Positive | None
-    beta_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None
-    beta_filter: Annotated[float, Field(gt=0.0, lt=1.0)] | None
-    margin: Literal["scores"] | None
-    margin_scale: Positive | None
-    ld_alpha: Fraction | None
-    wpo: bool | None
+    ld_alpha: Fraction | None = None
+    wpo: bool | None = None
     reference_model: Literal["start", "base"] = "start"
     reference_update: ReferenceUpdate | None
     router_aux_loss_coef: Positive | None
     kl_limit: Positive | None
     stop_on_alarm: bool
 
-    def loss_options(self) -> dict[str, options.Option]:
-        """The options that are set, by name."""
-        values = {name: getattr(self, name) for name in options.OPTIONS}
+    def loss_options(self) -> dict[str, Option]:
+        """The options that all losses share and that are set, by name."""
+        values = {name: getattr(self, name) for name in mixture.SHARED}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
+    def loss_weights(self) -> dict[str, float]:
+        return mixture.weights_of(self.loss)
+
+    @property
     def needs_reference(self) -> bool:
-        return options.needs_reference(self.loss, self.loss_options())
+        return mixture.needs_reference(self.loss)
 
     def check_rows(self, unpaired: bool) -> None:
         """ValueError if the loss is for the other kind of data."""
-        options.check_rows(self.loss, unpaired)
+        mixture.check_rows(self.loss, unpaired)
 
     def check(self) -> None:
         super().check()
-        options.check(self.loss, self.loss_options())
+        mixture.check_shared(self.loss, self.loss_options())
         if self.reference_model == "base" and (self.reference_update or not self.needs_reference):
             raise ValueError("`reference_model: base` needs a loss with a reference, and reference_update null")
         for name in ("kl_limit", "reference_update"):
             if getattr(self, name) and not self.needs_reference:
                 raise ValueError(f"`{name}` has no effect on loss {', '.join(self.loss)}, which has no reference model")
+
+
+def loss_keys() -> dict[str, FieldInfo]:
+    """The keys below `train.loss` that an override may set, by dotted name: each loss, its weight and its options."""
+    keys = {}
+    for name, declared in LOSSES.items():
+        term = Annotated[Any, AfterValidator(partial(mixture.check_term, name))]
+        kinds = {name: term, f"{name}.{mixture.WEIGHT}": Positive}
+        kinds |= {f"{name}.{key}": option.kind for key, option in declared.options.items()}
+        keys |= {f"train.loss.{key}": FieldInfo.from_annotation(kind) for key, kind in kinds.items()}
+    return keys
+
+
+def with_whole_loss(overrides: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides with the keys below `train.loss` as one `train.loss`, which takes its other values from the content."""
+    train = content.get("train")
+    given = overrides.get("train.loss") or (train.get("loss") if isinstance(train, Mapping) else None)
+    loss = dict(given) if isinstance(given, Mapping) else {}
+    if message := old_train.override_refusal(overrides, loss):
+        raise UserError(f"{message}.")
+    below = {name: value for name, value in overrides.items() if name.startswith("train.loss.")}
+    if not below:
+        return dict(overrides)  # also a `train.loss` that is no mapping, which the schema refuses
+    for name, value in sorted(below.items()):
+        loss_name, _, key = name.removeprefix("train.loss.").partition(".")
+        term = loss.get(loss_name, {})
+        term = term if isinstance(term, Mapping) else {mixture.WEIGHT: term}
+        loss[loss_name] = {**term, key: value} if key else value
+    others = {name: value for name, value in overrides.items() if name not in below}
+    return {**others, "train.loss": loss}

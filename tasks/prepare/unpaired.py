@@ -1,7 +1,7 @@
 """Unpaired rows: one answer each, desirable or not. They are stored as pairs whose second answer is another row's.
 
-KTO estimates the KL divergence on answers that belong to other prompts (training.objectives.losses.mismatched_kl). The
-second answer is that of the next row with another prompt, so that its reference values are computed once.
+KTO estimates the KL divergence on answers that belong to other prompts (training.objectives.pair_logps.kl_estimate).
+The second answer is that of the next row with another prompt, so that its reference values are computed once.
 """
 
 from collections.abc import Mapping, Sequence

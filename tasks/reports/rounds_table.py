@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tasks.config.params import load_params
+from tasks.config.params import load_stored_params
 from tasks.config.paths import METRICS, SAMPLE
 from tasks.evaluate import judges
 from tasks.reports.headline import describe_decision
@@ -47,7 +47,7 @@ def _against_first(results: Path, first: Path) -> float | None:
 
     From the verdicts in both files: no model answers again. A judge that gives no verdicts would have to be asked.
     """
-    params = load_params(results / "params.yaml").evaluate
+    params = load_stored_params(results / "params.yaml").evaluate
     before, after = _answers(first, "base"), _answers(results, "policy")
     prompts = [prompt for prompt in after if prompt in before]
     if params.judge not in ("demo", "reward") or not prompts:

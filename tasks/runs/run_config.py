@@ -23,6 +23,7 @@ from tasks.config.cluster import (
 from tasks.config.params import Params, read_recipe
 from tasks.config.paths import ROOT
 from tasks.config.strict import Layer, Value, changed, dotted, merge, overlay, read_yaml, validate
+from tasks.config.train import with_whole_loss
 from tasks.errors import UserError
 
 ConfigFiles = dict[str, dict[str, Any]]  # content by path, of the files that differ from the checkout's
@@ -65,31 +66,32 @@ def resolve(recipe: str | None, overrides: dict[str, Any] | None, root: Path = R
 
 def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
     """The configuration files of a run's worktree that overrides change, validated."""
-    nested, cluster = _split(overrides)
+    before = read_yaml(root / "params.yaml")
+    nested, cluster = _split(overrides, before)
     files: ConfigFiles = {}
     if nested:
-        files["params.yaml"] = overlay(read_yaml(root / "params.yaml"), nested, Params)
+        files["params.yaml"] = overlay(before, nested, Params)
         validate(Params, files["params.yaml"], Path(f"{root / 'params.yaml'} with overrides"))
     if cluster:
-        before = read_yaml(root / OVERRIDES) if (root / OVERRIDES).exists() else {}
-        files[str(OVERRIDES)] = overlay(before, cluster, Cluster)
+        resumed = read_yaml(root / OVERRIDES) if (root / OVERRIDES).exists() else {}
+        files[str(OVERRIDES)] = overlay(resumed, cluster, Cluster)
         load_cluster(root, cluster)
     return files
 
 
 def _layers(recipe: str | None, overrides: dict[str, Any] | None, root: Path) -> tuple[list[Layer], list[Layer]]:
     """Of params.yaml: the file, the recipe, the overrides. Of the cluster settings: the recipe and the overrides."""
-    nested, cluster = _split(overrides or {})
     params = [Layer("params.yaml", read_yaml(root / "params.yaml"))]
     params += [Layer(f"the recipe {recipe}", read_recipe(recipe))] if recipe else []
+    nested, cluster = _split(overrides or {}, merge(params, Params))
     params += [Layer("overrides", nested)] if nested else []
     from_recipe = read_recipe(recipe, "cluster") if recipe else {}
     return params, [Layer(f"the recipe {recipe}", from_recipe), Layer("overrides", cluster)]
 
 
-def _split(overrides: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Overrides of params.yaml and of the cluster settings, nested."""
-    nested = dotted(overrides)
+def _split(overrides: dict[str, Any], params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Overrides of params.yaml, whose values so far are `params`, and of the cluster settings; both nested."""
+    nested = dotted(with_whole_loss(overrides, params))
     cluster = nested.pop("cluster", {})
     if refused := [name for name in cluster if name not in groups()]:
         raise UserError(

@@ -33,6 +33,8 @@ WORKERS = {
     "reference": ("tasks.reference.scorer",),
     "train": ("tasks.train.worker", "tasks.artifacts.training_data"),  # `sft`, too
 }
+# Modules that import every module of a folder, whatever its name.
+FINDERS = {"training/objectives/registry.py": "training/objectives/losses"}
 
 
 def worker_code(stage: str, root: Path = ROOT) -> dict[str, str]:
@@ -59,6 +61,8 @@ def is_plumbing(name: str) -> bool:
 def own_imports(root: Path, name: str) -> list[str]:
     """The files of ours that a file imports when it runs, not those for its types alone."""
     candidates = {f"{module.replace('.', '/')}.py" for module in _imports((root / name).read_text())}
+    if folder := FINDERS.get(name):
+        candidates |= {f"{folder}/{path.name}" for path in (root / folder).glob("*.py")}
     return sorted(file for file in candidates if (root / file).is_file())
 
 

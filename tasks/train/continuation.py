@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts.models import local_path
+from tasks.config.old_train import to_new_form
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, sha256
 from tasks.tracking.journal import flatten
+from training.objectives.mixture import long_form
 from training.trainer import checkpoint_files
 
 PARAMETER = "train.resume_from_checkpoint"
@@ -71,7 +73,7 @@ def checkpoint_hash(path: Path) -> str:
 
 def list_changes(before: Origin, now: Origin) -> list[str]:
     """What differs between two trainings."""
-    old, new = (flatten({"train": origin.get("train", {})}) for origin in (before, now))
+    old, new = (flatten({"train": _comparable(origin)}) for origin in (before, now))
     changes = [
         f"{name} {json.dumps(old.get(name))} -> {json.dumps(new.get(name))}"
         for name in sorted({*old, *new} - {PARAMETER})
@@ -83,6 +85,12 @@ def list_changes(before: Origin, now: Origin) -> list[str]:
         more = f" and {len(files) - 3} more files" if len(files) > 3 else ""
         changes.append(f"code of {', '.join(files[:3])}{more}")
     return changes
+
+
+def _comparable(origin: Origin) -> dict[str, Any]:
+    """`train` of an origin, also of an earlier version's, with the weight and the options of each loss."""
+    train = dict(to_new_form(origin).get("train", {}))
+    return {**train, "loss": long_form(train["loss"])} if "loss" in train else train
 
 
 def incompatible_changes(before: Origin, now: Origin) -> list[str]:

@@ -112,11 +112,6 @@ def check_options(stage: str, train: Optimization, cluster: Cluster) -> None:
             "adapter.use_dora needs whole, and the inputs of adapter.dropout. Set it to 1, or "
             f"{stage}.adapter.use_dora to false and {stage}.adapter.dropout to 0."
         )
-    if train.optimizer == "muon" and (group.tensor_parallel > 1 or group.offload != "none"):
-        raise UserError(
-            "infra/cluster.yaml: the optimizer muon needs whole matrices on the device. Set tensor_parallel of "
-            f"actor_train to 1 and offload to none, or {stage}.optimizer to adamw_8bit."
-        )
     if group.keep_best and not (train.select and train.eval_steps):
         raise UserError(
             f"infra/cluster.yaml: actor_train.keep_best ranks checkpoints by {stage}.select at every "

@@ -1,7 +1,7 @@
 """Compare our loss, reward margin and gradient norm with TRL's, step by step, on real pairs.
 
     python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 20 --batch 4 --plot curves.png
-    python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 100 --optimizers adamw adamw_8bit muon
+    python -m tests.benchmarks.convergence PAIRS.jsonl MODEL_FOLDER --steps 100 --optimizers adamw adamw_bf16 adamw_8bit
 
 The first command: both sides start from the same weights and see the same pairs in the same order, with the same loss,
 schedule, AdamW and clipping, in float32 (bf16 with --dtype). Each computes its own reference. Exits with 1 if the

@@ -30,7 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {  # after the mode, any number of them: lo
     "fp8": {"quantization": "fp8"},
     "bf16moments": {"optimizer": "adamw_bf16"},
     "8bit": {"optimizer": "adamw_8bit"},
-    "muon": {"optimizer": "muon"},
 }
 SCRATCH = Path(tempfile.gettempdir()) / "dpo-benchmarks"
 

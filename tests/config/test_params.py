@@ -170,10 +170,7 @@ def test_a_missing_key_is_named():
         ("train.max_steps", True, "valid integer, but it is True"),
         ("train.eval_steps", 1.5, "less than 1, but it is 1.5"),
         ("train.loss", {"dpo": 1.0}, "there is no loss 'dpo'"),
-        ("train.tau", 0.5, "`tau` has no effect on loss sigmoid"),
-        ("train.margin", "scores", "`margin_scale` belongs to `margin: scores`"),
-        ("train.margin_scale", 0.1, "`margin_scale` belongs to `margin: scores`"),
-        ("train.margin_scale", 0.0, "greater than 0"),
+        ("train.loss", {"sigmoid": {"weight": 1.0, "tau": 0.5}}, "`tau` has no effect on loss sigmoid"),
         ("train.reference_update", {"every": 0, "alpha": 0.5}, "greater than or equal to 1, but it is 0"),
         ("train.reference_update", {"every": 8, "alpha": 1.5}, "less than or equal to 1, but it is 1.5"),
         ("train.router_aux_loss_coef", 0.0, "greater than 0"),
@@ -192,7 +189,7 @@ def test_policy_and_reference_have_one_precision_where_they_are_compared(section
     assert "reference.dtype is " in message
     assert f"{section}.dtype is bfloat16" in message
     assert "set all of them to " + ("bfloat16" if section == "train" else "float32") in message
-    simpo = {"train.loss": {"simpo": 1.0}, "train.beta": 2.0, "train.gamma": 1.0}
+    simpo = {"train.loss": {"simpo": {"weight": 1.0, "gamma": 1.0}}, "train.beta": 2.0}
     changes = dotted({**simpo, f"{section}.dtype": "bfloat16"})
     validate(Params, overlay(read_yaml(ROOT / "params.yaml"), changes), Path("params.yaml"))
 

@@ -31,7 +31,7 @@ from tests.train.test_engine import (
 from training.pairs.pair import Pair
 
 pytestmark = pytest.mark.slow
-KTO = ({"kto": 1.0}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75})
+KTO = ({"kto": {"weight": 1.0, "desirable_weight": 1.5, "undesirable_weight": 0.75}}, {"beta": 0.5})
 SPEED = ("tokens_per_second", "pairs_per_second")
 RUNS: dict[str, dict[str, Any]] = {
     "full": {"save_steps": SAVE},

@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks.config.paths import ROOT
-from training.objectives.losses import LOSSES, PairLogps, divergence_score, log1mexp, order_statistics
+from tests.objectives import losses_table
+from training.objectives.losses.aot import order_statistics
+from training.objectives.losses.orpo import log1mexp
 from training.objectives.metrics import pair_logps
-from training.objectives.objective import Objective, loss_at_reference
-from training.objectives.options import READS_DIVERGENCE, READS_LABEL, READS_MARGIN, REFERENCE_FREE, options_of
+from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
+from training.objectives.registry import LOSSES
+from training.objectives.terms import divergence_score
 from training.pairs.packing import build_row
 from training.pairs.pair import Pair
 
@@ -81,25 +84,56 @@ def test_each_loss_is_its_formula(name):
     assert value(name, **options) == pytest.approx(expected)
 
 
-def test_every_loss_is_expected_and_documented():
+def test_every_loss_is_expected():
     assert EXPECTED.keys() == LOSSES.keys()
-    page = (ROOT / "docs" / "losses.md").read_text()
-    assert [name for name in LOSSES if f"| `{name}` |" not in page] == []
+
+
+def test_the_table_of_the_documentation_is_what_the_losses_declare():
+    page = losses_table.PAGE.read_text()
+    assert losses_table.of_page(page) == losses_table.table(), "run python -m tests.objectives.losses_table"
+
+
+def reads(name: str, **fields: object) -> bool:
+    """Whether other fields of the pairs change the loss."""
+    options = EXPECTED[name][1] | ({"margin_scale": 1.0} if "margin_scale" in LOSSES[name].options else {})
+    return value(name, pairs(**fields), **options) != value(name, **options)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    ("field", "content", "readers"),
-    [
-        ("label", torch.tensor([0.7]), READS_LABEL),
-        ("margin", torch.tensor([0.5]), READS_MARGIN),
-        ("f_divergence", "js", READS_DIVERGENCE),
-    ],
-)
-def test_options_names_the_losses_that_read_a_field_of_the_pairs(name, field, content, readers):
-    _, options = EXPECTED[name]
-    reads = value(name, pairs(**{field: content}), **options) != value(name, **options)
-    assert reads == (name in readers)
+def test_a_loss_declares_what_it_reads(name):
+    declared = LOSSES[name]
+    other = torch.tensor([0.7])
+    assert reads(name, label=other) == declared.reads_label
+    assert reads(name, margin=other) == ("margin_scale" in declared.options)
+    assert reads(name, c0=-13.0) == declared.needs_reference
+    assert reads(name, batch_kl=other) == declared.reads_kl
+    assert reads(name, sign=-torch.ones(1)) == declared.unpaired
+    sums = replace(pairs(), chosen_logps=torch.tensor([-9.0], dtype=torch.float64))
+    options = EXPECTED[name][1]
+    assert (value(name, sums, **options) != value(name, **options)) == declared.reads_sums
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_sorts_the_batch_declares_it(name):
+    """Its value of a pair depends on the other pairs; KTO's reads them as the KL."""
+    options, given = EXPECTED[name][1], many(4)
+    alone = replace(given, **{n: v[:1] for n, v in vars(given).items() if isinstance(v, torch.Tensor)})
+    if LOSSES[name].reads_kl:
+        given, alone = (replace(one, batch_kl=torch.tensor(0.1)) for one in (given, alone))
+    depends = LOSSES[name](given, **options)[0].item() != pytest.approx(LOSSES[name](alone, **options)[0].item())
+    assert depends == LOSSES[name].sorts_batch
+
+
+ALL_OPTIONS = [(name, key) for name, loss in LOSSES.items() for key in loss.options]
+
+
+@pytest.mark.parametrize(("name", "key"), ALL_OPTIONS)
+def test_every_option_has_an_effect(name, key):
+    before = EXPECTED[name][1] | ({"f_divergence": "alpha"} if key == "f_alpha" else {})
+    default = LOSSES[name].options[key].default
+    other = not default if isinstance(default, bool) else "js" if isinstance(default, str) else 0.3
+    either_row = [pairs(c0=-9.5, margin=torch.ones(1), sign=sign * torch.ones(1)) for sign in (1, -1)]
+    assert any(value(name, row, **{**before, key: other}) != value(name, row, **before) for row in either_row)
 
 
 def test_label_smoothing_mixes_in_the_swapped_label():
@@ -157,7 +191,7 @@ def test_a_soft_label_takes_the_place_of_certainty():
     assert smoothed == pytest.approx(-0.66 * L(0.3) - 0.34 * L(-0.3))
 
 
-@pytest.mark.parametrize("name", sorted(READS_LABEL))
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.reads_label])
 def test_a_tie_does_not_see_a_swap_of_the_preference(name):
     tie = torch.tensor([0.5], dtype=torch.float64)
     straight = value(name, pairs(nw=4.0, nl=4.0, label=tie), beta=0.1)
@@ -167,9 +201,10 @@ def test_a_tie_does_not_see_a_swap_of_the_preference(name):
 
 
 def test_a_margin_is_subtracted_inside_the_sigmoid():
-    wide = pairs(margin=torch.tensor([0.25], dtype=torch.float64))
-    assert value("sigmoid", wide, beta=0.1) == pytest.approx(-L(0.3 - 0.25))
-    assert value("simpo", wide, beta=2.0) == pytest.approx(-L(2.0 * (C / NW - R / NL) - 0.25))
+    wide = pairs(margin=torch.tensor([0.5], dtype=torch.float64))
+    assert value("sigmoid", wide, beta=0.1, margin_scale=0.5) == pytest.approx(-L(0.3 - 0.25))
+    assert value("simpo", wide, beta=2.0, margin_scale=0.5) == pytest.approx(-L(2.0 * (C / NW - R / NL) - 0.25))
+    assert value("sigmoid", wide, beta=0.1) == pytest.approx(-L(0.3))
 
 
 def test_bco_shifts_by_the_mean_of_earlier_rewards():
@@ -192,7 +227,7 @@ def test_divergences_score_the_ratio(divergence, alpha, expected):
 
 def test_a_divergence_scores_both_ratios_of_h():
     expected = -L(0.1 * ((1 - math.exp(-A)) - (1 - math.exp(-B))))
-    assert value("sigmoid", pairs(f_divergence="forward_kl"), beta=0.1) == pytest.approx(expected)
+    assert value("sigmoid", beta=0.1, f_divergence="forward_kl") == pytest.approx(expected)
 
 
 def many(count: int, seed: int = 0) -> PairLogps:
@@ -278,33 +313,33 @@ START = {  # beta 0.1: 1 / (4 * 0.1^2) = 25
 
 
 def test_every_loss_with_a_reference_has_a_loss_at_the_reference():
-    assert START.keys() == LOSSES.keys() - REFERENCE_FREE | {"simpo"}
-    assert all(loss_at_reference(name, {"beta": 0.1}) is None for name in REFERENCE_FREE)
+    free = {name for name, loss in LOSSES.items() if not loss.needs_reference}
+    assert START.keys() == LOSSES.keys() - free | {"simpo"}
+    assert all(LOSSES[name].start_value({"beta": 0.1}) is None for name in free)
 
 
 @pytest.mark.parametrize("name", START)
 @pytest.mark.parametrize("label", [1.0, 0.7])
 def test_a_policy_that_is_the_reference_has_the_known_loss(name, label):
     expected, options = START[name]
-    if label != 1.0 and name not in READS_LABEL:
+    if label != 1.0 and not LOSSES[name].reads_label:
         label = 1.0
     if name == "simpo":
         expected = -label * L(-0.5) - (1 - label) * L(0.5)  # with a margin a label matters
-    divergence = options.get("f_divergence", "reverse_kl")
-    same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64), f_divergence=divergence)
-    assert value(name, same, **options_of(name, options)) == pytest.approx(expected)
-    assert loss_at_reference(name, options, label) == pytest.approx(expected)
+    same = pairs(c0=C, r0=R, label=torch.tensor([label], dtype=torch.float64))
+    assert value(name, same, **options) == pytest.approx(expected)
+    assert LOSSES[name].start_value(options, label) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", sorted(READS_MARGIN - {"cpo"}))
+@pytest.mark.parametrize("name", [name for name in START if "margin_scale" in LOSSES[name].options])
 def test_a_margin_moves_the_loss_at_the_reference(name):
-    options = {"beta": 0.1, "reference": True, **({} if name == "robust" else {"gamma": 0.5})}
-    options |= {"label_smoothing": 0.2} if name != "simpo" else {}
+    options = {"beta": 0.1, "margin_scale": 0.5, **({} if name == "robust" else {"gamma": 0.5})}
+    options |= {"label_smoothing": 0.2} if name != "simpo" else {"reference": True}
     z = -(options.get("gamma", 0.0) + 0.25)
     mixed = {"robust": -(0.8 * L(z) - 0.2 * L(-z)) / 0.6, "simpo": -L(z)}.get(name, -0.8 * L(z) - 0.2 * L(-z))
-    same = pairs(c0=C, r0=R, margin=torch.tensor([0.25], dtype=torch.float64))
-    assert value(name, same, **options_of(name, options)) == pytest.approx(mixed)
-    assert loss_at_reference(name, options, margin=0.25) == pytest.approx(mixed)
+    same = pairs(c0=C, r0=R, margin=torch.tensor([0.5], dtype=torch.float64))
+    assert value(name, same, **options) == pytest.approx(mixed)
+    assert LOSSES[name].start_value(options, margin=0.5) == pytest.approx(mixed)
 
 
 def test_half_label_smoothing_does_not_see_a_swap():
@@ -313,13 +348,17 @@ def test_half_label_smoothing_does_not_see_a_swap():
     assert straight == pytest.approx(value("sigmoid", swapped, beta=0.1, label_smoothing=0.5))
 
 
-OPTIONS = {"beta": 0.1, "label_smoothing": 0.1, "gamma": 0.5}
+def objective_of(name: str) -> Objective:
+    """The loss alone, smoothed and with a margin where it has these options."""
+    options = {**EXPECTED[name][1], "label_smoothing": 0.1, "gamma": 0.5}
+    own = {key: option for key, option in options.items() if key in LOSSES[name].options}
+    return Objective({name: {"weight": 1.0, **own}}, {"beta": 0.1})
 
 
 # aot_unpaired carries part of its gradient without value: it is checked against the sorted formula above.
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "aot_unpaired"])
 def test_gradients_are_those_of_finite_differences(name):
-    objective = Objective({name: 1.0}, OPTIONS)
+    objective = objective_of(name)
     fixed = pairs()
     partners = replace(order_statistics(fixed), ref_gap=torch.tensor([-5.0], dtype=torch.float64))
 
@@ -350,7 +389,7 @@ def test_extreme_log_probabilities_stay_finite(name, c, r):
         chosen_mean_logps=chosen / NW,
         rejected_mean_logps=rejected / NL,
     )
-    loss = Objective({name: 1.0}, {"beta": 0.1, "label_smoothing": 0.1}).losses(given)["loss"]
+    loss = objective_of(name).losses(given)["loss"]
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert all(torch.isfinite(x.grad).all() for x in (chosen, rejected) if x.grad is not None)

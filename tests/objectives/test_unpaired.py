@@ -8,16 +8,16 @@ import torch
 
 from tests.objectives.test_losses import many, s
 from training.evaluation.pair_scores import compared_rewards
-from training.objectives.losses import LOSSES
 from training.objectives.metrics import MetricWindow, pair_logps, row_metrics
-from training.objectives.objective import Objective, loss_at_reference
-from training.objectives.options import check
+from training.objectives.mixture import check, check_shared
+from training.objectives.objective import Objective
+from training.objectives.registry import LOSSES
 from training.pairs.packing import build_row
 from training.pairs.pair import Pair
 from training.pairs.pair_columns import OneAnswer, columns_of
 from training.scoring.logps import TokenLogps
 
-KTO = Objective({"kto": 1.0}, {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5})
+KTO = Objective({"kto": {"weight": 1.0, "desirable_weight": 1.5, "undesirable_weight": 0.5}}, {"beta": 0.1})
 APO = Objective({"apo_zero_unpaired": 1.0}, {"beta": 0.1})
 
 
@@ -58,7 +58,7 @@ def test_kto_is_its_formula_and_the_kl_has_no_gradient(drift):
 
 
 def test_undesirable_rows_start_at_half_their_weight():
-    assert loss_at_reference("kto", KTO.options, sign=-1.0) == 0.25
+    assert LOSSES["kto"].start_value({"beta": 0.1, "undesirable_weight": 0.5}, sign=-1.0) == 0.25
     assert KTO.losses_at_reference(rows(1, -1, -1, -1)) == {"kto": (0.75 + 3 * 0.25) / 4}
 
 
@@ -113,18 +113,18 @@ def test_one_answer_as_both_sides_of_a_pair_costs_a_token():
 
 
 @pytest.mark.parametrize(
-    ("weights", "options", "sentence"),
+    ("loss", "options", "sentence"),
     [
         ({"kto": 1.0, "sft": 0.1}, {"beta": 0.1}, "kto is for unpaired rows and sft for pairs"),
         ({"kto": 1.0}, {"beta": 0.1, "wpo": True}, "`wpo` has no effect on loss kto"),
         ({"kto": 1.0}, {"beta": 0.1, "ld_alpha": 0.5}, "`ld_alpha` has no effect on loss kto"),
-        ({"sigmoid": 1.0}, {"beta": 0.1, "desirable_weight": 2.0}, "choose one of kto, apo_zero_unpaired"),
+        ({"sigmoid": {"weight": 1.0, "desirable_weight": 2.0}}, {}, "losses with it are apo_zero_unpaired, kto"),
         ({"kto": 1.0}, {}, "needs `beta`"),
     ],
 )
-def test_options_without_effect_are_refused(weights, options, sentence):
+def test_options_without_effect_are_refused(loss, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check(weights, options)
+        check_shared(check(loss), options)
 
 
 def test_data_of_the_other_kind_is_refused_and_unbalanced_kinds_are_noted():
@@ -136,4 +136,7 @@ def test_data_of_the_other_kind_is_refused_and_unbalanced_kinds_are_noted():
     # 1.5 * 1 over 0.5 * 3 is 1, the lower end of the range; over 0.5 * 2 it is 1.5, above 4/3.
     assert KTO.check_pairs(rows(1, -1, -1, -1)) is None
     note = KTO.check_pairs(rows(1, -1, -1))
-    assert "set train.desirable_weight to 1.00 to 1.33, or train.undesirable_weight to 0.56 to 0.75" in str(note)
+    assert (
+        "set train.loss.kto.desirable_weight to 1.00 to 1.33, or train.loss.kto.undesirable_weight to 0.56 to 0.75"
+        in str(note)
+    )

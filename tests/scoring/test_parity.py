@@ -1,5 +1,6 @@
 """Checks before the first step: rounding differences pass, any other difference fails."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.objectives.test_losses import START
 from tests.support.scoring import make_scorer, score_pairs
-from training.objectives.losses import LOSSES, sigmoid
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
+from training.objectives.registry import LOSSES
 from training.pairs.pair import Pair
 from training.trainer.settings import ReferenceMismatch
 from training.trainer.start_checks import check_start
@@ -85,15 +87,22 @@ def test_every_loss_starts_at_its_theoretical_value(scored):
     scorer, pairs = scored
     signs = np.where(np.arange(LENGTH) < 105, 1.0, -1.0)
     given = [replace(shifted(p, 0.03 * signs), label=0.5 + 0.1 * n, margin=float(n)) for n, p in enumerate(pairs)]
-    options = {"beta": 0.1, "label_smoothing": 0.2, "gamma": 0.5, "reference": True}
-    options |= {"margin": "scores", "margin_scale": 0.1}
-    check_start(scorer, Objective(dict.fromkeys(START, 1.0), options), given, 2048, CPU)
+    options = {"label_smoothing": 0.2, "gamma": 0.5, "reference": True, "margin_scale": 0.1}
+    own = {name: {key: v for key, v in options.items() if key in LOSSES[name].options} for name in START}
+    loss = {name: {"weight": 1.0, **options} for name, options in own.items()}
+    check_start(scorer, Objective(loss, {"beta": 0.1}), given, 2048, CPU)
 
 
 def test_an_unconfigured_margin_is_rejected_before_the_first_update(scored, monkeypatch):
     """As it was: the difference of the scores 8.0 and 3.5 in the sigmoid, a first loss of 4.5 instead of 0.69."""
     scorer, pairs = scored
-    monkeypatch.setitem(LOSSES, "sigmoid", lambda pairs, *, beta: sigmoid(replace(pairs, margin=4.5), beta=beta))
+    sigmoid = LOSSES["sigmoid"]
+
+    def with_margin(pairs: PairLogps, *, beta: float) -> torch.Tensor:
+        return sigmoid(replace(pairs, margin=4.5), beta=beta, margin_scale=1.0)
+
+    wrong = replace(sigmoid, function=with_margin, at_reference=lambda **_: math.log(2))
+    monkeypatch.setitem(LOSSES, "sigmoid", wrong)
     with pytest.raises(
         ValueError, match=r"the first loss `sigmoid` is 4\.5.* on pairs 0, 1, 2, 3, but theory gives 0\.693"
     ):

@@ -52,5 +52,5 @@ PLAIN: dict[str, Any] = {
 
 def make_settings(objective: Objective | None = None, **changes: Any) -> Settings:
     if objective:
-        changes |= {"loss": objective.weights, "loss_options": objective.options}
+        changes |= {"loss": objective.loss, "loss_options": objective.options}
     return Settings(**{**PLAIN, **changes})

@@ -86,7 +86,7 @@ def test_an_optimizer_whose_groups_had_weight_decay_on_norms_is_refused(tmp_path
     """Plain LoRA trains matrices alone: its groups are the same."""
     settings = make_settings(model="m", folder=str(tmp_path), adapter=adapter)
     expected = (
-        "contains the state of muon" if fits else "applied to biases and norms too"
+        "contains the state of the optimizer muon, which is gone" if fits else "applied to biases and norms too"
     )  # the next check, or this one
     with pytest.raises(ValueError, match=expected):
         checkpoint._check_convertible(tmp_path, {"optimizer": "muon"}, settings)

@@ -161,7 +161,7 @@ def test_the_best_checkpoints_stay_beside_the_newest(runs, name):
 @pytest.fixture
 def origin() -> dict[str, Any]:
     section = load_params(PROJECT / "params.yaml").train.model_dump()
-    code = {"training/trainer/loop.py": "1", "training/objectives/losses.py": "2"}
+    code = {"training/trainer/loop.py": "1", "training/objectives/terms.py": "2"}
     return {
         "run": "first",
         "train": section,
@@ -209,7 +209,7 @@ def test_options_without_effect_on_the_weights_keep_the_training_hash(origin, ch
         ({}, {"train__beta": 0.2}),
         ({}, {"train__select": "eval/loss"}),
         ({}, {"pairs": "q"}),
-        ({}, {"code": {"training/trainer/loop.py": "9", "training/objectives/losses.py": "2"}}),
+        ({}, {"code": {"training/trainer/loop.py": "9", "training/objectives/terms.py": "2"}}),
         ({}, {"start": "c"}),
         ({"train__select": "eval/loss"}, {"train__eval_steps": 7}),
         ({"train__stop_on_alarm": True}, {"train__logging_steps": 1}),
@@ -261,7 +261,7 @@ def test_a_continued_training_reports_what_changed(tmp_path, origin):
     assert continuation.describe_continuation(path, constant) == (
         'resuming from step 62 of run first: train.epochs 1 -> 2, train.schedule "cosine" -> "constant"'
     )
-    code = {"training/trainer/loop.py": "9", "training/objectives/losses.py": "2"}
+    code = {"training/trainer/loop.py": "9", "training/objectives/terms.py": "2"}
     other = changed(longer, pairs="q", reference="s", code=code, train__beta=0.2)
     assert continuation.describe_continuation(path, other) == (
         "resuming from step 62 of run first: train.beta 0.1 -> 0.2, train.epochs 1 -> 2, other pairs, "
@@ -349,15 +349,6 @@ def test_what_cannot_be_split_is_refused_with_shared_layers(tmp_path, monkeypatc
     cluster = {"actor_train.num_workers": 2, "actor_train.tensor_parallel": 2}
     monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster=cluster, **options))
     with pytest.raises(UserError, match=rf"actor_train.tensor_parallel 2.*{message}"):
-        train.train(None)
-
-
-@pytest.mark.parametrize("group", [{"num_workers": 2, "tensor_parallel": 2}, {"zero_stage": 2, "offload": "optimizer"}])
-def test_muon_is_refused_where_matrices_are_not_whole_on_the_device(tmp_path, monkeypatch, group):
-    cluster = {f"actor_train.{name}": value for name, value in group.items()}
-    options = {"train.optimizer": "muon"}
-    monkeypatch.chdir(make_workspace(tmp_path / "work", tmp_path, cluster=cluster, **options))
-    with pytest.raises(UserError, match=r"muon needs whole matrices.*or train.optimizer to adamw_8bit"):
         train.train(None)
 
 

@@ -28,9 +28,8 @@ from transformers import (
 from tests.models.test_architectures import LINEAR
 from tests.support.settings import make_settings
 from training.models.loading import load_model
-from training.objectives.global_batch import GlobalBatch, calibrate
-from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
 from training.pairs import batches
 from training.pairs.pair import Pair
 from training.scoring.logps import plain_logps
@@ -38,9 +37,9 @@ from training.trainer import loop
 from training.trainer.engine import count_nonzero, deepspeed_config
 
 pytestmark = pytest.mark.slow
-OBJECTIVE = ({"sigmoid": 1.0, "sft": 0.5}, {"beta": 0.1, "label_smoothing": 0.1})
-MARGIN_SCALE = 0.5
-SCORED = (OBJECTIVE[0], {**OBJECTIVE[1], "margin": "scores", "margin_scale": MARGIN_SCALE})
+SHARED = {"beta": 0.1}
+OBJECTIVE = ({"sigmoid": {"weight": 1.0, "label_smoothing": 0.1}, "sft": 0.5}, SHARED)
+SCORED = ({"sigmoid": {"weight": 1.0, "label_smoothing": 0.1, "margin_scale": 0.5}, "sft": 0.5}, SHARED)
 RECOMPUTED = {"activation_checkpointing": "offload", "mlp_tile_tokens": 7}
 LORA = {"rank": 3, "alpha": 8.0, "targets": "all-linear", "use_rslora": False, "use_dora": False}
 DORA, LORA_PLUS = {**LORA, "use_dora": True}, {**LORA, "lora_plus_ratio": 4.0}
@@ -128,7 +127,6 @@ def plain_run(
     adapter: dict | None = None,
     rates: list[float] | None = None,
     clip: float = 1.0,
-    betas: list[float] | None = None,
 ) -> list[dict[str, float]]:
     """The metrics of each step: two ordinary passes per pair, one backward pass per step."""
     policy = load_model(model, "float32")
@@ -144,20 +142,11 @@ def plain_run(
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     steps, seen = batches.total_steps(len(pairs), BATCH, 2, None), []
     rates = rates or [batches.learning_rate(step, steps, RATE, 0.1, "cosine") for step in range(steps)]
-    running = torch.zeros(2, dtype=torch.float64)
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
             group["lr"] = rate * group["ratio"]
         chosen = [pairs[number] for number in batches.step_pairs(step, len(pairs), BATCH, seed=0)]
         given, weight = batch_pairs(policy, chosen, objective)
-        if betas is not None:
-            with torch.no_grad():
-                made = calibrate(
-                    GlobalBatch(pairs=given, weight=weight, row_positions=[]), objective, running, seed=step
-                )
-            running = made.running
-            betas.append(made.beta.item())
-            given = replace(given, batch_beta=made.beta.float(), filter_weight=made.filter_weight.float())
         loss, metrics = plain_metrics(given, weight, chosen, objective)
         loss.backward()
         metrics["num_zeros_in_grad"] = float(sum((p.grad == 0).sum().item() for p in trainable))
@@ -208,7 +197,7 @@ def batch_pairs(policy: torch.nn.Module, pairs: list[Pair], objective: Objective
         chosen_tokens=counts[0],
         rejected_tokens=counts[1],
         label=label,
-        margin=MARGIN_SCALE * margin if "margin" in objective.options else 0.0,
+        margin=margin if objective.reads_margin else 0.0,
     )
     return given, weight
 
@@ -305,7 +294,6 @@ def _rank_variables(world: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-DYNAMIC = ({"sigmoid": 1.0}, {"beta": 0.1, "beta_alpha": 20.0, "beta_filter": 0.34})  # 2 of 6 pairs are dropped
 AOT = ({"aot": 1.0, "aot_unpaired": 0.5}, {"beta": 0.1})
 
 
@@ -344,11 +332,6 @@ def one_rank(tmp_path_factory, model, pairs, weighted, model_of, pairs_of) -> di
         case(folder, model_of["saved-modules"], "saved-modules", pairs_of["saved-modules"], adapter=SAVED),
         case(folder, model, "offload-all", pairs, offload="all", zero_stage=3),
         case(folder, model, "adamw_8bit", pairs, optimizer="adamw_8bit", zero_stage=2, **saved),
-        case(folder, model, "muon", pairs, optimizer="muon", **saved),
-        case(folder, model, "muon-resumed", pairs, optimizer="muon") | {"start": str(folder / "muon" / SAVED_STEP)},
-        case(folder, model, "dynamic-narrow", weighted, objective=DYNAMIC, **narrow, **saved),
-        case(folder, model, "dynamic-resumed", weighted, objective=DYNAMIC, **narrow)
-        | {"start": str(folder / "dynamic-narrow" / SAVED_STEP)},
         case(folder, model, "wrong-reference", wrong, zero_stage=2, adapter=LORA),
         case(folder, model, "selected", pairs, learning_rate=0.3, eval_steps=1, select="eval/loss", patience=2),
     ]
@@ -368,9 +351,8 @@ def two_ranks(tmp_path_factory, model, hybrid, sinks, pairs, weighted) -> dict[s
         | {"chunk_bytes": 5 * 61 * 4},
         case(folder, model, "zero2-pissa", pairs, zero_stage=2, adapter=PISSA),
         case(folder, model, "zero3-lora-plus", pairs, zero_stage=3, adapter=LORA_PLUS),
-        *(case(folder, model, name, pairs, optimizer=name, zero_stage=3) for name in ("adamw_8bit", "muon")),
+        case(folder, model, "adamw_8bit", pairs, optimizer="adamw_8bit", zero_stage=3),
         case(folder, model, "aot", pairs, objective=AOT, row_tokens=8),
-        case(folder, model, "dynamic", weighted, objective=DYNAMIC),
         case(folder, model, "options", weighted, objective=SCORED, **OPTIONS, held_out={"a": 3, "b": 5}),
         case(folder, model, "alarmed", pairs, learning_rate=0.1, kl_limit=0.05, stop_on_alarm=True),
         case(folder, hybrid, "zero3-hybrid", make_pairs(hybrid, TRAINED), zero_stage=3, activation_checkpointing=True),
@@ -406,15 +388,11 @@ MOVES = {  # (saved run, its ranks, ranks of the resumed run, its settings)
     "pissa": ("zero2-pissa", 2, 1, {"zero_stage": 2, "adapter": PISSA}),
     "lora-plus": ("zero3-lora-plus", 2, 1, {"zero_stage": 3, "adapter": LORA_PLUS}),
     "more-ranks-adamw_8bit": ("adamw_8bit", 1, 2, {"optimizer": "adamw_8bit", "zero_stage": 2}),
-    "more-ranks-muon": ("muon", 1, 2, {"optimizer": "muon"}),
-    "muon-to-adamw": ("muon", 1, 1, {}),
 }
 OTHER_ZERO = "{} workers under ZeRO-{} with tensor_parallel 1: DeepSpeed cannot convert between ZeRO-3 and"
 REFUSED = {
     "zero3-to-2-full": OTHER_ZERO.format(1, 2),
     "more-ranks-zero2-to-3-lora": OTHER_ZERO.format(2, 3),
-    "more-ranks-muon": "DeepSpeed cannot convert the state of muon. Set num_workers and zero_stage",
-    "muon-to-adamw": "contains the state of muon, and train.optimizer is adamw: set train.optimizer to muon",
 }
 
 
@@ -574,14 +552,6 @@ def assert_near(log: list[dict], expected: list[float], name: str) -> None:
     assert course[-1] != pytest.approx(expected[-1], abs=1e-9)  # another optimizer ran
 
 
-def test_muon_is_the_same_for_any_ranks_and_zero_stage_and_after_a_restart(one_rank, two_ranks, plain):
-    course = losses_of(one_rank["muon"])
-    assert losses_of(two_ranks["muon"]) == pytest.approx(course, abs=2e-5)
-    assert losses_of(one_rank["muon-resumed"]) == course[SAVE:]
-    assert course == pytest.approx(losses_of(plain["full"]), abs=0.05)
-    assert course[-1] < course[0]
-
-
 def test_sorted_losses_sort_the_global_batch_of_all_rows_and_ranks(two_ranks, plain):
     assert_same_metrics(two_ranks["aot"], plain["aot"])
 
@@ -590,23 +560,6 @@ def test_labels_margins_weights_and_schedule_are_those_of_the_settings_and_the_g
     """4 steps, half of them warm-up, then linear; every norm is above the clipping limit."""
     assert_same_metrics(two_ranks["options"], plain["options"])
     assert min(step["grad_norm"] for step in plain["options"]) > CLIP
-
-
-def test_beta_dpo_uses_the_global_batch_for_any_rows_and_ranks(one_rank, two_ranks, model, weighted):
-    betas: list[float] = []
-    expected = loss_and_norm(plain_run(model, weighted[8:], Objective(*DYNAMIC), None, schedule(), betas=betas))
-    assert max(betas) - min(betas) > 0.01
-    for log in (one_rank["dynamic-narrow"], two_ranks["dynamic"]):
-        assert_same_metrics(log, expected)
-        assert [line["beta"] for line in log if "beta" in line] == pytest.approx(betas, rel=1e-4)
-
-
-def test_beta_dpo_resumes_with_its_running_mean(one_rank):
-    whole, resumed = (
-        [(line["step"], line["loss"], line["beta"]) for line in one_rank[name] if "beta" in line]
-        for name in ("dynamic-narrow", "dynamic-resumed")
-    )
-    assert resumed == whole[SAVE:]
 
 
 def test_every_source_is_evaluated_and_the_mean_is_over_all_pairs(two_ranks, weighted):

@@ -32,9 +32,9 @@ from tests.train import test_engine
 from training.models import adapters
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
-from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps, row_loss
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
 from training.pairs.packing import build_row
 from training.pairs.pair import Pair
 from training.scoring import attention, head

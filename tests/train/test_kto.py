@@ -21,7 +21,7 @@ from training.scoring.logps import plain_logps
 
 pytestmark = pytest.mark.slow
 BETA, UP, DOWN = 0.5, 1.5, 0.75
-KTO = ({"kto": 1.0}, {"beta": BETA, "desirable_weight": UP, "undesirable_weight": DOWN})
+KTO = ({"kto": {"weight": 1.0, "desirable_weight": UP, "undesirable_weight": DOWN}}, {"beta": BETA})
 FAST = 5 * RATE  # so that the KL is above 0 within a few steps
 
 

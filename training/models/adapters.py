@@ -86,7 +86,7 @@ def unfit_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _returns_no_tensor(layer: nn.Linear) -> bool:
-    """Asks a copy of the layer on the meta device: ZeRO-3 leaves no weights here."""
+    """Found with a copy of the layer on the meta device, because under ZeRO-3 the layer itself holds no weights."""
     if type(layer).forward is nn.Linear.forward or not type(layer).__module__.startswith("transformers.models."):
         return False
     empty = copy(layer)

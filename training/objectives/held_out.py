@@ -79,7 +79,7 @@ def evaluate_pairs(
         for indices, is_filler in chain.from_iterable(groups):
             yield build_row(pairs, indices, is_filler).to(device)
 
-    contexts, _ = global_batch.global_batch_values(policy, objective, rows(), range(len(pairs)), device)
+    contexts = global_batch.global_batch_values(policy, objective, rows(), range(len(pairs)), device)
     shared: dict[str, Any] = {}
     if objective.reads_kl and (columns_of(pairs).sign != 0).any():
         shared = global_batch.batch_kl(policy, objective, rows(), range(len(pairs)), device)

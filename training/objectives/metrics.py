@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from training.distributed.data_parallel import sum_over_groups
-from training.objectives.losses import PairLogps
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
 from training.pairs.packing import PackedRow
 from training.scoring.logps import TokenLogps, row_logps
 
@@ -34,7 +34,6 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
     chosen_logps, rejected_logps = row.sums(tokens.logps * weights)
     ref_chosen_logps, ref_rejected_logps = row.sums(row.ref_logps * weights)
     chosen_sum, rejected_sum = row.sums(tokens.logps * loss_mask)
-    scale = objective.margin_scale
     return PairLogps(
         chosen_logps=chosen_logps,
         rejected_logps=rejected_logps,
@@ -45,10 +44,8 @@ def pair_logps(row: PackedRow, tokens: TokenLogps, objective: Objective, **batch
         chosen_tokens=chosen_tokens,
         rejected_tokens=rejected_tokens,
         label=row.label.double() if row.has_soft_labels else 1.0,
-        margin=0.0 if scale is None else scale * row.margin.double(),
+        margin=row.margin.double() if objective.reads_margin else 0.0,
         wpo_weight=_wpo_weight(row, tokens, loss_mask) if objective.wpo else 1.0,
-        f_divergence=str(objective.options.get("f_divergence", "reverse_kl")),
-        f_alpha=float(objective.options.get("f_alpha", 0.0)),
         sign=row.sign.double() if row.is_unpaired else 1.0,
         **batch_values,
     )
@@ -80,8 +77,6 @@ def row_metrics(
         # Half the squared log-ratio estimates KL(policy, reference). It stays finite on tokens of the data, which may
         # be unlikely under the policy.
         values["kl"] = _token_mean(row, pairs, (tokens.logps - row.ref_logps) ** 2 / 2)
-    if pairs.batch_beta is not None:
-        values["beta"] = pairs.batch_beta.expand(len(row.pair_indices))
     if row.is_unpaired and objective.reads_kl:
         values["kl/mismatched"] = pairs.kl.expand(len(row.pair_indices))
     return values

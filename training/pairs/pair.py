@@ -27,7 +27,8 @@ class Pair:
     label: float = 1.0  # probability that chosen is the better response; 0.5 is a tie
     margin: float = 0.0  # score of chosen minus score of rejected; 0 if the data has no scores
     weight: float = 1.0  # in the mean loss
-    sign: float = 0.0  # of an unpaired row: +1 if its answer (chosen) is desirable, -1 if not; rejected answers another
+    # Of an unpaired row: +1 if its answer `chosen` is desirable, -1 if not; `rejected` is an answer to another prompt.
+    sign: float = 0.0
 
     def __len__(self) -> int:
         """Number of tokens in a row: the shared prefix counts once."""

@@ -33,7 +33,7 @@ from training.trainer.checkpoint_files import (
     whole_checkpoints,
     write_atomically,
 )
-from training.trainer.settings import Settings
+from training.trainer.settings import MOMENT_BYTES, Settings
 
 TAG = "state"
 DECAY = "matrices"  # the parameters with weight decay, which are groups of the optimizer apart from the others
@@ -199,19 +199,16 @@ def _check_convertible(path: Path, state: Mapping[str, Any], settings: Settings)
             f"the checkpoint {path} was written when weight decay applied to biases and norms too, so that its "
             "optimizer has other parameter groups: set train.resume_from_checkpoint to never to start again"
         )
-    optimizer = state.get("optimizer", "adamw")
-    if (optimizer == "muon") != (settings.optimizer == "muon"):
+    if (optimizer := state.get("optimizer", "adamw")) not in MOMENT_BYTES:
         raise ValueError(
-            f"the checkpoint {path} contains the state of {optimizer}, and train.optimizer is {settings.optimizer}: "
-            f"set train.optimizer to {optimizer}, {start_again}"
+            f"the checkpoint {path} contains the state of the optimizer {optimizer}, which is gone: "
+            "set train.resume_from_checkpoint to never to start again"
         )
     saved = (state["world"], state["zero"], state.get("tensor", 1))
     wanted = (dist.get_world_size(), settings.zero_stage, settings.tensor_parallel)
     if saved == wanted:
         return
-    if optimizer == "muon":
-        part, keys = "the state of muon", "num_workers and zero_stage"
-    elif max(saved[2], wanted[2]) > 1:
+    if max(saved[2], wanted[2]) > 1:
         part, keys = "split layers", "num_workers, zero_stage and tensor_parallel"
     elif (saved[1] == 3) != (wanted[1] == 3):
         part, keys = "between ZeRO-3 and ZeRO-1 or ZeRO-2", "zero_stage"

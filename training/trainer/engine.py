@@ -56,14 +56,11 @@ def initialize(
     """The engine around the model, with an optimizer of its trainable parameters."""
     import deepspeed
 
-    if optimizer != "muon":
-        _import_muon_uncompiled()
+    _import_muon_uncompiled()
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     zero = dict(config["zero_optimization"])
     if zero["stage"] < 3:  # an adapter needs no buckets larger than itself
         zero["reduce_bucket_size"] = min(BUCKET, sum(parameter.numel() for _, parameter in trainable))
-    elif optimizer == "muon":
-        zero["reduce_scatter"] = False  # Muon needs whole gradients
     config = {**config, "zero_optimization": zero}
     universal = config["checkpoint"]["load_universal"]
     stepper = make_optimizer(optimizer, trainable, learning_rate, weight_decay, lora_plus_ratio, universal)
@@ -82,7 +79,7 @@ def initialize(
 
 
 def _import_muon_uncompiled() -> None:
-    """DeepSpeed imports its Muon for each optimizer. Loading torch's compiler for its functions would take 3 s."""
+    """DeepSpeed imports its Muon for any optimizer. Loading torch's compiler for its functions would take 3 s."""
     from deepspeed.runtime import compiler
 
     compiled, compiler.compile = compiler.compile, lambda: lambda function: function

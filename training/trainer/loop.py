@@ -134,7 +134,7 @@ class TrainRun:
         if self.resumed:
             checkpoint.load(self.policy, self.resumed)
             # The options of this training replace those in the checkpoint.
-            engine.set_options(self.policy, settings.weight_decay, settings.clip_norm)
+            engine.set_options(self.policy, settings.weight_decay, settings.max_grad_norm)
             if self.moving:
                 self.moving.load(self.resumed.path)
             self.state.load(self.resumed.state)
@@ -142,7 +142,7 @@ class TrainRun:
             if not self.resumed.own:
                 self.state.reset_monitoring()
         elif settings.reference_model != "start":
-            self.notify("the reference is another model than the start: that both are equal is not checked")
+            self.notify("the policy starts from another model than the reference: its start is not compared with it")
         elif settings.objective.needs_reference:
             gradients = settings.zero_stage < 3  # not through the engine, which expects a backward pass after it
             policy = self.policy.module if gradients else self.policy

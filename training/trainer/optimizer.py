@@ -1,4 +1,4 @@
-"""Optimizers: torch's AdamW, AdamW with smaller moments, and DeepSpeed's Muon.
+"""Optimizers: torch's AdamW, and AdamW with smaller moments.
 
 Bytes of the two moments per parameter: `adamw` 8 (float32), `adamw_bf16` 4, `adamw_8bit` 2.
 
@@ -8,10 +8,9 @@ are too coarse for that, the noise would add up. Instead, 256 consecutive values
 magnitude, which changes freely; a byte is an index into a table of numbers up to 1 (Dettmers et al. 2022).
 """
 
-import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -26,8 +25,6 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 1 << 26  # values that are updated at once: float32 copies of all moments would cost what compact ones save
 BLOCK = 256  # values that share a scale
-MUON_RMS = 0.8  # root mean square of an update before the learning rate, as AdamW's in DPO (0.7 to 0.9 measured)
-NO_MUON = ("embed", "lm_head", "router", "wte", "wpe")  # parts of the names of matrices that AdamW trains
 
 
 def make_optimizer(
@@ -43,8 +40,6 @@ def make_optimizer(
     `keeps_floats`: adamw_8bit has float32 moments until `compress`, so that a checkpoint can be loaded into them.
     """
     trainable = list(parameters)
-    if name == "muon":
-        return _make_muon(trainable, learning_rate, weight_decay, lora_plus_ratio)
     by_kind: dict[tuple[float, bool], list[Tensor]] = {}
     for parameter_name, parameter in trainable:
         scale = lora_plus_ratio if "lora_B" in parameter_name else 1.0
@@ -63,44 +58,8 @@ def make_optimizer(
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies to a parameter: to matrices, not to biases, norms and other vectors."""
-    return len(_shape(parameter)) > 1 and not NO_DECAY.search(name.lower())
-
-
-def _shape(parameter: Tensor) -> Sequence[int]:
-    return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
-
-
-def _make_muon(
-    trainable: Sequence[tuple[str, Tensor]], learning_rate: float, weight_decay: float, lora_plus_ratio: float
-) -> Any:
-    """DeepSpeed's Muon for the matrices between embeddings and head, AdamW for the rest.
-
-    Updates are scaled to the size of AdamW's, so that its learning rates are a start (Liu et al. 2025 scale them to
-    0.2, AdamW's in pretraining). The scale depends on the matrix's shape: each shape is a group.
-    """
-    from deepspeed.runtime.zero.muon import original_muon
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    if not trainable[0][1].is_cuda:
-        torch.compiler.set_stance("force_eager")  # DeepSpeed compiles the update, on a CPU by a C++ compiler
-        original_muon.ns_compute_dtype = lambda method="gram": torch.float32  # float16 is slow there
-    by_kind: dict[tuple[bool, bool, float], list[Tensor]] = {}
-    for name, parameter in trainable:
-        shape = _shape(parameter)
-        parameter.use_muon = is_muon = len(shape) == 2 and not any(part in name for part in NO_MUON)  # type: ignore[attr-defined]
-        # DeepSpeed's update has singular values of 1, or sqrt(rows / columns) for more rows than columns.
-        scale = MUON_RMS * math.sqrt(max(shape) / max(1.0, shape[0] / shape[1])) if is_muon else 1.0
-        scale *= lora_plus_ratio if "lora_B" in name else 1.0
-        by_kind.setdefault((is_muon, decays(name, parameter), scale), []).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": parameters, "use_muon": muon, LR_SCALE: scale, DECAYS: decay, "lr": learning_rate}
-        for (muon, decay, scale), parameters in by_kind.items()
-    ]
-    for group in groups:
-        group["weight_decay"] = weight_decay * group[DECAYS]
-        if not group["use_muon"]:
-            group |= {"betas": (0.9, 0.999), "eps": 1e-8}
-    return MuonWithAuxAdam(groups)
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor
+    return len(shape) > 1 and not NO_DECAY.search(name.lower())
 
 
 class CompactAdamW(torch.optim.Optimizer):

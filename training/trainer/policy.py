@@ -38,7 +38,7 @@ def start_policy(
 ) -> Any:
     """The untrained policy in its engine; `universal` if it will load a checkpoint of another number of ranks."""
     config = engine.deepspeed_config(
-        settings.zero_stage, settings.offload, settings.dtype, settings.clip_norm, universal
+        settings.zero_stage, settings.offload, settings.dtype, settings.max_grad_norm, universal
     )
     tensor, probe = tensor_group(), make_probe(pairs)
     if tensor:

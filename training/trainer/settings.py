@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.objectives.objective import Objective
 
-# Per trainable parameter, besides the float32 weight. Muon: at most; its matrices take 4 (measured).
-MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "muon": 8.0}
+# Per trainable parameter, besides the float32 weight.
+MOMENT_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
 SAVED_MOMENT_BYTES = {**MOMENT_BYTES, "adamw_8bit": 8.0}  # in a checkpoint
 
 
@@ -29,8 +29,8 @@ class Settings:
     model_name: str  # base model that the adapter's config names
     folder: str  # checkpoints and, at the end, `policy`; shared by all ranks
     attempt: str  # id of the only attempt that may publish into the folder
-    loss: Mapping[str, float]  # weights by name
-    loss_options: Mapping[str, Any]
+    loss: Mapping[str, Any]  # by name the weight, or weight and options
+    loss_options: Mapping[str, Any]  # of all losses
     reference_model: str  # start: the policy starts as the reference; base: the reference is another model
     reference_update: dict[str, Any] | None  # TR-DPO: `every` steps, with weight `alpha`
     router_aux_loss_coef: float | None  # weight of the load-balancing loss of a mixture of experts
@@ -73,8 +73,3 @@ class Settings:
         from training.objectives.objective import Objective  # loads torch
 
         return Objective(self.loss, self.loss_options)
-
-    @property
-    def clip_norm(self) -> float:
-        """0 for Muon: DeepSpeed would clip the orthogonal updates, whose norm says nothing."""
-        return 0.0 if self.optimizer == "muon" else self.max_grad_norm

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from training.models.loading import dropout_attributes
-from training.objectives.losses import PairLogps
 from training.objectives.metrics import pair_logps
 from training.objectives.objective import Objective
+from training.objectives.pair_logps import PairLogps
 from training.pairs.packing import PackedRow, build_row
 from training.pairs.pair import Pair
 from training.pairs.pair_columns import longest, shortest
@@ -133,7 +133,7 @@ def _check_first_loss(
                 f"the first loss `{name}` is {first:.6g} on pairs {', '.join(pair.id for pair in sample)}, but theory "
                 f"gives {expected:.6g} for a policy that equals its reference, with the margins and labels that "
                 "train.* sets. Either the data's margins or labels enter the loss although train.* does not use them, "
-                "or the loss in training/objectives/losses.py is wrong"
+                "or the loss in training/objectives/losses/ is wrong"
             )
         largest = max(largest, 0.0 if first == expected else abs(first - expected))
     return largest

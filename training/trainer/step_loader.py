@@ -20,11 +20,11 @@ class StepBatch:
     step: int  # from 0
     pair_numbers: list[int]  # of the global batch
     weight: float  # sum of the weights of the global batch's pairs
-    tokens: int  # to compute for the global batch, and of these:
-    targets: int  # tokens to predict
-    attended_tokens: int  # sum over all tokens of those that each attends to
+    tokens: int  # of the global batch that are computed
+    targets: int  # of the global batch that are predicted
+    attended_tokens: int  # sum over the computed tokens of the number of tokens that each attends to
     rows: list[PackedRow]  # this rank's rows
-    mismatched: list[PackedRow] = field(default_factory=list)  # the same pairs with answers to other prompts (KTO)
+    kl_rows: list[PackedRow] = field(default_factory=list)  # the same prompts with answers to other prompts (KTO)
 
 
 class _Rows:
@@ -56,7 +56,7 @@ class StepLoader:
         self.batch_size, self.row_tokens, self.seed = global_batch_size, row_tokens, seed
         unpaired = bool(columns_of(pairs).sign.any())
         self.own = _Rows(OneAnswer(pairs, "chosen") if unpaired else pairs, hidden_size)
-        self.mismatched = _Rows(OneAnswer(pairs, "rejected"), hidden_size) if unpaired and reads_kl else None
+        self.kl_rows = _Rows(OneAnswer(pairs, "rejected"), hidden_size) if unpaired and reads_kl else None
 
     def steps(self, first: int, last: int, rank: int, world: int, device: torch.device) -> Iterator[StepBatch]:
         """The batches of the steps from `first` up to, not including, `last`."""
@@ -72,9 +72,9 @@ class StepLoader:
         numbers = batches.step_pairs(step, len(self.own.pairs), self.batch_size, self.seed)
         where = (self.row_tokens, rank, world, device)
         rows = self.own.build(numbers, *where)
-        mismatched = self.mismatched.build(numbers, *where) if self.mismatched else []
+        kl_rows = self.kl_rows.build(numbers, *where) if self.kl_rows else []
         batch = self.own.columns.select(np.asarray(numbers))
         tokens, targets, attended = (
             int(values.sum()) for values in (batch.lengths, batch.targets, batch.attended_tokens)
         )
-        return StepBatch(step, numbers, sum(batch.weight.tolist()), tokens, targets, attended, rows, mismatched)
+        return StepBatch(step, numbers, sum(batch.weight.tolist()), tokens, targets, attended, rows, kl_rows)

@@ -29,7 +29,6 @@ class TrainState:
         self.alarms = Alarms(settings.kl_limit)
         self.best = BestPolicy(settings.select, settings.patience, settings.keep_best)
         self.rewards = torch.zeros(2, dtype=torch.float64, device=device)  # sum and count of all rewards so far
-        self.margins = torch.zeros_like(self.rewards)  # beta-DPO: running mean and deviation of the reward margins
 
     @property
     def reward_mean(self) -> Tensor:
@@ -37,13 +36,12 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         parts = {name: getattr(self, name).state() for name in self.PARTS}
-        return {**parts, "rewards": self.rewards.tolist(), "margins": self.margins.tolist()}
+        return {**parts, "rewards": self.rewards.tolist()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for name in self.PARTS:
             getattr(self, name).load(state[name])
         self.rewards = self.rewards.new_tensor(state["rewards"])
-        self.margins = self.margins.new_tensor(state.get("margins", [0.0, 0.0]))
 
     def reset_monitoring(self) -> None:
         """Forget the alarms and the best policy of another training, whose checkpoint this run continues."""
@@ -68,12 +66,10 @@ def train_step(
     window, objective, world = state.window, settings.objective, policy.dp_world_size
     rows = [row.to(window.device) for row in batch.rows]
     rows = moving.rows(batch.step, rows) if moving else rows
-    contexts, margins = global_batch.global_batch_values(
-        policy, objective, rows, batch.pair_numbers, window.device, running=state.margins, seed=batch.step
-    )
+    contexts = global_batch.global_batch_values(policy, objective, rows, batch.pair_numbers, window.device)
     shared: dict[str, Any] = {}
-    if batch.mismatched:  # unpaired rows
-        others = [row.to(window.device) for row in batch.mismatched]
+    if batch.kl_rows:  # unpaired rows
+        others = [row.to(window.device) for row in batch.kl_rows]
         others = moving.rows(batch.step, others) if moving else others
         shared = global_batch.batch_kl(policy, objective, others, batch.pair_numbers, window.device)
     engine.set_learning_rate(policy, learning_rate)
@@ -104,7 +100,7 @@ def train_step(
     if engine.skipped(policy):
         _record_skip(policy, state, batch.step + 1, losses, pairs)
     else:
-        _record_update(policy, state, batch.step + 1, margins)
+        _record_update(policy, state, batch.step + 1)
     if moving:
         moving.update(batch.step + 1)
     return zeros
@@ -125,9 +121,8 @@ def _record_skip(policy: Any, state: TrainState, done: int, losses: Losses, pair
         state.skips.record_overflow()
 
 
-def _record_update(policy: Any, state: TrainState, done: int, margins: Tensor | None) -> None:
+def _record_update(policy: Any, state: TrainState, done: int) -> None:
     engine.update_loss_scale(policy, done, overflow=False)
     sums = state.window.end_step()
     state.skips.record_update()
-    state.margins = state.margins if margins is None else margins
     state.rewards += torch.stack([sums["rewards/chosen"] + sums["rewards/rejected"], 2 * sums["pairs"]])
