@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
+from tasks.config.cluster import CLUSTER, RENAMED, Cluster, groups, load_cluster
 from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
 from tasks.config.strict import all_keys
@@ -66,7 +66,10 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     fields = settable()
     for name, value in overrides.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            current = (
+                ".".join(RENAMED.get(part, part) for part in name.split(".")) if name.startswith("cluster.") else name
+            )
+            near = difflib.get_close_matches(current, fields, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else "Write it as in `train.beta`."
             raise ValueError(f"`{name}` is not a key of params.yaml. {hint}")
         try:

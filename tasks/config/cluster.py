@@ -12,7 +12,7 @@
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from tasks.errors import UserError
 CLUSTER = Path("infra/cluster.yaml")  # relative: a stage runs in the root of its workspace
 RECIPE, OVERRIDES = Path("infra/recipe.yaml"), Path("infra/overrides.yaml")  # in a run's worktree
 SITE = "DPO_CLUSTER"
+RENAMED = {"evaluate": "inference"}  # worker groups, by the name that files of stored runs may have
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 PROTOCOLS = ["file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"]
 OF_THIS_MACHINE = {  # of fsspec: they read local files, too, past the checks of tasks/config/addresses.py
@@ -134,7 +135,7 @@ class ActorTrainGroup(Group):
             )
 
 
-class EvaluateGroup(Group):
+class InferenceGroup(Group):
     zero_stage: Literal[0, 3] = 0
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
 
@@ -154,7 +155,7 @@ class Cluster(Section):
     prepare: PrepareGroup = PrepareGroup()
     reference: ReferenceGroup = ReferenceGroup()
     actor_train: ActorTrainGroup = ActorTrainGroup()
-    evaluate: EvaluateGroup = EvaluateGroup()
+    inference: InferenceGroup = InferenceGroup()
 
 
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
@@ -170,10 +171,10 @@ def changed_values(root: Path = Path(), *over: Layer) -> dict[str, Value]:
 
 
 def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
-    layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
+    layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), _read(root, CLUSTER))]
     if content := site_overlay():
         layers.append(Layer(f"{os.environ[SITE]} ({SITE})", content))
-    layers += [Layer(str(path), read_yaml(root / path)) for path in (RECIPE, OVERRIDES) if (root / path).exists()]
+    layers += [Layer(str(path), _read(root, path)) for path in (RECIPE, OVERRIDES) if (root / path).exists()]
     for layer in layers:
         if layer.origin in (str(RECIPE), str(OVERRIDES)) and "access" in layer.content:
             raise UserError(
@@ -181,6 +182,24 @@ def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
                 f"{CLUSTER} or the site overlay."
             )
     return [*layers, *over]
+
+
+def _read(root: Path, path: Path) -> dict[str, Any]:
+    content = read_yaml(root / path)
+    if root.resolve() != main_checkout():  # a run's worktree: nobody edits its files
+        return rename_groups(content, RENAMED)
+    refuse_renamed(content, str(path))
+    return content
+
+
+def rename_groups(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in content.items()}
+
+
+def refuse_renamed(content: Iterable[str], where: str) -> None:
+    """UserError if these sections of `where` include one that has another name now."""
+    for old in RENAMED.keys() & set(content):
+        raise UserError(f"{where}: the worker group `{old}` is now `{RENAMED[old]}`. Rename it there; its keys stay.")
 
 
 def groups() -> list[str]:
@@ -198,4 +217,6 @@ def site_overlay() -> dict[str, Any]:
         return {}
     if not (path := main_checkout() / name).is_file():
         raise UserError(f"{SITE} names {path}, which does not exist. Correct the path, or unset {SITE}.")
-    return read_yaml(path)
+    content = read_yaml(path)
+    refuse_renamed(content, f"{path} ({SITE})")
+    return content

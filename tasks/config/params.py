@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config import metrics, strict
-from tasks.config.cluster import load_cluster
+from tasks.config.cluster import load_cluster, refuse_renamed
 from tasks.config.evaluate import Evaluate
 from tasks.config.prepare import Prepare
 from tasks.config.promote import Promote
@@ -160,6 +160,7 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     content = read_yaml(RECIPES / f"{name}.yaml")
     if unknown := content.keys() - {"params", "cluster"}:
         raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
+    refuse_renamed(content.get("cluster", ()), f"flows/recipes/{name}.yaml, `cluster`")
     return content.get(part, {})
 
 

@@ -3,11 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from tasks.config.cluster import CLUSTER, OVERRIDES, RECIPE, SITE, Cluster, changed_values, groups, load_cluster
+from tasks.config.cluster import (
+    CLUSTER,
+    OVERRIDES,
+    RECIPE,
+    RENAMED,
+    SITE,
+    Cluster,
+    changed_values,
+    groups,
+    load_cluster,
+    refuse_renamed,
+    rename_groups,
+)
 from tasks.config.params import Params, read_recipe
 from tasks.config.paths import ROOT
 from tasks.config.strict import Layer, Value, changed, dotted, merge, overlay, read_yaml, validate
 from tasks.errors import UserError
+from tasks.runs import older_code
 
 ConfigFiles = dict[str, dict[str, Any]]  # content by path, of the files that differ from the checkout's
 
@@ -39,8 +52,8 @@ def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
         files["params.yaml"] = overlay(read_yaml(root / "params.yaml"), nested, Params)
         validate(Params, files["params.yaml"], Path(f"{root / 'params.yaml'} with overrides"))
     if cluster:
-        before = read_yaml(root / OVERRIDES) if (root / OVERRIDES).exists() else {}
-        files[str(OVERRIDES)] = overlay(before, cluster, Cluster)
+        before = rename_groups(read_yaml(root / OVERRIDES), RENAMED) if (root / OVERRIDES).exists() else {}
+        files[str(OVERRIDES)] = older_code.group_names(root, overlay(before, cluster, Cluster))
         load_cluster(root, cluster)
     return files
 
@@ -69,6 +82,7 @@ def _split(overrides: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Overrides of params.yaml and of the cluster settings, nested."""
     nested = dotted(overrides)
     cluster = nested.pop("cluster", {})
+    refuse_renamed(cluster, "the override of `cluster`")
     if refused := [name for name in cluster if name not in groups()]:
         raise UserError(
             f"An override cannot set `cluster.{refused[0]}`, only keys of {', '.join(groups())}. "

@@ -11,7 +11,7 @@ from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
-from tasks.runs import dvc, dvc_lock, records
+from tasks.runs import dvc, dvc_lock, older_code, records
 from tasks.runs.commits import git
 from tasks.system.lock import TOKEN, exclusive
 
@@ -35,8 +35,9 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
+        site = older_code.site_variable(self.root) if self.is_worktree else {}
         return dvc.environment(
-            DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **kept_ray.variables(self.ray_session)
+            DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **site, **kept_ray.variables(self.ray_session)
         )
 
     def stages(self) -> list[str]:

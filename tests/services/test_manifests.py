@@ -99,7 +99,7 @@ def test_every_worker_of_a_group_fits_into_the_pods_of_its_overlay(overlay):
     built = {(document["kind"], document["metadata"]["name"]): document for document in build(overlay)}
     place = load_cluster(ROOT, yaml.safe_load(built["ConfigMap", "dpo"]["data"]["cluster.yaml"]))
     ray = built["RayCluster", "dpo"]["spec"]["workerGroupSpecs"]
-    for name in ("reference", "actor_train", "evaluate"):
+    for name in ("reference", "actor_train", "inference"):
         ours, room = getattr(place, name), 0
         assert ours.resources == {name: 1}
         for group in ray:
@@ -309,7 +309,7 @@ def test_ray_in_kubernetes_matches_the_code():
     place = load_cluster(ROOT, read_yaml(K8S / "cluster.yaml"))
     assert place.ray.address == f"{ray['metadata']['name']}-head-svc:6379"  # the service that KubeRay makes
     groups = {group["groupName"]: group for group in ray["spec"]["workerGroupSpecs"]}
-    for name in ("reference", "actor_train", "evaluate"):
+    for name in ("reference", "actor_train", "inference"):
         ours = getattr(place, name)
         (container,) = groups[name]["template"]["spec"]["containers"]
         offered = json.loads(json.loads(groups[name]["rayStartParams"]["resources"]))
