@@ -3,6 +3,9 @@
 `.services/<name>.json` records a service's process id and start time (ids are reused, so both must match), and
 `.services/<name>.log` holds its output. Descendants of a service inherit DPO_SERVICE in their environment, so that
 those of a killed service can still be found and stopped.
+
+Prefect's own `server start --background` starts its server without our gate and log, in the terminal's process group,
+where Ctrl-C ends it. supervisord leaves children of a killed server, which keep its port: it never starts again.
 """
 
 import json
@@ -17,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from services import health
+from services.health import rotate
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.system import processes
@@ -71,7 +75,7 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, 
     """Start a service in its own session, so that neither Ctrl-C nor closing the terminal stops it."""
     end_leftovers(name)
     make_folder()
-    with health.rotate(FOLDER / f"{name}.log").open("w") as output:
+    with rotate(FOLDER / f"{name}.log").open("w") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
