@@ -2,7 +2,8 @@
 
 uvicorn limits the time between two requests and the size of a head, but waits for ever for the rest of either. The
 gateway, the arena and the metrics endpoint get this class by services/http_app.py, MLflow's server by UVICORN_HTTP, and
-Prefect's by services/prefect_sqlite.py. uvicorn has no public hook: tests/services/test_http_limits.py fails if an upgrade moves it.
+Prefect's by services/prefect_sqlite.py. uvicorn has no public hook: tests/services/test_http_limits.py fails if an
+upgrade moves it.
 """
 
 import asyncio
