@@ -87,5 +87,5 @@ def _use_server_of_dpo_up() -> bool:
 
 
 def wait_until_healthy(process: subprocess.Popen[str], api: str, log: Path) -> None:
-    title = "Prefect's embedded server"
-    health.wait_until_healthy(f"{api}/health", title, log, lambda: process.poll() is None, TIMEOUT)
+    failure = "Prefect's embedded server did not start"
+    health.wait_until_healthy(f"{api}/health", failure, log, lambda: process.poll() is None, TIMEOUT)

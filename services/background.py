@@ -110,7 +110,12 @@ def running(name: str) -> Service | None:
 def wait_until_healthy(service: Service, title: str) -> None:
     try:
         health.wait_until_healthy(
-            service.health, title, service.log, lambda: service.process is not None, START_TIMEOUT, report=True
+            service.health,
+            f"{title} did not start",
+            service.log,
+            lambda: service.process is not None,
+            START_TIMEOUT,
+            waiting_for=title,
         )
     except UserError as error:
         then = "Fix the cause and run `dpo up` again; `dpo down` stops the services that did start."

@@ -139,7 +139,7 @@ def _arena(folder: Path, prompts: Path, challenger: list[str]) -> Iterator[httpx
         processes.spawn(_command(*command), ROOT, {**os.environ, "DPO_ARENA_TOKEN": token}, output) as process,
         httpx.Client(base_url=address, headers=headers, timeout=60) as client,
     ):
-        wait_until_healthy(address, "The arena", log, lambda: process.poll() is None, START_TIMEOUT)
+        wait_until_healthy(address, "The arena did not start", log, lambda: process.poll() is None, START_TIMEOUT)
         yield client
 
 

@@ -19,17 +19,17 @@ def is_healthy(url: str) -> bool:
 
 
 def wait_until_healthy(
-    url: str, title: str, log: Path, is_alive: Callable[[], bool], timeout: float, *, report: bool = False
+    url: str, failure: str, log: Path, is_alive: Callable[[], bool], timeout: float, *, waiting_for: str = ""
 ) -> None:
-    """UserError with the end of the log if the server ends, or does not answer in time."""
+    """UserError with `failure` and the end of the log if the server ends, or does not answer in time."""
     began = reported = time.monotonic()
     while not is_healthy(url):
         now = time.monotonic()
         if not (alive := is_alive()) or now - began > timeout:
             reason = f"no answer within {timeout:.0f} s" if alive else "its process exited"
-            raise UserError(f"{title} did not start: {reason}. The end of its log, {log}:\n{tail(log)}")
-        if report and now - reported > REPORT_INTERVAL:
-            print(f"  {title}: not ready after {now - began:.0f} s, still waiting", flush=True)
+            raise UserError(f"{failure}: {reason}. The end of its log, {log}:\n{tail(log)}")
+        if waiting_for and now - reported > REPORT_INTERVAL:
+            print(f"  {waiting_for}: not ready after {now - began:.0f} s, still waiting", flush=True)
             reported = now
         time.sleep(0.2)
 

@@ -89,7 +89,7 @@ class Engine:
     def wait(self, cancelled: threading.Event) -> None:
         wait_until_healthy(
             f"{self.address}/health",
-            f"The engine of {self.target.name}",
+            f"The engine of {self.target.name} did not start",
             self.log,
             lambda: self.is_alive and not cancelled.is_set(),
             START_TIMEOUT,
