@@ -66,9 +66,7 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
     fields = settable()
     for name, value in overrides.items():
         if name not in fields:
-            current = (
-                ".".join(RENAMED.get(part, part) for part in name.split(".")) if name.startswith("cluster.") else name
-            )
+            current = re.sub(r"(?<=^cluster\.)\w+", lambda group: RENAMED.get(group[0], group[0]), name)
             near = difflib.get_close_matches(current, fields, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else "Write it as in `train.beta`."
             raise ValueError(f"`{name}` is not a key of params.yaml. {hint}")
