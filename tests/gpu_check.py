@@ -103,7 +103,7 @@ def make(args: argparse.Namespace, gpus: int, folder: Path) -> Path:
 
 def cluster(gpus: int) -> dict[str, Any]:
     """One worker per GPU; two CPU workers without GPUs."""
-    groups = ("reference", "actor_train", "evaluate")
+    groups = ("reference", "actor_train", "inference")
     count, tokens = gpus or 2, 16384 if gpus else 1024
     options = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
     return {f"{group}.{name}": value for group in groups for name, value in options.items()} | {"tensorboard": False}

@@ -39,14 +39,14 @@ def is_needed(cluster: Cluster, stale: Collection[str], stages: Sequence[str]) -
     """Whether one of the stages that will run needs an embedded cluster: a stale one, or one after a stale one."""
     first = next((number for number, stage in enumerate(stages) if stage in stale), len(stages))
     # A single evaluator works in its stage's own process.
-    evaluates_on_ray = cluster.evaluate.num_workers > 1 or cluster.evaluate.zero_stage == 3
-    on_ray = {"sft", "reference", "train", *(("sample", "evaluate", "export") if evaluates_on_ray else ())}
+    inference_on_ray = cluster.inference.num_workers > 1 or cluster.inference.zero_stage == 3
+    on_ray = {"sft", "reference", "train", *(("sample", "evaluate", "export") if inference_on_ray else ())}
     return cluster.ray.address == "local" and not on_ray.isdisjoint(stages[first:])
 
 
 def cpus_needed(cluster: Cluster) -> int:
     """Enough for each worker group alone; Ray Train's controller takes one more."""
-    return math.ceil(max(cluster.reference.cpus, cluster.actor_train.cpus + 1, cluster.evaluate.cpus))
+    return math.ceil(max(cluster.reference.cpus, cluster.actor_train.cpus + 1, cluster.inference.cpus))
 
 
 def keep_if_needed(

@@ -90,10 +90,10 @@ def _blame_here(run: str | None, other: Evaluated | None, count: int) -> None:
     if other and not (MODEL / "manifest.json").exists():
         raise UserError(f"There is no export in {Path.cwd() / MODEL}, which --against needs. Run `dvc repro export`.")
     params, cluster = load_params(), load_cluster()
-    if cluster.evaluate.zero_stage == 3:
-        raise UserError("`dpo blame` needs whole models: set evaluate.zero_stage to 0 in infra/cluster.yaml.")
+    if cluster.inference.zero_stage == 3:
+        raise UserError("`dpo blame` needs whole models: set inference.zero_stage to 0 in infra/cluster.yaml.")
     train, held_out = (read_pairs(split, params.train.needs_reference) for split in ("train", "eval"))
-    with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
+    with WorkerPool(cluster, cluster.inference, Blamer, "blame") as workers:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
         lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
         _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
@@ -126,7 +126,7 @@ def _influences(workers: WorkerPool, params: Params, target: Target, train: Pair
     """How much each training pair's margin rises with those of the target."""
     base, policy = base_and_policy(workers, params)
     start = None if params.train.adapter else base.folder
-    size, row_tokens = PAIRS_PER_TASK, workers.cluster.evaluate.row_tokens
+    size, row_tokens = PAIRS_PER_TASK, workers.cluster.inference.row_tokens
     changes: list[float] = []
     with Bar("blame", len(train), "training pairs") as bar:
         for first in range(0, len(train), PAIRS_AT_ONCE):

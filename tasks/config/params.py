@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config import metrics, old_train, strict
+from tasks.config.cluster import refuse_renamed
 from tasks.config.evaluate import Evaluate
 from tasks.config.paths import ROOT
 from tasks.config.prepare import Prepare
@@ -163,6 +164,7 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     if unknown := content.keys() - {"params", "cluster"}:
         raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
     _refuse_old_form(path, content.get("params") or {})
+    refuse_renamed(content.get("cluster", ()), f"flows/recipes/{name}.yaml, `cluster`")
     return content.get(part, {})
 
 

@@ -83,7 +83,7 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
     _check_memory(report, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
     for name, dtype, quantization in (
         ("reference", params.reference.dtype, params.reference.quantization),
-        ("evaluate", params.evaluate.dtype, params.train.quantization),
+        ("inference", params.evaluate.dtype, params.train.quantization),
     ):
         group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
         weights /= group.num_workers if group.zero_stage == 3 else 1

@@ -1,6 +1,6 @@
 """Stage `evaluate`: score held-out pairs with the policy, and compare its sampled answers with the base model's.
 
-Ray actors of the worker group `evaluate` hold the models, and this process holds none. With a single worker on this
+Ray actors of the worker group `inference` hold the models, and this process holds none. With a single worker on this
 machine the worker is this process itself (tasks/cluster/worker_pool.py).
 
 Writes data/metrics: evaluate.json (metrics under their training names, intervals, win rate, health), samples.jsonl (the
@@ -41,7 +41,7 @@ def evaluate(run: StageJournal) -> None:
     pairs, rows = list(read_pairs("eval", params.train.needs_reference)), read_rows(pairs_file("eval"))
     prompts = held_out_prompts(rows, params.evaluate.prompts)
     prompt_ids = [row["prompt_ids"] for row in prompts]
-    warn_of_slow_dtype("evaluate", params.evaluate.dtype, cluster.evaluate.gpus_per_worker)
+    warn_of_slow_dtype("evaluate", params.evaluate.dtype, cluster.inference.gpus_per_worker)
     with evaluator_pool(cluster, "evaluate") as workers:
         models = base, policy = base_and_policy(workers, params)
         with Bar("evaluate", 2 * len(prompts), "answers") as bar:

@@ -56,7 +56,7 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str, long
         return None
     if stage == "evaluate":
         weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
-        return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
+        return weights / (cluster.inference.num_workers if cluster.inference.zero_stage == 3 else 1)
     return training_memory(params, cluster, folder, longest) / 2**30
 
 

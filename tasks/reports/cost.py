@@ -38,9 +38,9 @@ def gpu_hours(cluster: Cluster, logs: Path) -> dict[str, float]:
 
 def gpus(cluster: Cluster, stage: str) -> float:
     """The GPUs that the workers of a stage hold."""
-    if stage == "export" and cluster.evaluate.zero_stage != 3:  # with stage 3 the group shares the model
-        return cluster.evaluate.gpus_per_worker
-    group = cluster.evaluate if stage in ("export", "promote") else _groups(cluster).get(stage)
+    if stage == "export" and cluster.inference.zero_stage != 3:  # with stage 3 the group shares the model
+        return cluster.inference.gpus_per_worker
+    group = cluster.inference if stage in ("export", "promote") else _groups(cluster).get(stage)
     return group.gpus_per_worker * group.num_workers if group else 0.0
 
 
@@ -86,8 +86,8 @@ def metrics(cluster: Cluster, logs: Path) -> dict[str, float]:
 
 def _groups(cluster: Cluster) -> dict[str, Any]:
     """The worker group of each stage that has one."""
-    train, evaluate = cluster.actor_train, cluster.evaluate
-    return {"sample": evaluate, "sft": train, "reference": cluster.reference, "train": train, "evaluate": evaluate}
+    train, inference = cluster.actor_train, cluster.inference
+    return {"sample": inference, "sft": train, "reference": cluster.reference, "train": train, "evaluate": inference}
 
 
 def _pair_tokens(root: Path) -> float | None:

@@ -12,11 +12,14 @@ from typing import Any
 from tasks.config.cluster import (
     CLUSTER,
     OVERRIDES,
+    RENAMED,
     SITE,
     Cluster,
     groups,
     load_cluster,
     operator_layers,
+    refuse_renamed,
+    rename_groups,
     run_layers,
     validated,
 )
@@ -25,6 +28,7 @@ from tasks.config.paths import ROOT
 from tasks.config.strict import Layer, Value, changed, dotted, merge, overlay, read_yaml, validate
 from tasks.config.train import with_whole_loss
 from tasks.errors import UserError
+from tasks.runs import older_code
 
 ConfigFiles = dict[str, dict[str, Any]]  # content by path, of the files that differ from the checkout's
 
@@ -73,8 +77,8 @@ def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
         files["params.yaml"] = overlay(before, nested, Params)
         validate(Params, files["params.yaml"], Path(f"{root / 'params.yaml'} with overrides"))
     if cluster:
-        resumed = read_yaml(root / OVERRIDES) if (root / OVERRIDES).exists() else {}
-        files[str(OVERRIDES)] = overlay(resumed, cluster, Cluster)
+        resumed = rename_groups(read_yaml(root / OVERRIDES), RENAMED) if (root / OVERRIDES).exists() else {}
+        files[str(OVERRIDES)] = older_code.group_names(root, overlay(resumed, cluster, Cluster))
         load_cluster(root, cluster)
     return files
 
@@ -93,6 +97,7 @@ def _split(overrides: dict[str, Any], params: dict[str, Any]) -> tuple[dict[str,
     """Overrides of params.yaml, whose values so far are `params`, and of the cluster settings; both nested."""
     nested = dotted(with_whole_loss(overrides, params))
     cluster = nested.pop("cluster", {})
+    refuse_renamed(cluster, "the override of `cluster`")
     if refused := [name for name in cluster if name not in groups()]:
         raise UserError(
             f"An override cannot set `cluster.{refused[0]}`, only keys of {', '.join(groups())}. "

@@ -12,7 +12,7 @@ from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
-from tasks.runs import dvc, dvc_lock, records
+from tasks.runs import dvc, dvc_lock, older_code, records
 from tasks.runs.commits import git
 from tasks.system.lock import TOKEN, exclusive
 
@@ -36,8 +36,9 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
+        site = older_code.site_variable(self.root) if self.is_worktree else {}
         own = {HOME: str(ROOT), RUN: self.run_name}
-        return dvc.environment(**own, **token, **kept_ray.variables(self.ray_session))
+        return dvc.environment(**own, **token, **site, **kept_ray.variables(self.ray_session))
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""

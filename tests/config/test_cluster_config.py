@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.parameters import known_and_typed
+from tasks.config import params
 from tasks.config.cluster import OVERRIDES, RUN_FILES, Cluster, ReferenceGroup, changed_values, load_cluster
 from tasks.config.params import Params, read_recipe
 from tasks.config.strict import Layer, changed
 from tasks.errors import UserError
 from tasks.runs import run_config
+from tasks.runs.workspace import Workspace
 from tests.support.workspaces import PROJECT, make_workspace
 
 SITE = {"tracking_uri": "http://mlflow:5000", "actor_train": {"num_workers": 3, "save_steps": 7}}
@@ -118,6 +121,7 @@ def test_overrides_reach_worker_groups_and_nothing_that_the_operator_decides(roo
 WORKTREE = """
 import subprocess, sys
 from tasks.runs import run_config
+from tasks.runs.workspace import Workspace
 from tasks.lifecycle import run_workspace
 files = run_config.resolve("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9}).files
 record = run_workspace.new_record("zero3", files, worktree=True, flow_run="1")
@@ -158,6 +162,46 @@ def test_mistakes_in_the_site_overlay_name_it(root, monkeypatch):
         load_cluster()
 
 
+def test_an_old_name_of_a_worker_group_is_refused_with_the_new_one_wherever_somebody_wrote_it(root, monkeypatch):
+    old, said = {"evaluate": {"num_workers": 2}}, "the worker group `evaluate` is now `inference`"
+    set_site(root, monkeypatch, old)
+    with pytest.raises(UserError, match=rf"site.yaml \(DPO_CLUSTER\): {said}"):
+        load_cluster()
+    monkeypatch.delenv("DPO_CLUSTER")
+    monkeypatch.setattr(params, "RECIPES", root / "recipes")
+    (root / "recipes").mkdir()
+    (root / "recipes/mine.yaml").write_text(yaml.safe_dump({"cluster": old}))
+    with pytest.raises(UserError, match=f"recipes/mine.yaml, `cluster`: {said}"):
+        read_recipe("mine", "cluster")
+    with pytest.raises(UserError, match=f"override of `cluster`: {said}"):
+        run_config.changed_files(None, {"cluster.evaluate.num_workers": 2})
+    with pytest.raises(ValueError, match=r"Did you mean `cluster.inference.num_workers`\?"):
+        known_and_typed({"cluster.evaluate.num_workers": 2})
+    (root / "infra/cluster.yaml").write_text(yaml.safe_dump(old))
+    with pytest.raises(UserError, match=f"infra/cluster.yaml: {said}"):
+        load_cluster()
+
+
+def test_a_stored_run_is_read_with_its_old_names_and_its_stages_get_them(root, monkeypatch, tmp_path):
+    """The worktree of a run from before the group was renamed: its code refuses the new name, its flow the old one."""
+    stored = make_workspace(tmp_path / "stored", tmp_path)
+    before = yaml.safe_load((stored / "infra/cluster.yaml").read_text())
+    before["evaluate"] = {**before.pop("inference"), "row_tokens": 2048}
+    (stored / "infra/cluster.yaml").write_text(yaml.safe_dump(before))
+    (stored / RECIPE).write_text("evaluate: {num_workers: 2}\n")
+    (stored / OVERRIDES).write_text("evaluate: {cpus_per_worker: 3}\n")
+    set_site(root, monkeypatch, {"inference": {"placement": "SPREAD"}, "currency": "USD"})
+    monkeypatch.setenv("DPO_HOME", str(root))
+    found = load_cluster(stored).inference
+    assert (found.row_tokens, found.num_workers, found.cpus_per_worker, found.placement) == (2048, 2, 3, "SPREAD")
+    changed = run_config.changed_on_resume(stored, {"cluster.inference.num_workers": 4})
+    assert changed == {str(OVERRIDES): {"evaluate": {"cpus_per_worker": 3, "num_workers": 4}}}
+    site = Workspace(stored, "stored").environment()["DPO_CLUSTER"]
+    assert yaml.safe_load(Path(site).read_text()) == {"evaluate": {"placement": "SPREAD"}, "currency": "USD"}
+    new = make_workspace(tmp_path / "new", tmp_path)
+    assert Workspace(new, "new").environment()["DPO_CLUSTER"] == os.environ["DPO_CLUSTER"]
+
+
 def test_a_recipe_stands_above_the_site_and_a_run_does_not_copy_it(root, monkeypatch):
     recipe = "qwen2.5-7b-lora-zero3"  # 8 training workers
     set_site(root, monkeypatch)
@@ -171,6 +215,6 @@ def test_a_recipe_stands_above_the_site_and_a_run_does_not_copy_it(root, monkeyp
 
 
 def test_the_overlays_that_come_with_the_project_are_good(monkeypatch):
-    for path in ("infra/compose.cluster.yaml", "infra/compose.gpu-cluster.yaml", "infra/k8s/cluster.yaml"):
-        monkeypatch.setenv("DPO_CLUSTER", str(PROJECT / path))
+    for path in [*PROJECT.glob("infra/compose.*cluster.yaml"), *PROJECT.glob("infra/k8s*/cluster.yaml")]:
+        monkeypatch.setenv("DPO_CLUSTER", str(path))
         assert load_cluster(PROJECT).actor_train.keep_checkpoints == 2  # none of them names it

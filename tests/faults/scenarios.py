@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.system import processes
 from tasks.system.files import hash_files
 from tasks.system.ports import free_port

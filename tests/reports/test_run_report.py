@@ -82,7 +82,7 @@ def test_the_page_says_what_happened(root: Path):
 def test_costs_are_those_of_the_stages_that_ran(root: Path):
     """Reference: 10 pairs of 10 + 5 + 3 tokens on 2 workers in 4 s. Train: 1200 tokens on 4 workers in 10 s, of which
     it measured 500 / 100 + 700 / 350 = 7 s of training."""
-    write_cluster(root, {"reference.num_workers": 2, "actor_train.num_workers": 4, "evaluate.num_workers": 3})
+    write_cluster(root, {"reference.num_workers": 2, "actor_train.num_workers": 4, "inference.num_workers": 3})
     (root / CARD).mkdir(parents=True)
     tokens = {"prompt": {"mean": 10.0}, "chosen": {"mean": 5.0}, "rejected": {"mean": 3.0}}
     (root / CARD / "report.json").write_text(json.dumps({"pairs": {"train": 8, "eval": 2}, "tokens": tokens}))
@@ -105,8 +105,8 @@ def test_costs_are_those_of_the_stages_that_ran(root: Path):
 def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(root: Path):
     """Train on 8 GPUs: an attempt killed after 90 min, the next one took 30: 16 hours. Export on one GPU: half an hour.
     Prepare holds none. At 2.5 an hour 41.25 in all."""
-    groups = {"actor_train.num_workers": 8, "actor_train.gpus_per_worker": 1, "evaluate.num_workers": 4}
-    write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1})
+    groups = {"actor_train.num_workers": 8, "actor_train.gpus_per_worker": 1, "inference.num_workers": 4}
+    write_cluster(root, {**groups, "inference.gpus_per_worker": 1})
     logs, minute = root / "logs", 60_000
     logs.mkdir()
 
@@ -120,11 +120,11 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
     cluster = load_cluster(root)
     assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}
     assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5}
-    split = {**cluster.model_dump(), "evaluate": {**cluster.evaluate.model_dump(), "zero_stage": 3}}
+    split = {**cluster.model_dump(), "inference": {**cluster.inference.model_dump(), "zero_stage": 3}}
     assert cost.gpus(Cluster.model_validate(split), "export") == 4  # the group shares the model
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours"
     assert "<th>GPU hours</th></tr>" in page(root, "run", STATES, logs=logs)
-    write_cluster(root, {**groups, "evaluate.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})
+    write_cluster(root, {**groups, "inference.gpus_per_worker": 1, "price_per_gpu_hour": 2.5, "currency": "USD"})
     cluster = load_cluster(root)
     assert cost.metrics(cluster, logs) == {"cost/gpu_hours": 16.5, "cost/USD": 41.25}
     assert cost.in_words(cluster, 16.5) == "16.50 GPU hours, 41.25 USD"

@@ -42,7 +42,7 @@ def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
     assert "ok     no stale locks" in output
     assert f"ok     MLflow's store is {workspace}/.mlflow/mlflow.db" in output
     assert "on each of 2 workers" in output
-    assert "ok     evaluate needs 0.0 GiB for the weights, plus activations, on each of 1 workers" in output
+    assert "ok     inference needs 0.0 GiB for the weights, plus activations, on each of 1 workers" in output
 
 
 def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
@@ -55,7 +55,7 @@ def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     output = capsys.readouterr().out
     assert (
         "10000000 workers, more than this machine's memory: set the dtype of reference, train and evaluate to "
-        "bfloat16, or evaluate.zero" in output
+        "bfloat16, or inference.zero" in output
     )
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in output
 

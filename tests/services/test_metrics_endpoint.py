@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.runs.records import CRASHED, RunRecord
 from tasks.system import processes
 from tasks.system.files import write_json

@@ -302,7 +302,7 @@ def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, 
 def test_a_sharded_model_runs_all_stages_in_bfloat16(tmp_path: Path, tiny_base: Path):
     """ZeRO-3 on one GPU: NCCL, bfloat16, DeepSpeed's streams; tests/distributed/test_split.py shards over two ranks."""
     one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256, "zero_stage": 3}
-    groups = ("reference", "actor_train", "evaluate")
+    groups = ("reference", "actor_train", "inference")
     cluster = {f"{group}.{name}": value for group in groups for name, value in one.items()}
     precision = {f"{stage}.dtype": "bfloat16" for stage in (*groups[:1], "train", "evaluate", "export")}
     given = {**cluster, "tensorboard": False, "system_metrics": 1}
