@@ -42,7 +42,7 @@ def sft(run: StageJournal) -> None:
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
     try:
         with train_locked(training, run) as folder, publish(SFT) as out:
-            logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
+            logged = (item for row in metrics_by_step(folder / JOURNAL).values() for item in row.items())
             metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
             _write_model(model, folder / "policy", out)
             write_json(out / MANIFEST, {**model_hashes(out), "answers": answers, "metrics": metrics})

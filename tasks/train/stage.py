@@ -33,7 +33,7 @@ def train(run: StageJournal) -> None:
 
 def _publish(run: StageJournal, folder: Path) -> None:
     """Write the policy, its curves and its final metrics as DVC outputs."""
-    steps = metrics_by_step(folder / JOURNAL, PREFERENCES)
+    steps = metrics_by_step(folder / JOURNAL)
     with publish(POLICY) as out:
         shutil.copytree(folder / "policy", out, dirs_exist_ok=True)
     METRICS.mkdir(parents=True, exist_ok=True)
