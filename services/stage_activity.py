@@ -1,13 +1,14 @@
 """The stages that are running now and what they logged last, read from the journals of their runs."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tasks.runs.records import RUNNING, RunRecord
 from tasks.system.files import read_json_or_empty
 from tasks.system.processes import is_alive
 from tasks.tracking.journal import FLOW
-from tasks.tracking.journal_reader import START, Position, read_journal, sent
+from tasks.tracking.journal_reader import START, Position, read_journal, read_run, sent
 
 
 @dataclass
@@ -79,5 +80,5 @@ def _read_new_lines(journal: Path, stage: Stage | None) -> Stage:
 
 def unsent_lines(runs: Path) -> int:
     """Journal lines that MLflow has not received yet."""
-    journals = runs.glob("*/*.jsonl")
-    return sum(len(read_journal(journal, sent(journal.parent, journal.stem))[0]) for journal in journals)
+    runs_read = (read_run(folder, partial(sent, folder)) for folder in runs.glob("*/"))
+    return sum(len(lines) for stages in runs_read for lines, _ in stages.values())

@@ -61,7 +61,16 @@ class StageJournal(Journal):
         self.end_include(folder)
 
     def end_include(self, folder: Path) -> None:
-        self.write("included", sizes={path.name: path.stat().st_size for path in folder.glob("*.jsonl")})
+        """Hard links keep what was included, if the training's folder is deleted before MLflow has it."""
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
+        kept = self.folder / "included" / folder.name
+        with suppress(OSError):  # another file system, or a full one
+            kept.mkdir(parents=True, exist_ok=True)
+            for name in sizes:
+                (kept / name).unlink(missing_ok=True)
+                os.link(folder / name, kept / name)
+            folder = kept
+        self.write("included", folder=os.path.relpath(folder, self.folder), sizes=sizes)
 
     def curve(self, table: Path, known: Mapping[str, int]) -> None:
         """The steps of train.csv: a cached training wrote no journal in this run. `known`: last logged steps."""

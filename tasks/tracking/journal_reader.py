@@ -5,8 +5,9 @@ The uploader, the copy in W&B, TensorBoard, the progress bar, the metrics endpoi
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def read_journal(journal: Path, since: Position = START) -> tuple[list[Line], Po
             case "include":
                 folder, files = line["folder"], {}
             case "included":
-                lines += _read_folder(journal, folder, files, line["sizes"])
+                lines += _read_folder(journal, line["folder"], files, line["sizes"])
                 folder, files = None, {}
             case "curve":
                 steps = {**line["known"], **steps}
@@ -118,5 +119,11 @@ def sent(folder: Path, stage: str) -> Position:
 
 def unsent(folder: Path) -> bool:
     """Whether complete lines of any journal still have to be sent."""
-    positions = {path: sent(folder, path.stem) for path in folder.glob("*.jsonl")}
-    return any(read_journal(path, position)[1] != position for path, position in positions.items())
+    return bool(read_run(folder, partial(sent, folder)))
+
+
+def read_run(folder: Path, since: Callable[[str], Position]) -> dict[str, tuple[list[Line], Position]]:
+    """By stage: the lines behind the position `since` that a run's journals have, and the position behind them."""
+    positions = {path: since(path.stem) for path in sorted(folder.glob("*.jsonl"))}
+    new = {path: read_journal(path, position) for path, position in positions.items()}
+    return {path.stem: read for path, read in new.items() if read[1] != positions[path]}

@@ -9,6 +9,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
 from tasks.tracking import wandb_mirror
 from tasks.tracking.journal import StageJournal
-from tasks.tracking.journal_reader import Line, included_folder, read_journal, read_lines, sent, unsent
+from tasks.tracking.journal_reader import Line, included_folder, read_journal, read_lines, read_run, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
 from tasks.tracking.mlflow_writer import open_store, record
 
+TAIL = 4096  # bytes of a journal that hold its last lines
 LOCK = "upload.lock"  # in the run's folder; its uploader holds it
 IDLE_SECONDS = 10.0  # more than DVC takes between two stages
-TAIL = 4096  # bytes of a journal that hold its last lines
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while the store fails
 
 
@@ -111,9 +112,7 @@ class UnfinishedStages:
 
 def send_new(folder: Path) -> list[Line]:
     """Send and return the lines of each journal that have not been sent."""
-    new = {path.stem: read_journal(path, sent(folder, path.stem)) for path in sorted(folder.glob("*.jsonl"))}
-    new = {stage: (lines, position) for stage, (lines, position) in new.items() if position != sent(folder, stage)}
-    if not new:
+    if not (new := read_run(folder, partial(sent, folder))):
         return []
     log_in(read_json(folder / "settings.json")["tracking_uri"], "forwarder")
     client = open_store(folder)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tasks.errors import UserError
 from tasks.system.files import read_json, read_json_or_empty, write_json
 from tasks.system.lock import file_lock
 from tasks.tracking.journal import flatten
-from tasks.tracking.journal_reader import Position, read_journal
+from tasks.tracking.journal_reader import Position, read_run
 
 STATE = "wandb.json"  # in the run's folder: W&B's id of the run, and how far each journal was sent
 INTERVAL_SECONDS = 1.0
@@ -60,14 +61,12 @@ def send_all(runs: Path) -> list[str]:
 
 def unsent(folder: Path) -> bool:
     """Whether the run has lines that its W&B project does not have."""
-    state = read_json_or_empty(folder / STATE)
-    journals = folder.glob("*.jsonl") if _project(folder) else ()
-    return any(read_journal(path, _sent(state, path.stem))[0] for path in journals)
+    return bool(_project(folder) and read_run(folder, partial(_sent, read_json_or_empty(folder / STATE))))
 
 
 def _sent(state: Mapping[str, Any], stage: str) -> Position:
-    sent = state.get("sent", {}).get(stage, 0)
-    return Position(sent) if isinstance(sent, int) else Position(**sent)  # version 0.1 wrote bytes
+    sent = state.get("sent", {}).get(stage, {})
+    return Position(**sent) if isinstance(sent, dict) else Position(sent)  # version 0.1 wrote a number of bytes
 
 
 def _project(folder: Path) -> str | None:
@@ -77,14 +76,12 @@ def _project(folder: Path) -> str | None:
 def _send_new(folder: Path, run: Any) -> Any:
     """Send the new lines of all journals; returns the connection to W&B, which the first new line opens."""
     state = {"id": uuid.uuid4().hex[:12], "sent": {}, **read_json_or_empty(folder / STATE)}
-    for journal in sorted(folder.glob("*.jsonl")):
-        lines, position = read_journal(journal, _sent(state, journal.stem))
-        if lines:
-            run = run or _open(folder, state["id"])
-            for line in lines:
-                _apply(run, line)
-            state["sent"][journal.stem] = asdict(position)
-            write_json(folder / STATE, state)
+    for stage, (lines, position) in read_run(folder, partial(_sent, state)).items():
+        run = run or _open(folder, state["id"])
+        for line in lines:
+            _apply(run, line)
+        state["sent"][stage] = asdict(position)
+        write_json(folder / STATE, state)
     return run
 
 

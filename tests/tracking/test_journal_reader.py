@@ -1,5 +1,8 @@
 """Journals that include a training's, read by several readers: every value once, and of this stage alone."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +119,38 @@ def test_the_uploader_closes_what_a_killed_stage_included(tmp_path: Path, traini
     assert losses(read_journal(run.path)[0]) == losses(read)
 
 
-def test_a_training_that_was_deleted_holds_nothing_up(tmp_path: Path, training: Journal) -> None:
+def test_a_run_keeps_the_values_of_a_training_that_starts_anew(tmp_path: Path, training: Journal) -> None:
+    """`resume_from_checkpoint: never` deletes the training's folder, perhaps before MLflow has the first run."""
+    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
+    with first.including(training.path.parent):
+        train(training, 1, 2)
+        early, position = read_journal(first.path)
+        train(training, 3)
+    first.write("end", status="FINISHED")
+    shutil.rmtree(training.path.parent)
+    training.path.parent.mkdir()
+    with second.including(training.path.parent):
+        train(training, 1)
+        assert losses(read_journal(first.path)[0]) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+        assert losses(early + read_journal(first.path, position)[0]) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+        assert losses(read_journal(second.path)[0]) == [(1, 1.0)]
+        shutil.rmtree(training.path.parent)
+        assert read_journal(second.path)[0] == []  # deleted by hand: nothing to read, and no error
+    assert os.stat(first.folder / "included/hash/metrics.jsonl").st_nlink == 1
+
+
+def test_on_another_file_system_the_values_stay_with_the_training(
+    tmp_path: Path, training: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
     run = make_run(tmp_path, "run")
     with run.including(training.path.parent):
         train(training, 1)
     run.write("end", status="FINISHED")
-    training.path.unlink()
-    assert [line["kind"] for line in read_journal(run.path)[0]] == ["end"]
+    assert losses(read_journal(run.path)[0]) == [(1, 1.0)]
 
 
 def test_a_cached_training_shows_the_rows_of_its_table_that_the_run_lacks(tmp_path: Path, training: Journal) -> None:
