@@ -6,9 +6,7 @@ kill resumes from the last one. `resume_from_checkpoint` names a checkpoint of a
 """
 
 import itertools
-import re
 import shutil
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -33,23 +31,13 @@ from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, background_thread
 from tasks.tracking.journal import StageJournal
-from tasks.tracking.journal_reader import read_lines, without_repeats
 from tasks.tracking.tensorboard import Events
 from tasks.train import continuation
+from tasks.train.progress import name_keys, show_progress
 from tasks.train.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
 from training.pairs import batches
 from training.trainer import checkpoint_files
 from training.trainer.settings import Settings
-
-KEYS_OF_TRAIN = re.compile(r"\btrain\.(?=\w)")  # in messages of training/
-SPEED_METRICS = (
-    "tokens_per_second",
-    "pairs_per_second",
-    "mfu",
-    "mfu_datasheet",
-    "peak_memory_gib",
-    "checkpoint_seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -276,40 +264,3 @@ def _raise_fatal(folder: Path, cause: Exception | None = None) -> None:
     """UserError if a worker met an error that a restart cannot fix."""
     if (folder / FATAL).exists():
         raise UserError((folder / FATAL).read_text().strip()) from cause
-
-
-def name_keys(message: str, stage: str) -> str:
-    """A message of training/ with the names of the section that the user has set."""
-    return KEYS_OF_TRAIN.sub(f"{stage}.", message)
-
-
-def show_progress(journal: Path, stage: str, bar: Bar, events: Events, stop: threading.Event) -> None:
-    """Show what rank 0 writes in the progress bar and TensorBoard, until `stop` is set."""
-    offset, stopped, steps = 0, False, dict[str, int]()
-    while not stopped:
-        stopped = stop.wait(0.5)
-        lines, offset = read_lines(journal, offset)
-        for line in lines:
-            if line["kind"] == "note":
-                bar.say(f"{stage}: {name_keys(line['text'], stage)}")
-            elif "loss" in line["values"]:
-                bar.update(line["step"], f"loss {line['values']['loss']:.3f}{_accuracy(line['values'])}")
-        for line in without_repeats(lines, steps):
-            if line["kind"] == "metrics":
-                events.add(line["step"], line["values"])
-
-
-def _accuracy(values: Mapping[str, float]) -> str:
-    """Empty at the first step: policy and reference are equal there, and an accuracy of ties reads like a failure."""
-    shown = values.get("rewards/accuracies", 0.0) or values.get("rewards/margins", 0.0)
-    return f", reward accuracy {values['rewards/accuracies']:.2f}" if shown else ""
-
-
-def metrics_by_step(journal: Path) -> dict[int, dict[str, float]]:
-    """The last values of each step, which a restart may repeat; without speeds, which differ from run to run."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (line for line in read_lines(journal)[0] if line["kind"] == "metrics"):
-        values = {name: value for name, value in line["values"].items() if name not in SPEED_METRICS}
-        if values:
-            steps.setdefault(line["step"], {}).update(values)
-    return dict(sorted(steps.items()))

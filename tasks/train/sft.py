@@ -17,7 +17,8 @@ from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import StageJournal
-from tasks.train.driver import Training, check_options, metrics_by_step, name_keys, train_locked
+from tasks.train.driver import Training, check_options, train_locked
+from tasks.train.progress import metrics_by_step, name_keys
 from tasks.train.worker import JOURNAL
 from training.pairs import batches
 

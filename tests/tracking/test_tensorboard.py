@@ -6,7 +6,7 @@ from pathlib import Path
 from tasks.system.progress import Bar
 from tasks.tracking.journal import Journal
 from tasks.tracking.tensorboard import Events
-from tasks.train.driver import show_progress
+from tasks.train.progress import show_progress
 from tests.support.workspaces import tensorboard
 
 
