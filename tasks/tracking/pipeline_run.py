@@ -1,7 +1,7 @@
 """A pipeline run in MLflow: a parent run, and a child run for each executed stage.
 
-`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one uploader
-process per pipeline run sends.
+`record_stage` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one
+uploader process per pipeline run sends.
 """
 
 import os

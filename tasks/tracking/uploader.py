@@ -26,8 +26,8 @@ from tasks.tracking.journal_reader import Line, included_folder, read_journal, r
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
 from tasks.tracking.mlflow_writer import open_store, record
 
-TAIL = 4096  # bytes of a journal that hold its last lines
 LOCK = "upload.lock"  # in the run's folder; its uploader holds it
+TAIL = 4096  # bytes of a journal that hold its last lines
 IDLE_SECONDS = 10.0  # more than DVC takes between two stages
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while the store fails
 

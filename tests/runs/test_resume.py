@@ -174,6 +174,7 @@ def preempt_a_worker_and_kill_another(workspace: Path) -> str:
 
 
 def check_each_step_is_logged_once(workspace: Path, journal: Path) -> None:
+    assert not steps(read_lines(journal)[0])  # the training's own journal has the values, and no other file
     logged = steps(read_journal(journal)[0])
     assert logged == list(range(1, len(logged) + 1))
     with (workspace / "data/metrics/train.csv").open() as file:
