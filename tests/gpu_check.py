@@ -24,7 +24,7 @@ import torch
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import read_pairs
 from tasks.system.files import sha256
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_in_subprocess
 from tests.support.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data

@@ -16,7 +16,7 @@ from tasks.config.params import Params
 from tasks.config.paths import main_checkout
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 from tasks.tracking.mlflow_client import absolute_uri, database
 
 SECONDS = 5.0

@@ -11,7 +11,7 @@ from tasks.config.params import Params
 from tasks.config.paths import BASE, main_checkout
 from tasks.errors import UserError
 from tasks.system.files import read_json
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tasks.train.driver import make_settings
 from training.models.model_files import model_files, weight_files
 

@@ -7,7 +7,7 @@ from typing import Any
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.paths import CARD
 from tasks.system.files import read_json_or_empty
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_journal, read_lines
 from tasks.tracking.results import curves
 
 Row = tuple[str, str, str, str, str, str]
@@ -102,7 +102,7 @@ def _train_tokens(root: Path) -> float | None:
 
 def _measured_speed(logs: Path | None, stage: str) -> float | None:
     """Tokens per second of the steps that the stage itself measured, without its start."""
-    values = [line.get("values", {}) for line in read_lines(logs / f"{stage}.jsonl")[0]] if logs else []
+    values = [line.get("values", {}) for line in read_journal(logs / f"{stage}.jsonl")[0]] if logs else []
     steps = [step for step in values if step.get("tokens_per_second") and "tokens" in step]
     seconds = sum(step["tokens"] / step["tokens_per_second"] for step in steps)
     return sum(step["tokens"] for step in steps) / seconds if seconds else None

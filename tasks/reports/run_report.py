@@ -22,7 +22,8 @@ from tasks.reports.headline import decision_of, verdict
 from tasks.secrets.redact import redact
 from tasks.system.files import read_json_lines, read_json_or_empty
 from tasks.tracking import plots
-from tasks.tracking.journal import flatten_metrics, read_lines
+from tasks.tracking.journal import flatten_metrics
+from tasks.tracking.journal_reader import read_journal
 from tasks.tracking.results import curves, read_csv
 
 EXAMPLES = 8  # sampled answers, and pairs with a negative margin
@@ -123,7 +124,7 @@ def _curves(root: Path) -> list[str]:
 
 def _speed(logs: Path | None) -> str:
     """Empty where this run did not train."""
-    lines = read_lines(logs / "train.jsonl")[0] if logs else []
+    lines = read_journal(logs / "train.jsonl")[0] if logs else []
     points = [(line["step"], line["values"][SPEED]) for line in lines if "step" in line and SPEED in line["values"]]
     return plots.line_svg("pairs per second", {SPEED: points})
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.errors import UserError
 from tasks.tracking import plots
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 
 Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why
 

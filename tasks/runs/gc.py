@@ -30,7 +30,7 @@ from tasks.runs.retention import (
 from tasks.runs.workspace import remove_worktree, worktrees_lock
 from tasks.system.disk import human, size_of
 from tasks.system.lock import hold_workspace, workspace_holder
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A pipeline run in MLflow: a parent run, and a child run for each executed stage.
 
-`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one uploader
-process per pipeline run sends.
+`record_stage` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one
+uploader process per pipeline run sends.
 """
 
 import os
@@ -25,9 +25,11 @@ from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json, write_text
 from tasks.system.processes import this_process
 from tasks.system.progress import notify
-from tasks.tracking.journal import FLOW, StageJournal, flatten, is_sending, last_steps, sent
+from tasks.tracking.journal import FLOW, StageJournal, flatten
+from tasks.tracking.journal_reader import read_journal, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
 from tasks.tracking.results import curves, datasets, evaluation, git_output, lineage
+from tasks.tracking.uploader import is_sending
 from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
@@ -146,10 +148,9 @@ def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) 
         for data in datasets(root / RAW, root / PAIRS):
             run.dataset(**data)
         steps = curves(root)
-        for name, step in last_steps(folder / "train.jsonl").items():
-            run.logged[name] = max(step, run.logged.get(name, -1))
-        for step, values in steps.items():  # a cached training logged nothing in this run
-            run.metrics(step, values)
+        known = read_journal(folder / "train.jsonl")[1].steps
+        if any(step > known.get(name, -1) for step, values in steps.items() for name in values):
+            run.curve(root / METRICS / "train.csv", known)
         run.summary(evaluation(read_json(root / METRICS / "evaluate.json")), max(steps, default=0))
     run.write("end", status=status)
     run.write("close")
@@ -174,7 +175,7 @@ def wait_until_sent(run: StageJournal, uploader: "subprocess.Popen[bytes]") -> N
     """Wait as long as a server that answers needs; the next stage or run sends the rest."""
     folder, deadline = run.folder, _deadline(run.folder)
     problem = reason = ""
-    while not problem and sent(folder, run.stage) < run.journal.stat().st_size:
+    while not problem and sent(folder, run.stage).offset < run.path.stat().st_size:
         has_ended = uploader.poll() is not None and not is_sending(folder)  # a full disk, a kill
         if has_ended or (folder / ERROR).exists():
             problem = f"MLflow could not be reached; the metrics of {run.stage} are kept in {folder}"

@@ -188,7 +188,7 @@ def test_a_stored_run_is_read_with_its_old_names_and_its_stages_get_them(root, m
     before = yaml.safe_load((stored / "infra/cluster.yaml").read_text())
     before["evaluate"] = {**before.pop("inference"), "row_tokens": 2048}
     (stored / "infra/cluster.yaml").write_text(yaml.safe_dump(before))
-    (stored / RECIPE).write_text("evaluate: {num_workers: 2}\n")
+    (stored / RUN_FILES[0]).write_text("evaluate: {num_workers: 2}\n")
     (stored / OVERRIDES).write_text("evaluate: {cpus_per_worker: 3}\n")
     set_site(root, monkeypatch, {"inference": {"placement": "SPREAD"}, "currency": "USD"})
     monkeypatch.setenv("DPO_HOME", str(root))

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tasks.evaluate.evaluator import Evaluator
 from tasks.evaluate.sampler import Sampling, Weights
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tests.support.workspaces import run, start, workers, write_cluster
 from training.exporting import merging
 from training.models import adapters

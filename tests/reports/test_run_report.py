@@ -115,7 +115,7 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
         (logs / f"{stage}.jsonl").write_text("\n".join(text) + "\n")
 
     journal("prepare", ("start", 0), ("end", 60))
-    journal("train", ("start", 0), ("metrics", 90), ("start", 200), ("metrics", 210), ("end", 230))
+    journal("train", ("start", 0), ("progress", 90), ("start", 200), ("progress", 210), ("end", 230))
     journal("export", ("start", 0), ("end", 30))
     cluster = load_cluster(root)
     assert cost.gpu_hours(cluster, logs) == {"train": 16.0, "export": 0.5}

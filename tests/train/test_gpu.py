@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tasks.system.files import sha256
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_journal, read_lines
 from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.train import test_engine
@@ -314,6 +314,8 @@ def test_a_sharded_model_runs_all_stages_in_bfloat16(tmp_path: Path, tiny_base: 
     for name in ("loss", "rewards/margins"):
         assert evaluated[name] == pytest.approx(trained[f"eval/{name}"], abs=0.05), name
     (tracked,) = workspace.glob(".scratch/runs/*/train.jsonl")
-    logged = {name for line in read_lines(tracked)[0] for name in line.get("values", {}) if name.startswith("system/")}
+    logged = {
+        name for line in read_journal(tracked)[0] for name in line.get("values", {}) if name.startswith("system/")
+    }
     assert any("gpu" in name for name in logged), logged
     print(said, sorted(logged), evaluated["loss"], trained["eval/loss"])
