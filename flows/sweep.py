@@ -22,6 +22,7 @@ from flows.sweep_trials import FOLDER, Trial, plan, promotion_of, run_trials
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import sweep_table
+from tasks.reports.summary import RunSummary
 from tasks.runs import records
 from tasks.runs.search_space import Space, parse
 from tasks.system import processes
@@ -126,7 +127,7 @@ class Sweep:
 
     def metrics(self, trial: Trial) -> dict[str, float]:
         record = self.finished(trial)
-        return sweep_table.metrics_of(record.folder) if record else {}
+        return RunSummary.of(record).metrics if record else {}
 
     def result(self) -> dict[str, Any]:
         rows = sweep_table.ranked([self._row(trial) for trial in self.trials], self.goal)
@@ -159,8 +160,8 @@ class Sweep:
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics, record = self.metrics(trial), self.finished(trial)
-        low, high = sweep_table.interval(metrics, self.metric)
-        seconds = sum(state["seconds"] for state in records.stage_states(record)) if record else 0.0
+        low, high = sweep_table.interval(metrics, self.metric) or (None, None)
+        seconds = RunSummary.of(record).seconds if record else 0.0
         return {
             "name": trial.name,
             "values": trial.values,

@@ -12,21 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts import evaluation
 from tasks.errors import UserError
 from tasks.tracking import plots
-from tasks.tracking.journal import read_lines
 
 Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why
-
-
-def metrics_of(folder: Path) -> dict[str, float]:
-    """The final values of a pipeline run, from its folder of journals."""
-    metrics: dict[str, float] = {}
-    for journal in sorted(folder.glob("*.jsonl")):
-        for line in read_lines(journal)[0]:
-            if line["kind"] == "summary":
-                metrics |= {name: float(value) for name, value in line["values"].items()}
-    return metrics
 
 
 def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
@@ -35,10 +25,12 @@ def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
         raise UserError(f"The run {run} has no metric '{metric}'. There are: {', '.join(names) or 'none at all'}.")
 
 
-def interval(metrics: Mapping[str, float], metric: str) -> tuple[float | None, float | None]:
+def interval(metrics: Mapping[str, float], metric: str) -> evaluation.Interval | None:
     """The interval of a metric of evaluate.json, if it has one."""
-    prefix = f"eval/intervals/{metric.removeprefix('eval/')}"
-    return metrics.get(f"{prefix}/low"), metrics.get(f"{prefix}/high")
+    if not metric.startswith(("eval/", "samples/")):
+        return None
+    measured = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+    return evaluation.interval(measured, metric.removeprefix("eval/"))
 
 
 def ranked(rows: Sequence[Row], goal: str) -> list[Row]:
