@@ -161,7 +161,7 @@ class Sweep:
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics, record = self.metrics(trial), self.finished(trial)
         low, high = sweep_table.interval(metrics, self.metric) or (None, None)
-        seconds = RunSummary.of(record).seconds if record else 0.0
+        seconds = sum(state["seconds"] for state in records.stage_states(record)) if record else 0.0
         return {
             "name": trial.name,
             "values": trial.values,

@@ -94,5 +94,5 @@ def _run_row(record: RunRecord) -> tuple[str, ...]:
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
     lock = read_lock(run.root)
     size = human(artifacts_size(lock)) if lock else ""
-    model = run.params.get("promote", {}).get("model_name", "")
+    model = read_json_or_empty(record.folder / "params.json").get("promote", {}).get("model_name", "")
     return run.name, record.current_state, since, model, stages, size, mlflow_link(run.ids) or ""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.artifacts.evaluation import accuracy_label, with_interval, interval, is_unpaired
+from tasks.artifacts.evaluation import accuracy_label, interval, is_unpaired, with_interval
 from tasks.config.metrics import ACCURACY
 
 

@@ -28,7 +28,7 @@ def row(number: int, run: RunSummary, start: str, first: RunSummary) -> dict[str
         "round": number,
         "run": run.name,
         "start": start,
-        "pairs": run.sampled_pairs,
+        "pairs": run.sampled.get("figures", {}).get("pairs"),
         "win_rate": run.values.get("win_rate/rate"),
         "win_rate_first": _against_first(run, first),
         "accuracy": run.values.get(ACCURACY),

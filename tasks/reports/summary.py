@@ -23,6 +23,14 @@ from tasks.tracking.results import curves
 Content = dict[str, Any]  # of a JSON file or line
 
 
+def _json(file: Path) -> "cached_property[Content]":
+    return cached_property(lambda run: read_json_or_empty(run.root / file))
+
+
+def _json_lines(file: Path) -> "cached_property[list[Content]]":
+    return cached_property(lambda run: read_json_lines(run.root / file) if (run.root / file).exists() else [])
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """Each file is read when it is first needed, and once; what does not exist is empty."""
@@ -31,6 +39,13 @@ class RunSummary:
     root: Path  # the run's workspace, or the folder of its small results
     folder: Path | None = None  # of its journals and ids; None of a result that is no flow's
     states: Sequence[Mapping[str, Any]] = ()  # of its stages
+
+    data = _json(CARD / "report.json")  # the data card's figures
+    sampled = _json(SAMPLE / "manifest.json")  # the pairs that the stage `sample` made
+    manifest = _json(MODEL / "manifest.json")
+    evaluation = _json(METRICS / "evaluate.json")
+    samples = _json_lines(METRICS / "samples.jsonl")  # prompts with the answers of base model and policy
+    pairs = _json_lines(METRICS / "pairs.jsonl")  # held out, strongest disagreement first
 
     @classmethod
     def of(cls, record: RunRecord) -> "RunSummary":
@@ -43,45 +58,22 @@ class RunSummary:
         folder = main_checkout() / load_cluster().logging_dir / run if run else None
         return cls(run or Path.cwd().name, Path(), folder)
 
-    @property
-    def seconds(self) -> float:
-        return sum(float(state["seconds"]) for state in self.states)
-
     @cached_property
     def cluster(self) -> Cluster:
         return load_cluster(self.root)
-
-    @cached_property
-    def data(self) -> Content:
-        """The data card's figures."""
-        return read_json_or_empty(self.root / CARD / "report.json")
-
-    @cached_property
-    def sampled_pairs(self) -> int | None:
-        """How many pairs the stage `sample` made of the start model's answers."""
-        return read_json_or_empty(self.root / SAMPLE / "manifest.json").get("figures", {}).get("pairs")
 
     @cached_property
     def curves(self) -> dict[int, dict[str, float]]:
         return curves(self.root)
 
     @cached_property
-    def evaluation(self) -> Content:
-        return read_json_or_empty(self.root / METRICS / "evaluate.json")
-
-    @cached_property
     def values(self) -> dict[str, float]:
         """The evaluation by flat name."""
         return {name: value for name, value in flatten_metrics(self.evaluation).items() if value != {}}
 
-    @cached_property
+    @property
     def headlines(self) -> list[Headline]:
         return headlines(self.values)
-
-    @cached_property
-    def samples(self) -> list[Content]:
-        """The prompts with the answers of base model and policy."""
-        return self._lines("samples.jsonl")
 
     @property
     def examples(self) -> list[Content]:
@@ -89,22 +81,11 @@ class RunSummary:
         return sorted(self.samples, key=_change)
 
     @cached_property
-    def pairs(self) -> list[Content]:
-        """The held-out pairs, strongest disagreement first."""
-        return self._lines("pairs.jsonl")
-
-    @cached_property
-    def manifest(self) -> Content:
-        return read_json_or_empty(self.root / MODEL / "manifest.json")
-
-    @cached_property
     def decision(self) -> Content:
         """The registry's decision about this export; empty where it was about another one."""
-        decision, manifest = (
-            read_json_or_empty(self.root / METRICS / "promote.json"),
-            self.root / MODEL / "manifest.json",
-        )
-        return {} if manifest.exists() and decision.get("manifest_sha256") != sha256(manifest) else decision
+        decision = read_json_or_empty(self.root / METRICS / "promote.json")
+        export = self.root / MODEL / "manifest.json"
+        return {} if export.exists() and decision.get("manifest_sha256") != sha256(export) else decision
 
     @property
     def verdict(self) -> str:
@@ -116,7 +97,7 @@ class RunSummary:
         files = sorted(self.folder.glob("*.jsonl")) if self.folder else []
         return {file.stem: read_lines(file)[0] for file in files}
 
-    @cached_property
+    @property
     def metrics(self) -> dict[str, float]:
         """The final values under the names that MLflow shows."""
         lines = [line for journal in self.journals.values() for line in journal if line["kind"] == "summary"]
@@ -126,15 +107,6 @@ class RunSummary:
     def ids(self) -> Content:
         """Of the run in MLflow; empty until MLflow has given them."""
         return read_json_or_empty(self.folder / "run.json") if self.folder else {}
-
-    @cached_property
-    def params(self) -> Content:
-        """The configuration with which the run began."""
-        return read_json_or_empty(self.folder / "params.json") if self.folder else {}
-
-    def _lines(self, name: str) -> list[Content]:
-        path = self.root / METRICS / name
-        return read_json_lines(path) if path.exists() else []
 
 
 def _change(sample: Content) -> int:

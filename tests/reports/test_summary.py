@@ -83,5 +83,5 @@ def test_the_examples_show_what_changed_first(run: RunSummary) -> None:
 def test_a_summary_of_nothing_is_empty(tmp_path: Path) -> None:
     run = RunSummary("one", tmp_path, tmp_path / "none")
     assert (run.values, run.headlines, run.samples, run.pairs) == ({}, [], [], [])
-    assert (run.decision, run.metrics, run.ids, run.sampled_pairs) == ({}, {}, {}, None)
+    assert (run.decision, run.metrics, run.ids) == ({}, {}, {})
     assert run.verdict == "Not evaluated. Not registered yet: run `dpo promote`."
