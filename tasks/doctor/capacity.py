@@ -7,13 +7,12 @@ from typing import Any
 import psutil
 
 from tasks.artifacts import adapters
-from tasks.artifacts.models import base_folder, local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import BASE, main_checkout
+from tasks.config.paths import main_checkout
 from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
-from tasks.system.files import read_json
+from tasks.lifecycle.estimates import model_on_machine
 
 GIB = 2**30
 MINIMUM_DISK = 10 * GIB  # while the model is unknown
@@ -51,7 +50,7 @@ def shared_memory(report: Report, folder: Path = Path("/dev/shm")) -> None:
 
 def fit(report: Report, params: Params, cluster: Cluster) -> None:
     """Compare disk space and device memory with what this run needs, as far as the model is known."""
-    folder = _model(params)
+    folder = model_on_machine(params.source.model, Path())
     if folder is None:
         disk(report, params, cluster, None)
         report.note(
@@ -65,13 +64,6 @@ def fit(report: Report, params: Params, cluster: Cluster) -> None:
         sizes = model_sizes(folder, adapter, params.train.quantization)
     disk(report, params, cluster, sizes)
     _memory(report, params, cluster, folder)
-
-
-def _model(params: Params) -> Path | None:
-    manifest = BASE / "manifest.json"
-    fetched = manifest.exists() and read_json(manifest)["model"] == params.source.model
-    folder = base_folder(params.source.model) if fetched else local_path(params.source.model)
-    return folder if (folder / "config.json").exists() else None
 
 
 def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> None:

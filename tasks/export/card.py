@@ -25,9 +25,7 @@ def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any])
         report=report,
         base_model_yaml=json.dumps(base, ensure_ascii=False) if NEEDS_YAML_QUOTES.search(base) else base,
         license_id=license_id if license_id and LICENSE_ID.fullmatch(license_id) else None,
-        headlines=[
-            (one.label, with_interval(one.value, one.interval, ".4g")) for one in headlines(flatten_metrics(metrics))
-        ],
+        headlines=[(one.label, with_interval(one.value, one.interval, ".4g")) for one in headlines(values)],
         samples=metrics.get("samples"),
         quantized_policy=manifest["checks"].get("quantized_policy"),
     )

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.artifacts import adapters
-from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
+from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot
+from tasks.config.addresses import local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
 from tasks.config.paths import BASE, main_checkout

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.artifacts.models import local_path
+from tasks.config.addresses import local_path
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, sha256
 from tasks.tracking.journal import flatten
