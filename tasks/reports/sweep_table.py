@@ -59,11 +59,11 @@ def show(rows: Sequence[Row], metric: str, lines: Sequence[str]) -> None:
     from rich.text import Text
 
     table = Table(title="The sweep, best run first", title_justify="left", title_style="bold")
-    for name in ("run", *_varied(rows), metric, "95% interval", "seconds"):
+    for name in ("run", *varied(rows), metric, "95% interval", "seconds"):
         table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
     for number, row in enumerate(rows):
         style = "bold" if number == 0 and row["metric"] is not None else "red" if row["state"] == "failed" else ""
-        table.add_row(*map(Text, cells(row, _varied(rows))), style=style)
+        table.add_row(*map(Text, cells(row, varied(rows))), style=style)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print()
     console.print(table)
@@ -71,19 +71,19 @@ def show(rows: Sequence[Row], metric: str, lines: Sequence[str]) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def cells(row: Row, varied: Sequence[str]) -> list[str]:
+def cells(row: Row, names: Sequence[str]) -> list[str]:
     value = row["state"] if row["metric"] is None else f"{row['metric']:.4g}"
     bounds = "" if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
-    return [row["name"], *(str(row["values"].get(key, "")) for key in varied), value, bounds, f"{row['seconds']:.0f}"]
+    return [row["name"], *(str(row["values"].get(key, "")) for key in names), value, bounds, f"{row['seconds']:.0f}"]
 
 
-def _varied(rows: Sequence[Row]) -> list[str]:
+def varied(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row["values"]))
 
 
 def write(rows: Sequence[Row], metric: str, folder: Path) -> list[Path]:
     """Write sweep.csv and the figure."""
-    names = _varied(rows)
+    names = varied(rows)
     table = folder / "sweep.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
