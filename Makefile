@@ -50,9 +50,10 @@ test-faults: $(DEV) ## inject a fault at every durable operation (hours): ONLY="
 gpu-check: $(READY) ## run all stages on this machine's GPUs, and kill a worker in between: ARGS="--shape 1.5b --full"
 	@python -m tests.gpu_check $(ARGS)
 
-lint: $(DEV) ## run ruff and mypy
+lint: $(DEV) ## run ruff, codespell and mypy
 	@ruff check .
 	@ruff format --check .
+	@codespell
 	@mypy
 
 bench: $(READY) ## benchmark: BENCH=cpu (default), gpu or convergence beside TRL, hybrid, loading or growth, with ARGS="..."

@@ -1,8 +1,11 @@
 """`dpo COMMAND`: the entry point. Commands import what they need when they run, so that `dpo --help` is fast."""
 
+from typing import Annotated
+
 import typer
 
 from cli import experiments, models, operations, release, rounds, run, runs
+from tasks.config import paths
 from tasks.system.commands import as_command
 
 app = typer.Typer(
@@ -27,6 +30,19 @@ for panel, module in (
 ):
     for command in module.COMMANDS:
         app.command(rich_help_panel=panel)(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(paths.version())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False,
+) -> None:
+    pass
 
 
 @as_command

@@ -24,7 +24,7 @@ def rounds(
 ) -> None:
     """Train in rounds on answers that the champion itself gave: sample, judge, train, promote.
 
-    Each round is a run that starts from the champion of that moment. The judge is sample.judge (docs/flywheel.md).
+    Each round is a run that starts from the champion of that moment. The judge is sample.judge (docs/on-policy.md).
     Repeat the command to continue interrupted rounds; a larger N adds rounds.
 
     Examples:

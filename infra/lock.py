@@ -241,7 +241,8 @@ def sbom() -> str:
         for path, scope in ((LOCK, "required"), (CUDA, "optional"))
         for name, version, _ in read(path)
     ]
-    subject = {"type": "application", "name": "dpo-pipeline"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    subject = {"type": "application", "name": project["name"], "version": project["version"]}
     content = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "metadata": {"component": subject}}
     return json.dumps({**content, "components": parts}, indent=1)
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -264,62 +265,21 @@ def trained(once: Once, referenced: Path) -> Path:
     return once("trained", make)
 
 
-# Tests of these files need a Prefect server. One process runs them all, so that one server serves them.
-ON_PREFECT = (
-    "test_flow",
-    "test_prefect_routes",
-    "test_retrain",
-    "test_rounds",
-    "test_sweep",
-    "test_runs",
-    "test_end_to_end",
-    "test_shared_registry",
-    "test_http_limits",
-)
-LONGEST = (
-    "test_services",
-    "test_end_to_end",
-    "test_postgres_s3",
-    "test_resume",
-    "test_two_hosts",
-    "test_flow",
-    "test_engine",
-    "test_forget",
-    "test_serve",
-    "test_faults",
-    "test_split",
-    "test_sequence_parallel_training",
-    "test_rounds",
-    "test_runs",
-    "test_sft",
-    "test_reference",
-    "test_retrain",
-)
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first; of the slow ones the longest files first, so that the processes end together."""
-    other = {item.path.stem for item in items if "prefect_api" in getattr(item, "fixturenames", ())} - {*ON_PREFECT}
-    assert not other, f"ON_PREFECT does not name {', '.join(other)}, which would start another Prefect server"
-
-    def place(item: pytest.Item) -> int:
-        if item.get_closest_marker("slow") is None:
-            return 0
-        name = item.path.stem
-        return 1 + (LONGEST.index(name) if name in LONGEST else len(LONGEST))
-
-    items.sort(key=place)
+    """Fast tests first, then the files with the most slow tests, so that the processes end together."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path] if item.get_closest_marker("slow") else -len(items))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, with all files of ON_PREFECT in one process."""
+    """A process runs whole files, and one process all files that name `prefect_api`: one server serves them."""
     from xdist.scheduler import LoadFileScheduling
 
     class OnePrefect(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "Prefect" if Path(file).stem in ON_PREFECT else file
+            return "prefect" if "prefect_api" in (PROJECT / file).read_text() else file
 
     return OnePrefect(config, log) if config.getoption("dist") == "loadfile" else None

@@ -1,1 +1,1 @@
-"""`dpo arena`: people compare two answers, blind and in random order (docs/flywheel.md)."""
+"""`dpo arena`: people compare two answers, blind and in random order (docs/feedback.md)."""

@@ -1,7 +1,7 @@
 """`dpo blame [RUN]`: which training pairs work against the held-out pairs, or pushed a regression against a version.
 
 A training pair is harmful if a step that raises the margins of the held-out pairs lowers its own
-(training/evaluation/influence.py). docs/evaluation.md compares this score with others.
+(training/evaluation/influence.py). docs/decisions/2026-11-17-blame.md compares this score with others.
 """
 
 import os

@@ -101,5 +101,5 @@ def _why_not(params: "Params", name: str, measured: Collection[str]) -> str:
             "Remove the metric, or set another judge"
         )
     near = difflib.get_close_matches(name, measured, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(near)}?" if near else "docs/evaluation.md lists the metrics"
+    hint = f"Did you mean {' or '.join(near)}?" if near else "docs/metrics.md lists the metrics"
     return f"which this configuration does not measure. {hint}"

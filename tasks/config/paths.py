@@ -1,6 +1,7 @@
 """The checkout's root, and the artifact paths of the stages relative to a workspace (DVC's outs)."""
 
 import os
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
@@ -16,6 +17,11 @@ REFERENCE = Path("data/reference")
 POLICY = Path("data/policy")
 METRICS = Path("data/metrics")
 MODEL = Path("data/model")
+
+
+def version() -> str:
+    """Of this project, from its file: the image and a run's worktree have the code without an installed package."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
 
 
 def main_checkout() -> Path:

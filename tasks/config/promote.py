@@ -14,7 +14,7 @@ Regression = Annotated[  # auto: refuse what is shown to be worse; a number: wha
 
 
 class ErrorBudget(Section):
-    """How often luck may promote a model, and how much the champions together may lose (docs/evaluation.md)."""
+    """How often luck may promote a model, and how much the champions together may lose (docs/error-budget.md)."""
 
     metric: str
     alpha: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05

@@ -2,7 +2,7 @@
 
 Prompts are the independent draws, not pairs or answers: those of the same prompt are not independent. Nothing is
 resampled: percentiles of a bootstrap are too narrow for few prompts, near a limit and in a long tail. The methods were
-chosen by the errors that each end makes in a simulation (docs/evaluation.md).
+chosen by the errors that each end makes in a simulation (docs/decisions).
 """
 
 from collections.abc import Callable, Sequence

@@ -8,6 +8,7 @@ from typing import Any
 from tasks.artifacts.models import sft_manifest
 from tasks.config.params import Params
 from tasks.config.paths import BASE, METRICS, PAIRS, POLICY, RAW, REFERENCE, ROOT, SAMPLE
+from tasks.config.paths import version as project_version
 from tasks.system.files import hash_files, read_json, read_json_or_empty, sha256
 from tasks.tracking.results import git_output
 
@@ -40,6 +41,7 @@ def _environment() -> dict[str, Any]:
 
     lock = ROOT / "requirements.lock"
     return {
+        "version": project_version(),
         "commit": git_output(ROOT, "rev-parse", "HEAD") or "unknown",
         "clean": git_output(ROOT, "status", "--porcelain", "--untracked-files=no", "--", *CODE) == "",
         "python": ".".join(map(str, sys.version_info[:3])),

@@ -67,7 +67,7 @@ def parse(key: str, address: str) -> Query:
         first = error.errors()[0]
         raise UserError(
             f"{key}: `{first['loc'][0]}={first['input']}` in {address} cannot be read: {first['msg']}. "
-            "Write it as in feedback:MODEL?since=2026-11-01&version=3,4&min_agreement=0.7 (docs/flywheel.md)."
+            "Write it as in feedback:MODEL?since=2026-11-01&version=3,4&min_agreement=0.7 (docs/feedback.md)."
         ) from None
 
 

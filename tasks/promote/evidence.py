@@ -1,6 +1,6 @@
 """Tests of paired differences that are valid for any number of prompts, however small the level.
 
-They take one value per prompt, since the pairs of a prompt are not independent. docs/evaluation.md has the hypotheses.
+They take one value per prompt, since the pairs of a prompt are not independent. docs/error-budget.md has hypotheses.
 """
 
 from math import exp

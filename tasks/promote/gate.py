@@ -1,6 +1,6 @@
 """The gate: the reasons why an export may not become champion. A metric that was not measured does not pass.
 
-Of a metric with an interval the lower end counts, since the rest of the value may be luck (docs/evaluation.md).
+Of a metric with an interval the lower end counts, since the rest of the value may be luck (docs/promotion.md).
 """
 
 from collections.abc import Iterable, Mapping

@@ -30,7 +30,7 @@ OF_USER = (
     *(".pypirc", ".prefect", ".ray", ".ssh", ".local/share/keyrings"),
 )
 OF_HUB = ("token", "stored_tokens")  # of Hugging Face's hub, in HF_HOME
-# Processes' environments; secrets of containers; the environment of `dpo up` (docs/cluster.md).
+# Processes' environments; secrets of containers; the environment of `dpo up` (docs/hosts.md).
 OF_SYSTEM = ("/proc", "/run/secrets", "/etc/dpo/up.env")
 NAMED = (
     *("DPO_SIGNING_KEY", "RAY_AUTH_TOKEN_PATH", "PREFECT_HOME", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH"),

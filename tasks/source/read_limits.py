@@ -1,4 +1,4 @@
-"""Limits for files of rows, so that a hostile or broken file cannot exhaust the machine. docs/data.md names them."""
+"""Limits for files of rows, so that a hostile or broken file cannot exhaust the machine. docs/sources.md names them."""
 
 from pathlib import Path
 

@@ -94,5 +94,5 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         raise UserError(
             f"There is no folder for keys and passwords: {error}. Set XDG_CONFIG_HOME to a folder of yours, or "
-            "DPO_SIGNING_KEY to a key (docs/operations.md)."
+            "DPO_SIGNING_KEY to a key (docs/access.md)."
         ) from None

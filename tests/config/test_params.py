@@ -68,7 +68,7 @@ def test_the_judge_follows_the_data():
         ("promote.max_regression", {"win_rate": 0.1}, "only judge reward or endpoint measures"),
         ("promote.max_regression", {"health/empty": 0.1}, "`promote.max_regression` names health/empty, which this"),
         ("promote.require", {"rewards/accuracy": 0.5}, "not measure. Did you mean rewards/accuracies or "),
-        ("promote.require", {"x": 0.5}, "does not measure. docs/evaluation.md lists the metrics"),
+        ("promote.require", {"x": 0.5}, "does not measure. docs/metrics.md lists the metrics"),
         ("train.select", "eval/los", "`train.select` names eval/los, which this configuration does not measure. Did"),
         ("train.select", "eval/samples/policy/kind", "`train.select` names eval/samples/policy/kind"),
     ],

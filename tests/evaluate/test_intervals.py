@@ -30,7 +30,7 @@ DRAWS: dict[str, tuple[Draw, float, tuple[float, float] | None]] = {
     "mostly ties": (chosen(0, 0.5, 1, chances=(0.08, 0.9, 0.02)), 0.47, SHARE),
     "rare differences": (chosen(-1, 0, 1, chances=(0.05, 0.93, 0.02)), -0.03, EITHER),
 }
-LONG_TAILS = {("a tail to the left", 16): 0.04, ("lognormal", 16): 0.065, ("lognormal", 64): 0.04}  # docs/evaluation.md
+LONG_TAILS = {("a tail to the left", 16): 0.04, ("lognormal", 16): 0.065, ("lognormal", 64): 0.04}  # docs/decisions
 
 
 def errors(make: Callable[[], Interval], truth: float, times: int) -> tuple[float, float]:

@@ -34,7 +34,7 @@ RUN_NAME = re.compile(r"dvc-\d{8}-\d{6}|[a-z]+-[a-z]+-[0-9a-f]{8}|[0-9a-f]{32}")
 REGISTER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tests.release import test_promote as made
+from tests.support import promotion as made
 from mlflow import MlflowClient
 from tasks.config.cluster import load_cluster
 client = MlflowClient(load_cluster().tracking_uri)

@@ -25,7 +25,7 @@ from tasks.system.files import read_json, write_json
 from tasks.tracking import verify
 from tasks.tracking.registry import registry
 from tests.benchmarks.gate_simulation import WORLDS, Rule, rules_of, simulate
-from tests.promote.test_promote import NAME, aliases, export, run
+from tests.support.promotion import NAME, aliases, export, run
 from tests.support.workspaces import make_workspace
 
 KIND = "samples/policy/kind"
@@ -275,7 +275,7 @@ def test_a_metric_that_is_not_measured_is_refused_before_a_run(make):
 
 
 def missed_goals(rule: Rule, prompts: int, years: int) -> list[str]:
-    """The goals of docs/evaluation.md that a rule misses, on the same prompts all year."""
+    """The goals of docs/error-budget.md that a rule misses, on the same prompts all year."""
     null, worse, better = (simulate(rule, world, years, prompts) for world in (WORLDS[0], WORLDS[2], WORLDS[4]))
     goals = {
         "at most 5% of the years promote by luck": null.any_promotion <= 0.05,

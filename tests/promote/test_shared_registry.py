@@ -22,9 +22,9 @@ from tasks.promote import outbox
 from tasks.system.processes import boot_id, start_time
 from tasks.tracking import lease
 from tasks.tracking.registry import registry
-from tests.promote.test_promote import export, run
 from tests.runs.test_runs import command
 from tests.support.deployed import ask
+from tests.support.promotion import export, run
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from tasks.config.metrics import BY_DATA, of_evaluation
 from tasks.config.params import load_params
+from tasks.config.paths import version
 from tasks.system.files import read_json
 from tasks.tracking.journal import flatten_metrics
 from tasks.tracking.verify import problems
@@ -136,6 +137,7 @@ def test_the_export_loads_alone_and_matches_its_manifest(opened: Path, monkeypat
     assert manifest["checks"]["largest_logit_difference"] < 1e-3
     assert manifest["checks"]["same_greedy_text"]
     assert manifest["made"]["clean"]
+    assert manifest["made"]["version"] == version()
     assert str(opened) not in json.dumps(manifest)
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in model.rglob("*"))
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -24,7 +24,7 @@ from tasks.promote.sign import print_verification, sign
 from tasks.runs.open_run import open_run
 from tasks.system.files import read_json, sha256, write_json
 from tasks.tracking import verify
-from tests.promote.test_promote import NAME, export, run, workspace
+from tests.support.promotion import NAME, export, run, workspace
 
 __all__ = ["workspace"]  # the fixture
 SAMPLING = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 1.0, "seed": 0}

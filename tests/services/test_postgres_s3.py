@@ -27,10 +27,10 @@ from services.background import is_healthy
 from tasks.artifacts import demo
 from tasks.system import processes
 from tasks.system.ports import free_port
-from tests.promote.test_promote import export
 from tests.support import fork_server
 from tests.support.infrastructure import postgres
 from tests.support.prometheus import scrape, scraped
+from tests.support.promotion import export
 from tests.support.workspaces import PROJECT, SMALL, make_workspace, wait_for, write_cluster, write_data
 
 STAGES = ["source", "prepare", "reference", "train", "evaluate", "export"]

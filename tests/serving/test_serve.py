@@ -35,8 +35,8 @@ from tasks.system.ports import free_port
 from tasks.tracking import verify
 from tasks.tracking.journal import StageJournal
 from tasks.tracking.pipeline_run import open_run
-from tests.promote.test_promote import NAME, export
 from tests.support.fork_server import family
+from tests.support.promotion import NAME, export
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
 from training.models.chat import keep_template
 from training.models.prompt_tokens import PromptTokens

@@ -19,7 +19,7 @@ from tasks.source.fingerprint import content_ids
 from tasks.source.stage import fetch_model
 from tasks.source.start_model import start_version
 from tasks.system.files import sha256, write_json
-from tests.promote.test_promote import NAME, export, run, set_params, workspace  # noqa: F401 (a fixture)
+from tests.support.promotion import NAME, export, run, set_params, workspace  # noqa: F401 (a fixture)
 from tests.support.workspaces import PROJECT
 
 CHAMPION = "registry:champion|demo"

@@ -141,7 +141,7 @@ def test_the_update_counts_if_it_takes_more_than_the_rows(folder):
     ],
 )
 def test_the_estimate_matches_measurements_on_an_h200(tmp_path, shape, lengths, row_tokens, steps, variant, measured):
-    """GiB at the peak in `tests.benchmarks.gpu` (docs/performance.md); without the 1 GiB allowance for overhead."""
+    """GiB at the peak in `tests.benchmarks.gpu` (docs/decisions); without the 1 GiB allowance for overhead."""
     config = config_of(shape)
     config.save_pretrained(tmp_path)
     adapter = None if variant.startswith("full") else {**LORA, "rank": 16, "alpha": 32.0}

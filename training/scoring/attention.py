@@ -2,7 +2,7 @@
 
 - On a GPU in half precision: FlashAttention with variable lengths. A pair is the sequence prompt + chosen, and the
   sequence of the rest of rejected, whose keys include the prompt again. This needs no mask and supports windows. Long
-  sequences prompt + chosen take cuDNN's kernels, which are faster on a Hopper GPU (docs/performance.md).
+  sequences prompt + chosen take cuDNN's kernels, which are faster on a Hopper GPU (docs/decisions).
 - On a CPU: SDPA on each of these sequences in turn. It computes only the causal half of the first sequence.
 - Otherwise: SDPA with a dense mask, since many small calls would cost more. The pairs are a batch of blocks, or the row
   is one block if padding the pairs to equal lengths would cost more.

@@ -5,7 +5,7 @@ one response into the next. transformers' layers call a function of their module
 the scan over the tokens (`chunk_gated_delta_rule`, `chunk_kda`, `mamba_chunk_scan`); all the rest treats each token by
 itself and computes the row as it is. Here those functions follow the row's segments: the convolution reads a copy of
 the row in which every segment begins with its window, and the scan computes the prompts first, then the responses,
-whose initial states are those at the ends of their prompts. docs/performance.md has the design and its limits.
+whose initial states are those at the ends of their prompts. docs/decisions has the design and its limits.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """Estimate the memory that a training run needs on each device, before anything is loaded.
 
 Weights, gradients, optimizer states and the largest row are counted exactly. The activations of a row are counted by
-layer, with measured factors (docs/performance.md).
+layer, with measured factors (docs/decisions).
 """
 
 import math
