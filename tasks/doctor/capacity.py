@@ -12,7 +12,7 @@ from tasks.config.params import Params
 from tasks.config.paths import main_checkout
 from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
-from tasks.lifecycle.estimates import model_on_machine
+from tasks.lifecycle.estimates import model_on_machine, weights_memory
 
 GIB = 2**30
 MINIMUM_DISK = 10 * GIB  # while the model is unknown
@@ -73,12 +73,8 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
     settings = make_settings(params, cluster, folder, main_checkout() / cluster.output_dir, origin={})
     needed = memory.estimate(settings, cluster.actor_train.num_workers)
     _check_memory(report, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
-    for name, dtype, quantization in (
-        ("reference", params.reference.dtype, params.reference.quantization),
-        ("evaluate", params.evaluate.dtype, params.train.quantization),
-    ):
-        group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
-        weights /= group.num_workers if group.zero_stage == 3 else 1
+    for name in ("reference", "evaluate"):
+        weights = weights_memory(params, cluster, folder, name)
         sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, plus activations,"
         advice = (
             f"set the dtype of reference, train and evaluate to bfloat16, or {name}.zero_stage in infra/cluster.yaml "

@@ -50,15 +50,21 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str, long
 
     None for other stages, and where the model is not on this machine.
     """
-    from training.trainer import memory  # loads torch, which takes seconds
-
     folder = model_on_machine(params.source.model, root)
     if stage not in ("train", "evaluate") or folder is None:
         return None
     if stage == "evaluate":
-        weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
-        return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
+        return weights_memory(params, cluster, folder, stage) / 2**30
     return training_memory(params, cluster, folder, longest) / 2**30
+
+
+def weights_memory(params: Params, cluster: Cluster, folder: Path, stage: str) -> float:
+    """Bytes of the weights per worker of reference or evaluate. Activations come on top."""
+    from training.trainer import memory  # loads torch, which takes seconds
+
+    quantization = {"reference": params.reference.quantization, "evaluate": params.train.quantization}[stage]
+    group, weights = getattr(cluster, stage), memory.weight_bytes(folder, getattr(params, stage).dtype, quantization)
+    return weights / (group.num_workers if group.zero_stage == 3 else 1)
 
 
 def training_memory(params: Params, cluster: Cluster, folder: Path, longest: int = 0) -> float:

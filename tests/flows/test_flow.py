@@ -23,7 +23,7 @@ from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
 from tasks.reports.summary import RunSummary
 from tasks.runs import run_config, search_space
-from tasks.system.files import write_json
+from tasks.system.files import read_json, write_json
 from tasks.system.lock import workspace_lock
 from tests.support.browser import browser
 from tests.support.deployed import ask
@@ -195,7 +195,12 @@ def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
 
 @pytest.mark.slow
 def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
+    from mlflow import MlflowClient
+
     found = newest_artifacts(done_once, prefect_api)
+    run = read_json(done_once / ".scratch" / "runs" / flow_run(done_once, prefect_api)["name"] / "run.json")
+    tags = MlflowClient(f"sqlite:///{done_once}/.mlflow/mlflow.db").get_run(run["run_id"]).data.tags
+    assert found["dpo-result"].startswith(f"# Result\n\n{tags['mlflow.note.content']}\n\n")
     assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
     assert "| prefers the chosen answer | 0.98 | " in found["dpo-result"]
