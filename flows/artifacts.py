@@ -17,7 +17,6 @@ from flows import embedded_server
 from services.mlflow_urls import mlflow_home, mlflow_link
 from tasks.artifacts.evaluation import Interval, interval
 from tasks.artifacts.markup import plain
-from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import ROOT
 from tasks.reports import cost, run_report
@@ -87,18 +86,18 @@ def write_page(workspace: Workspace, run: RunSummary) -> Path:
 def recorded(workspace: Workspace, tags: dict[str, str]) -> Iterator[list[dict[str, Any]]]:
     """Record a run in MLflow, however it ends. Yields the list of stage states, which the caller fills."""
     os.environ["DPO_HOME"] = str(ROOT)  # the same for all runs of this process; the run's name is passed on explicitly
-    params, cluster = load_params(workspace.root / "params.yaml"), load_cluster(workspace.root)
-    folder = pipeline_run.open_run(params, cluster, root=workspace.root, folder=workspace.run_folder)
+    states: list[dict[str, Any]] = []
+    params, run = load_params(workspace.root / "params.yaml"), summary(workspace, states)
+    folder = pipeline_run.open_run(params, run.cluster, root=workspace.root, folder=workspace.run_folder)
     sweep_tags = json.loads(os.environ.get("DPO_TAGS", "{}"))
     pipeline_run.begin(folder, {**tags, **sweep_tags, "prefect_flow_run": str(runtime.flow_run.id)})
-    states: list[dict[str, Any]] = []
     status = "FAILED"
     try:
         yield states
         status = "FINISHED"
     finally:
         write_json(folder / "stages.json", states)
-        if costs := cost.metrics(summary(workspace, states)):
+        if costs := cost.metrics(run):
             journal.StageJournal(folder, journal.FLOW).summary(costs)
         by_stage = {state["stage"]: state["state"] for state in states}
         pipeline_run.finish(folder, root=workspace.root, states=by_stage, status=status)

@@ -54,16 +54,19 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str, long
     if stage not in ("train", "evaluate") or folder is None:
         return None
     if stage == "evaluate":
-        return weights_memory(params, cluster, folder, stage) / 2**30
+        return weights_memory(params, cluster, folder, "evaluate") / 2**30
     return training_memory(params, cluster, folder, longest) / 2**30
 
 
-def weights_memory(params: Params, cluster: Cluster, folder: Path, stage: str) -> float:
-    """Bytes of the weights per worker of reference or evaluate. Activations come on top."""
+def weights_memory(params: Params, cluster: Cluster, folder: Path, name: str) -> float:
+    """Bytes of the weights per worker of the group `reference` or `evaluate`. Activations come on top."""
     from training.trainer import memory  # loads torch, which takes seconds
 
-    quantization = {"reference": params.reference.quantization, "evaluate": params.train.quantization}[stage]
-    group, weights = getattr(cluster, stage), memory.weight_bytes(folder, getattr(params, stage).dtype, quantization)
+    dtype, quantization = {
+        "reference": (params.reference.dtype, params.reference.quantization),
+        "evaluate": (params.evaluate.dtype, params.train.quantization),
+    }[name]
+    group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
     return weights / (group.num_workers if group.zero_stage == 3 else 1)
 
 

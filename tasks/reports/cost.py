@@ -95,7 +95,7 @@ def _train_tokens(run: RunSummary) -> float | None:
 
 def _measured_speed(run: RunSummary, stage: str) -> float | None:
     """Tokens per second of the steps that the stage itself measured, without its start."""
-    values = [line.get("values", {}) for line in run.journals.get(stage, [])]
+    values = [line["values"] for line in run.steps(stage)]
     steps = [step for step in values if step.get("tokens_per_second") and "tokens" in step]
     seconds = sum(step["tokens"] / step["tokens_per_second"] for step in steps)
     return sum(step["tokens"] for step in steps) / seconds if seconds else None

@@ -104,8 +104,8 @@ def _curves(run: RunSummary) -> list[str]:
 
 def _speed(run: RunSummary) -> str:
     """Empty where this run did not train."""
-    lines = [line for line in run.journals.get("train", []) if SPEED in line.get("values", {}) and "step" in line]
-    return plots.line_svg("pairs per second", {SPEED: [(line["step"], line["values"][SPEED]) for line in lines]})
+    points = [(line["step"], line["values"][SPEED]) for line in run.steps("train") if SPEED in line["values"]]
+    return plots.line_svg("pairs per second", {SPEED: points})
 
 
 def _held_out(root: Path) -> list[str]:

@@ -41,7 +41,7 @@ class RunSummary:
     states: Sequence[Mapping[str, Any]] = ()  # of its stages
 
     data = _json(CARD / "report.json")  # the data card's figures
-    sampled = _json(SAMPLE / "manifest.json")  # the pairs that the stage `sample` made
+    sampled = _json(SAMPLE / "manifest.json")  # what the stage `sample` made
     manifest = _json(MODEL / "manifest.json")
     evaluation = _json(METRICS / "evaluate.json")
     samples = _json_lines(METRICS / "samples.jsonl")  # prompts with the answers of base model and policy
@@ -96,6 +96,10 @@ class RunSummary:
         """The lines of each journal: one per stage, and the flow's."""
         files = sorted(self.folder.glob("*.jsonl")) if self.folder else []
         return {file.stem: read_lines(file)[0] for file in files}
+
+    def steps(self, stage: str) -> list[Content]:
+        """The lines of a stage's journal with the values of a step. Speeds are there alone: they are no results."""
+        return [line for line in self.journals.get(stage, []) if line["kind"] == "metrics"]
 
     @property
     def metrics(self) -> dict[str, float]:
