@@ -8,7 +8,6 @@ command again continues where it stopped; a larger number adds rounds.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow, get_run_logger
@@ -22,6 +21,7 @@ from tasks.artifacts.models import REGISTRY, registered_name
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import rounds_table
+from tasks.reports.summary import RunSummary
 from tasks.runs import records, run_config
 from tasks.runs.names import check_name
 from tasks.source.start_model import start_version
@@ -130,13 +130,13 @@ class Rounds:
             self.log.info("rounds: %d/%d rounds, %s starts from %s", number - 1, count, run, address)
             self._execute(run, number, address, resume=record is not None)
         cancellation.stop_if_noticed()
-        return rounds_table.row(number, run, self.starts[str(number)], self._results(number), self._results(1))
+        return rounds_table.row(number, self._summary(number), self.starts[str(number)], self._summary(1))
 
     def _run_name(self, number: int) -> str:
         return f"{self.name}-{number}"
 
-    def _results(self, number: int) -> Path:
-        return records.find_run(self._run_name(number)).results()
+    def _summary(self, number: int) -> RunSummary:
+        return RunSummary.of(records.find_run(self._run_name(number)))
 
     def _pin(self, number: int) -> str:
         """The model that a round starts from, as it was when the round first began."""

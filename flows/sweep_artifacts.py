@@ -50,7 +50,7 @@ def _track(result: Result, files: list[Path]) -> None:
 
 def markdown(result: Result) -> str:
     rows = result["rows"]
-    varied = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    varied = sweep_table.varied(rows)
     # The links are ours and not escaped: a column of their own, added to the finished table.
     cells = [sweep_table.cells(row, varied) for row in rows]
     lines = table(["run", *varied, result["metric"], "95% interval", "seconds"], cells).splitlines()

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from tasks.checkout import child_environment
 from tasks.cluster import kept_ray
+from tasks.config.addresses import as_path
 from tasks.config.cluster import CLUSTER, Cluster
 from tasks.config.params import PARAMS, Params, load_params, overlay, read_recipe
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
@@ -103,7 +104,7 @@ def _absolute(key: str, value: Any) -> Any:
     """An address of `source` that is a path, made absolute: the stages run in another folder than the caller."""
     if not key.startswith("source.") or not isinstance(value, str) or value == "demo":
         return value
-    path = Path(value).expanduser()
+    path = as_path(value)
     return str(path.resolve()) if path.exists() else value
 
 

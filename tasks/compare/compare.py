@@ -225,11 +225,17 @@ def print_comparison(name: str, first: str | None = None) -> None:
         with_base = "base" in (ours.answers_of, theirs.answers_of)
         needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if with_base else ""
         raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
-    width = max(map(len, comparison))
-    print(f"{'':{width}} {ours.name[:14]:>14} {name[:14]:>14}  difference (95% interval)")
+    print(comparison_table(comparison, ours.name, name))
+
+
+def comparison_table(comparison: Comparison, ours: str, theirs: str) -> str:
+    """As wide as the names of both models: those of a sweep's runs differ at their ends."""
+    width, first, second = max(map(len, comparison)), max(14, len(ours)), max(14, len(theirs))
+    lines = [f"{'':{width}} {ours:>{first}} {theirs:>{second}}  difference (95% interval)"]
     for metric, row in comparison.items():
         change = f"{row['difference']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f}), n = {row['count']:.0f}"
-        print(f"{metric:{width}} {row['ours']:14.4f} {row['theirs']:14.4f}  {change}")
+        lines.append(f"{metric:{width}} {row['ours']:{first}.4f} {row['theirs']:{second}.4f}  {change}")
+    return "\n".join(lines)
 
 
 def _beside(model: Evaluated, other: Evaluated) -> Evaluated:

@@ -37,7 +37,6 @@ def run_checks(recipe: str | None, fix: bool = False) -> int:
         params, cluster = config.params, config.cluster
         report.ok("params.yaml and infra/cluster.yaml are valid" + (f" with recipe {recipe}" if recipe else ""))
         network_checks.tracking(report, cluster)
-        network_checks.hub(report, params)
         network_checks.remotes(report, main_checkout())
         capacity.fit(report, params, cluster)
         nodes(report, cluster)
@@ -81,8 +80,7 @@ def machine(report: Report) -> None:
 
 def nodes(report: Report, cluster: Cluster) -> None:
     """Versions, shared storage and free space on every node of the configured Ray cluster."""
-    if cluster.ray.address == "local":
-        report.ok(f"Ray {package_versions()['ray']}, embedded on this machine")
+    if cluster.ray.address == "local":  # whose version is among the packages
         return
     folder = main_checkout() / cluster.output_dir
     folder.mkdir(parents=True, exist_ok=True)

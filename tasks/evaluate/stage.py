@@ -12,10 +12,10 @@ import csv
 from dataclasses import replace
 from typing import Any
 
-from tasks.artifacts.models import local_path
 from tasks.artifacts.pairs import pairs_file, read_pairs, read_rows
 from tasks.cluster.ray_cluster import warn_of_slow_dtype
 from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.addresses import local_path
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.params import Params, load_params

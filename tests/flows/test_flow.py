@@ -17,13 +17,14 @@ import yaml
 
 from cli.main import app
 from flows import artifacts
-from tasks.config.metrics import HEADLINE_METRICS
-from tasks.config.paths import ROOT
+from tasks.artifacts.evaluation import HEADLINE_METRICS
+from tasks.config.paths import METRICS, ROOT
 from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
+from tasks.reports.summary import RunSummary
 from tasks.runs import run_config, search_space
+from tasks.system.files import read_json, write_json
 from tasks.system.lock import workspace_lock
-from tasks.tracking.journal import flatten_metrics
 from tests.support.browser import browser
 from tests.support.deployed import ask
 from tests.support.fork_server import fresh
@@ -224,7 +225,12 @@ def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
 
 @pytest.mark.slow
 def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
+    from mlflow import MlflowClient
+
     found = newest_artifacts(done_once, prefect_api)
+    run = read_json(done_once / ".scratch" / "runs" / flow_run(done_once, prefect_api)["name"] / "run.json")
+    tags = MlflowClient(f"sqlite:///{done_once}/.mlflow/mlflow.db").get_run(run["run_id"]).data.tags
+    assert found["dpo-result"].startswith(f"# Result\n\n{tags['mlflow.note.content']}\n\n")
     assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
     assert "| prefers the chosen answer | 0.98 | " in found["dpo-result"]
@@ -363,17 +369,18 @@ def test_a_recipe_lays_over_both_files() -> None:
     assert files["params.yaml"]["train"]["beta"] == 0.3
 
 
-def test_the_result_begins_with_at_most_eight_figures() -> None:
+def test_the_result_begins_with_at_most_eight_figures(tmp_path: Path) -> None:
     bounds = {"low": 0.7, "high": 0.8}
     metrics = {**{f"loss/{n}": 0.5 for n in range(30)}, "win_rate": {"rate": 0.75, **bounds}, "kl/answers": 0.3}
-    first, rest = artifacts._numbers(flatten_metrics(metrics))
-    lines = first.splitlines()
-    assert lines[2:] == [
+    write_json(tmp_path / METRICS / "evaluate.json", metrics)
+    run = RunSummary("one", tmp_path)
+    lines = artifacts.description(run).splitlines()
+    assert lines[-2:] == [
         "| win rate vs. base model | 0.75 | 0.7 to 0.8 |",
         "| KL to the base model, nats per answer | 0.3 |  |",
     ]
     assert len(HEADLINE_METRICS) == 8
-    assert rest.count("| loss/") == 30
+    assert artifacts._other_metrics(run).count("| loss/") == 30
 
 
 def test_override_values_are_yaml() -> None:
