@@ -26,7 +26,8 @@ class EmbeddedTrainer(DataParallelTrainer):
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, HELPERS)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        return super()._initialize_and_run_controller(**{**options, "scaling_policy": FixedSize(self.scaling_config)})
+        policy = FixedSize(options["scaling_policy"].scaling_config)
+        return super()._initialize_and_run_controller(**{**options, "scaling_policy": policy})
 
 
 class FixedSize(FixedScalingPolicy):
