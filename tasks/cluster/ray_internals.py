@@ -1,7 +1,7 @@
-"""The only code that uses private parts of Ray: a trainer that starts faster on an embedded cluster.
+"""The only code that uses private parts of Ray: a trainer for embedded clusters, without three helper processes.
 
-Ray Train starts three helper processes for each training, before the workers or beside them. An embedded cluster needs
-none, and without them a training on two cores starts 5 of 20 to 25 seconds sooner:
+Ray Train starts them for each training, and they cost ten seconds of a core where there may be two
+(docs/decisions/2026-11-17-start-of-a-run.md). An embedded cluster needs none of them:
 
 - `DatasetsCallback` splits Ray datasets; our workers read files.
 - `PlacementGroupCleanerCallback` frees the resources of a killed controller; this cluster ends with its flow.

@@ -3,9 +3,9 @@
 DVC's cache keeps what the checkout, any branch, any tag, any DVC experiment or the commit of a kept run names. Kept
 runs keep their checkpoints and reference shards, aliases their versions.
 
-DVC finds the objects to delete. `dvc gc --all-branches` alone, after the branches of runs are deleted, is not enough:
-it has no preview while the branches are there, does not see runs in the checkout, which have no branch, deletes what a
-failed run needs to be resumed, and cannot keep a run without its exported weights.
+DVC finds the objects to delete. `dvc gc --all-branches`, after the branches of runs are deleted, is not enough: it has
+no preview while the branches are there, does not see runs in the checkout, which have no branch, and cannot keep a run
+without its exported weights (docs/decisions/2026-11-19-libraries.md).
 """
 
 import os

@@ -17,6 +17,7 @@ from tasks.cluster.ray_internals import HELPERS, EmbeddedTrainer, FixedSize
 
 PROJECT = Path(__file__).resolve().parents[2]
 ALWAYS = {"DashboardAgent", "RuntimeEnvAgent", "IDLE"}  # of every Ray
+NEEDED = {"TrainController", "SynchronizationActor", "RayTrainWorker"}  # the second is the workers' barrier
 # A training whose worker prints the names of Ray's processes.
 TRAINING = """
 import sys
@@ -80,13 +81,13 @@ def test_the_controller_gets_our_policy_which_never_asks_for_nodes(monkeypatch):
         ),
     ],
 )
-def test_an_embedded_training_starts_no_process_but_controller_and_workers(tmp_path, trainer, helpers):
+def test_an_embedded_training_starts_no_process_that_it_does_not_need(tmp_path, trainer, helpers):
     env = {**os.environ, "PYTHONPATH": str(PROJECT)}  # ordinary interpreters, whose titles Ray sets
     command = [sys.executable, "-c", TRAINING, str(PROJECT), trainer]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     titles = re.findall(r"(?m)^ray::(\w+)", (tmp_path / "titles").read_text())
-    assert {title for title in titles if title not in ALWAYS} == {"TrainController", "RayTrainWorker"} | helpers
+    assert {title for title in titles if title not in ALWAYS} == NEEDED | helpers
 
 
 def private_imports(path: Path) -> Iterator[str]:
