@@ -1,4 +1,4 @@
-"""One embedded Ray cluster for all stages of a flow, because starting one takes seven seconds of a core.
+"""One embedded Ray cluster for all stages of a flow: starting one for each takes a quarter of a minute.
 
 The flow starts a process that holds the cluster (`keep`), in the background, and names its session folder to the stages
 in DPO_RAY. A stage connects (`find`, `connect`). It starts a cluster of its own where there is none: if it was started

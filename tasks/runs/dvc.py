@@ -1,8 +1,7 @@
 """The DVC command: how to call it, what its output means, and its cache. File formats are in tasks/runs/dvc_lock.py.
 
-DVC checks protected cache objects out without reading them, and does not write an object that exists already. So a
-damaged object comes back as often as a workspace file is deleted, until it is removed from the cache
-(`dpo check-cache --fix`).
+DVC trusts its cache: it checks an object out without reading it, and does not write an object again that exists. A
+damaged object therefore comes back with each checkout, until `dpo check-cache --fix` removes it from the cache.
 """
 
 import configparser

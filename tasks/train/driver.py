@@ -216,8 +216,9 @@ def _make_trainer(
 ) -> Any:
     """Ray Train's trainer, as soon as the cluster has room for the group."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    from tasks.cluster.ray_trainer import EmbeddedTrainer, Trainer  # import Ray, only possible in a `ray_cluster`
+    from tasks.cluster.ray_internals import EmbeddedTrainer  # imports Ray, only possible in a `ray_cluster`
     from tasks.cluster.rendezvous import Rendezvous  # as above
 
     cluster, group = training.cluster, training.cluster.actor_train
@@ -229,7 +230,7 @@ def _make_trainer(
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
 
-    trainer: Any = EmbeddedTrainer if session else Trainer
+    trainer: Any = EmbeddedTrainer if session else DataParallelTrainer
     return trainer(
         train_loop,
         train_loop_config={
