@@ -25,10 +25,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 START_FIELD = 19  # of /proc/<pid>/stat, behind the name in parentheses: clock ticks after boot
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 FAMILY_VARIABLE = "DPO_FAMILY"
-# Reads from a pipe that only we hold open. When we are gone, for whatever reason, it ends the child's process group,
-# then every process with its mark. The processes that the guard itself starts (grep, sleep) carry none.
+# Reads, without a process for it, from a pipe that only we hold open. When we are gone, for whatever reason, it ends
+# the child's process group, then every process with its mark. Its own children (grep, sleep) carry none.
 GUARD = (
-    'cat >/dev/null; marked() { grep -lsaz "^$1$" /proc/[0-9]*/environ | cut -d / -f 3; }; kill -s TERM -- "-$0"; '
+    'read -r _; marked() { grep -lsaz "^$1$" /proc/[0-9]*/environ | cut -d / -f 3; }; kill -s TERM -- "-$0"; '
     f'for second in $(seq {GRACE:.0f}); do [ -n "$(marked "$1")" ] || kill -s 0 -- "-$0" || exit; sleep 1; done; '
     'kill -s KILL -- "-$0"; for pid in $(marked "$1"); do kill -s KILL "$pid"; done'
 )
