@@ -109,7 +109,7 @@ def schema() -> dict[str, Any]:
         value = redact(f"When deployed: {json.dumps(_value(values, name), default=str)}")
         description = ". ".join(filter(None, [described.get(name), value]))
         fields[name] = {**_field_schema(field), "title": name, "description": description}
-    below_loss = {f"^{re.escape(BELOW_LOSS)}": {}}
+    below_loss: dict[str, Any] = {f"^{re.escape(BELOW_LOSS)}": {}}
     return {"type": "object", "properties": fields, "patternProperties": below_loss, "additionalProperties": False}
 
 

@@ -173,7 +173,7 @@ class Train(Optimization):
 
 def loss_keys() -> dict[str, FieldInfo]:
     """The keys below `train.loss` that an override may set, by dotted name: each loss, its weight and its options."""
-    keys = {}
+    keys: dict[str, FieldInfo] = {}
     for name, declared in LOSSES.items():
         term = Annotated[Any, AfterValidator(partial(mixture.check_term, name))]
         kinds = {name: term, f"{name}.{mixture.WEIGHT}": Positive}
