@@ -65,8 +65,7 @@ backup: ## back up databases, object store and run commits of the compose stack:
 restore: ## restore a backup into the compose stack: FROM=folder
 	@infra/backup.sh restore "$(FROM)"
 
-lock: $(DEV) ## update all pinned versions and hashes from pyproject.toml: ARGS="--index URL --wheels FOLDER"
-	@python -m pip install --quiet --upgrade --upgrade-strategy eager --group dev --group infra '.[production]'
+lock: $(DEV) ## pin what pyproject.toml needs, with hashes; newest versions: ARGS="--upgrade --wheels FOLDER"
 	@python infra/lock.py lock $(ARGS)
 
 sbom: $(READY) ## write the locked packages to sbom.cdx.json (CycloneDX)

@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.options import Recipe, Set
-from tasks.config.cluster import OVERRIDES, RECIPE
 from tasks.config.paths import ROOT
-from tasks.config.strict import Value, parse_overrides, read_yaml
+from tasks.config.strict import Value, parse_overrides
 
 if TYPE_CHECKING:
     from tasks.lifecycle.plan import StagePlan
-    from tasks.runs.run_config import ConfigFiles
+    from tasks.runs.run_config import RunConfig
 
 
 def plan(recipe: Recipe = None, set_: Set = None) -> None:
@@ -20,24 +18,19 @@ def plan(recipe: Recipe = None, set_: Set = None) -> None:
     from tasks.lifecycle.plan import plan_stages
     from tasks.runs import run_config
 
-    overrides = parse_overrides(set_)
-    files = run_config.changed_files(recipe, overrides)
-    _show_stages(plan_stages(files), files)
-    _show_values(run_config.non_default_values(recipe, overrides))
+    config = run_config.resolve(recipe, parse_overrides(set_))
+    _show_stages(plan_stages(config.content), config)
+    _show_values(config.origins)
 
 
-def _show_stages(plans: "Sequence[StagePlan]", files: "ConfigFiles") -> None:
-    from tasks.config.cluster import load_cluster
-    from tasks.config.params import Params
-    from tasks.config.strict import validate
+def _show_stages(plans: "Sequence[StagePlan]", config: "RunConfig") -> None:
     from tasks.init.times import estimate_here
     from tasks.lifecycle import estimates
     from tasks.lifecycle.plan import MAY_RUN, RUNS
     from tasks.reports import cost
     from tasks.runs import records
 
-    params = validate(Params, files.get("params.yaml") or read_yaml(ROOT / "params.yaml"), Path("params.yaml"))
-    cluster = load_cluster(ROOT, *(files.get(str(path), {}) for path in (RECIPE, OVERRIDES)))
+    params, cluster = config.params, config.cluster
     runs, run = records.runs_folder(), [plan.stage for plan in plans if plan.state in (RUNS, MAY_RUN)]
     measured = {stage: estimates.measured(runs, params, stage) for stage in run}
     unmeasured = any(needs.seconds is None for needs in measured.values())

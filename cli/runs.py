@@ -70,10 +70,16 @@ def check_cache(
 def check_config(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Print the values with this recipe.")] = None,
 ) -> None:
-    """Check params.yaml and infra/cluster.yaml for mistakes."""
-    from tasks.config import params
+    """Check params.yaml and infra/cluster.yaml for mistakes; with a recipe, print the resulting values."""
+    import yaml
 
-    params.show(recipe)
+    from tasks.runs import run_config
+
+    config = run_config.resolve(recipe, None, Path())
+    if recipe:
+        print(yaml.safe_dump(config.content, sort_keys=False), end="")
+    else:
+        print("params.yaml and infra/cluster.yaml are valid.")
 
 
 def blame(

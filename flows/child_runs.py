@@ -10,6 +10,7 @@ from prefect import get_run_logger
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
 from flows import cancellation, embedded_server
+from services.prefect_internals import OWN_VARIABLES
 from tasks.config.paths import ROOT
 from tasks.config.strict import to_yaml
 from tasks.system import processes
@@ -42,7 +43,7 @@ def environment(tags: Mapping[str, str]) -> dict[str, str]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(keep) or not name.startswith(("DPO_", "PREFECT__"))
+        if name.startswith(keep) or not name.startswith(("DPO_", OWN_VARIABLES))
     }
     login = PREFECT_API_AUTH_STRING.value()
     api = {"PREFECT_API_URL": PREFECT_API_URL.value() or "", **({"PREFECT_API_AUTH_STRING": login} if login else {})}

@@ -3,11 +3,11 @@
 `dpo run` runs it in this process; `prefect deployment run dpo/full` runs it on a worker (infra/prefect.yaml).
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from prefect import flow, get_client, get_run_logger, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import artifacts, cancellation, embedded_server, promote, terminal
+from flows import artifacts, cancellation, embedded_server, promote, retrain, terminal
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
-from flows.retrain import RetrainCheck
 from flows.stage import stage
+from services import prefect_internals
+from tasks.checkout import kept_checkout
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.lifecycle.run_workspace import (
@@ -33,12 +34,17 @@ from tasks.lifecycle.run_workspace import (
 )
 from tasks.runs import commits, records, run_config
 from tasks.runs.records import RunRecord
+from tasks.runs.run_config import RunConfig
 from tasks.runs.workspace import Workspace, ray_kept
 from tasks.system import processes
+
+# The configuration of a run that this process starts by itself: a flow's parameters must be JSON.
+_resolved_before: ContextVar[RunConfig | None] = ContextVar("resolved_before", default=None)
 
 
 @flow
 @cancellation.ends_cancelled
+@kept_checkout(ROOT)
 def dpo(
     recipe: Recipe = NO_RECIPE,
     name: Name = NO_NAME,
@@ -60,46 +66,53 @@ def dpo(
     """
     if _on_a_worker():
         processes.exit_with_parent()
-    resume = records.find_run(resume).name if resume else None
-    began, check = datetime.now().astimezone(), RetrainCheck.of(recipe, overrides, resume)
-    if only_if_new and (reason := check.nothing_new()):
-        get_run_logger().info("retrain: %s", reason)
-        return Completed(message=reason, data={"nothing_new": reason})
-    with open_workspace(_record(recipe, overrides, name, resume), runtime.flow_run.id) as workspace:
+    began = datetime.now().astimezone()
+    if resume:
+        record = _resumed(resume, recipe, overrides, name)
+    else:
+        config = _resolved_before.get() or run_config.resolve(recipe, overrides)
+        started_with = retrain.started_with(config)
+        if only_if_new and (reason := retrain.nothing_new(config, started_with)):
+            get_run_logger().info("retrain: %s", reason)
+            return Completed(message=reason, data={"nothing_new": reason})
+        record = _new(config, name, started_with)
+    started_with, outcome = record.started_with, None
+    with open_workspace(record, runtime.flow_run.id) as workspace:
         _rename_flow_run(workspace.run_name)
         _log_worktree(workspace)
-        check.save(workspace)
         with artifacts.recorded(workspace, {} if resume else {"recipe": recipe or "none"}) as states:
-            checks = {"prepare": lambda: check.check_drift(workspace)} if only_if_new else {}
-            last = run_stages(workspace, states, checks)
+            drift = {"prepare": lambda: retrain.check_drift(workspace, retrain.last_run(started_with))}
+            last = run_stages(workspace, states, drift if only_if_new else {})
             commit_results(workspace)
             if registered:
                 states.append(promote.promote(workspace, wait_for=last))
             artifacts.publish(workspace, states)
-            outcome = check.outcome(workspace, began) if registered else None
-    check.write(outcome)
+            if registered:
+                outcome = retrain.outcome(workspace, began, started_with, retrain.last_run(started_with))
+    retrain.write(outcome, started_with)
     # The workspace is unlocked while the run waits for a person.
     if registered and not embedded_server.embedded():
         promote.ask_for_approval(workspace)
-    return {"key": workspace.run_name, "workspace": str(_close(workspace)), "stages": states}
+    return {"run": workspace.run_name, "workspace": str(_close(workspace)), "stages": states}
 
 
-def _record(recipe: str | None, overrides: dict[str, Any] | None, name: str | None, resume: str | None) -> RunRecord:
+def _resumed(run: str, recipe: str | None, overrides: dict[str, Any] | None, name: str | None) -> RunRecord:
+    record = records.check_resumable(run)
+    if recipe or name:
+        raise UserError(f"The run {record.name} keeps its recipe and name when it is resumed. Give only overrides.")
+    return change_configuration(record, overrides) if overrides else record
+
+
+def _new(config: RunConfig, name: str | None, started_with: dict[str, Any]) -> RunRecord:
     flow_run = runtime.flow_run.id
-    if resume:
-        if recipe or name:
-            raise UserError(f"The run {resume} keeps its recipe and name when it is resumed. Give only overrides.")
-        record = records.check_resumable(resume)
-        return change_configuration(record, overrides) if overrides else record
-    files = run_config.changed_files(recipe, overrides)
-    worktree = bool(name or files) or _on_a_worker()
+    worktree = bool(name or config.files) or _on_a_worker()
     name = name or records.default_name(runtime.flow_run.name, flow_run)
-    return new_record(name, files, worktree=worktree, flow_run=flow_run)
+    return new_record(name, config.files, worktree=worktree, flow_run=flow_run, started_with=started_with)
 
 
 def _on_a_worker() -> bool:
     """Whether a deployment started this flow, or a flow around it: then it must not work in the checkout."""
-    return runtime.deployment.id is not None or "PREFECT__FLOW_RUN_ID" in os.environ
+    return runtime.deployment.id is not None or prefect_internals.on_a_worker()
 
 
 def _log_worktree(workspace: Workspace) -> None:
@@ -164,7 +177,7 @@ def run_stages(
 
 
 def report(result: dict[str, Any]) -> None:
-    workspace = Workspace(Path(result["workspace"]), result["key"])
+    workspace = Workspace(Path(result["workspace"]), result["run"])
     command = [sys.executable, "-m", "tasks.reports.terminal"]
     env = {**workspace.environment(), "PYTHONPATH": str(ROOT)}  # the folder of a finished run's results has no code
     if code := subprocess.run(command, cwd=workspace.root, env=env).returncode:
@@ -179,16 +192,21 @@ def run_here(
     **options: bool,
 ) -> None:
     """Run the flow in this process, on the server of `dpo up` or an embedded one, and print the result."""
+    config = None
     if resume:  # a mistake is reported before a server is started
         record = records.check_resumable(resume)
         if overrides:
             change_configuration(record, overrides)
             overrides = {}
     else:
-        run_config.changed_files(recipe, overrides)
+        config = run_config.resolve(recipe, overrides)
         if name:
             check_free(name)
-    with terminal.attached():
-        result: dict[str, Any] = dpo(recipe=recipe, overrides=overrides or {}, name=name, resume=resume, **options)  # type: ignore[assignment]
+    token = _resolved_before.set(config)
+    try:
+        with terminal.attached():
+            result: dict[str, Any] = dpo(recipe=recipe, overrides=overrides or {}, name=name, resume=resume, **options)  # type: ignore[assignment]
+    finally:
+        _resolved_before.reset(token)
     if "nothing_new" not in result:
         report(result)

@@ -9,13 +9,12 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL, temporary_settings
 
-from services import background, passwords, prefect_api
+from services import background, health, passwords, prefect_api, prefect_internals
 from tasks.config.paths import ROOT
 from tasks.system import http_limits, processes
 from tasks.system.lock import exclusive
@@ -24,7 +23,7 @@ from tasks.system.ports import free_port
 TIMEOUT = 600.0  # seconds; a server that ended is noticed at once, so this is for a busy machine
 COMMAND = ["-m", "uvicorn", "--factory", "services.prefect_sqlite:create_app", "--host", "127.0.0.1"]
 COMMAND += ["--http", http_limits.NAME]
-SERVER = {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+SERVER = {**prefect_internals.EMBEDDED, "PREFECT_UI_ENABLED": "0"}
 PASSWORD = "PREFECT_SERVER_API_AUTH_STRING"
 
 _embedded = False
@@ -88,8 +87,5 @@ def _use_server_of_dpo_up() -> bool:
 
 
 def wait_until_healthy(process: subprocess.Popen[str], api: str, log: Path) -> None:
-    until = time.monotonic() + TIMEOUT
-    while not background.is_healthy(f"{api}/health"):
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"Prefect's embedded server did not start. Its log {log}:\n{log.read_text()}")
-        time.sleep(0.1)
+    failure = "Prefect's embedded server did not start"
+    health.wait_until_healthy(f"{api}/health", failure, log, lambda: process.poll() is None, TIMEOUT)

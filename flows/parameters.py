@@ -16,7 +16,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError, WithJsonSchem
 from pydantic.fields import FieldInfo
 
 from tasks.config import old_train
-from tasks.config.cluster import CLUSTER, Cluster, groups, load_cluster
+from tasks.config.cluster import CLUSTER, RENAMED, Cluster, groups, load_cluster
 from tasks.config.params import RECIPES, Params
 from tasks.config.paths import ROOT
 from tasks.config.strict import all_keys, read_yaml
@@ -71,7 +71,8 @@ def known_and_typed(overrides: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{message}.")
     for name, value in overrides.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            current = re.sub(r"(?<=^cluster\.)\w+", lambda group: RENAMED.get(group[0], group[0]), name)
+            near = difflib.get_close_matches(current, fields, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else "Write it as in `train.beta`."
             raise ValueError(f"`{name}` is not a key of params.yaml. {hint}")
         try:

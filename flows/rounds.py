@@ -8,21 +8,20 @@ command again continues where it stopped; a larger number adds rounds.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from flows import cancellation, retrain, terminal
+from flows import cancellation, terminal
 from flows.artifacts import table
 from flows.child_runs import execute, resume_command, run_command
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from tasks.artifacts.models import REGISTRY, registered_name
-from tasks.config.params import Params
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import rounds_table
+from tasks.reports.summary import RunSummary
 from tasks.runs import records, run_config
 from tasks.runs.names import check_name
 from tasks.source.start_model import start_version
@@ -65,8 +64,8 @@ def plan(
     """The rounds with their validated parameters; a mistake is reported before anything starts."""
     if count < 1:
         raise UserError(f"`dpo rounds {count}`: there must be at least 1 round.")
-    content = retrain.run_params(run_config.changed_files(recipe, overrides))
-    params = Params.model_validate(content)
+    config = run_config.resolve(recipe, overrides)
+    params = config.params
     values = {**({} if params.sample else SAMPLING), **(overrides or {})}
     base = registered_name(params.source.model)[1] if params.source.model.startswith(REGISTRY) else params.source.model
     if reference == "base" and base is None:
@@ -75,7 +74,7 @@ def plan(
             f"bar, as in {params.source.model}|hub:owner/name@revision."
         )
     champion = f"{params.promote.model_name}/{params.promote.alias}"
-    digest = fingerprint([content, reference])
+    digest = fingerprint([config.values(), reference])
     name = name or f"rounds-{digest[:6]}"
     path = FOLDER / name / "rounds.json"
     if (saved := read_json_or_empty(path)) and saved["content"] != digest:
@@ -83,7 +82,7 @@ def plan(
     seed = params.sample.seed if params.sample else 0
     check_name(f"{name}-{count}")  # of the last round
     work = Rounds(name, digest, champion, base, reference, recipe, values, seed, saved.get("starts", {}))
-    run_config.changed_files(recipe, {**values, **work.values(1, f"{REGISTRY}{champion}|{base or 'demo'}")})
+    run_config.resolve(recipe, {**values, **work.values(1, f"{REGISTRY}{champion}|{base or 'demo'}")})
     return work
 
 
@@ -131,13 +130,13 @@ class Rounds:
             self.log.info("rounds: %d/%d rounds, %s starts from %s", number - 1, count, run, address)
             self._execute(run, number, address, resume=record is not None)
         cancellation.stop_if_noticed()
-        return rounds_table.row(number, run, self.starts[str(number)], self._results(number), self._results(1))
+        return rounds_table.row(number, self._summary(number), self.starts[str(number)], self._summary(1))
 
     def _run_name(self, number: int) -> str:
         return f"{self.name}-{number}"
 
-    def _results(self, number: int) -> Path:
-        return records.find_run(self._run_name(number)).results()
+    def _summary(self, number: int) -> RunSummary:
+        return RunSummary.of(records.find_run(self._run_name(number)))
 
     def _pin(self, number: int) -> str:
         """The model that a round starts from, as it was when the round first began."""

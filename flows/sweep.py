@@ -19,9 +19,11 @@ from flows import cancellation, embedded_server, sweep_artifacts, terminal
 from flows.child_runs import environment, execute, resume_command, run_command
 from flows.parameters import NO_NAME, NO_RECIPE, Name, Overrides, Recipe
 from flows.sweep_trials import FOLDER, Trial, plan, promotion_of, run_trials
+from tasks.checkout import kept_checkout
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.reports import sweep_table
+from tasks.reports.summary import RunSummary
 from tasks.runs import records
 from tasks.runs.search_space import Space, parse
 from tasks.system import processes
@@ -63,7 +65,8 @@ def sweep(
     work = Sweep(name, trials, metric, goal, recipe, overrides)
     work.run(runs_at_once)
     result = work.result()
-    sweep_artifacts.publish(result, work.folder)
+    with kept_checkout(ROOT):
+        sweep_artifacts.publish(result, work.folder)
     if promote:
         cancellation.stop_if_cancelled()
         work.promote(result)
@@ -126,7 +129,7 @@ class Sweep:
 
     def metrics(self, trial: Trial) -> dict[str, float]:
         record = self.finished(trial)
-        return sweep_table.metrics_of(record.folder) if record else {}
+        return RunSummary.of(record).metrics if record else {}
 
     def result(self) -> dict[str, Any]:
         rows = sweep_table.ranked([self._row(trial) for trial in self.trials], self.goal)
@@ -159,7 +162,7 @@ class Sweep:
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics, record = self.metrics(trial), self.finished(trial)
-        low, high = sweep_table.interval(metrics, self.metric)
+        low, high = sweep_table.interval(metrics, self.metric) or (None, None)
         seconds = sum(state["seconds"] for state in records.stage_states(record)) if record else 0.0
         return {
             "name": trial.name,

@@ -1,7 +1,6 @@
 """The result of a sweep: a table and a figure in Prefect and MLflow, and the next steps as text."""
 
 import base64
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ def publish(result: Result, folder: Path) -> None:
 
 def _track(result: Result, files: list[Path]) -> None:
     """Give the sweep its own run in MLflow, with the table and the figure."""
-    os.environ["DPO_HOME"] = str(ROOT)
     params, cluster = load_params(ROOT / "params.yaml"), load_cluster(ROOT)
     folder = pipeline_run.open_run(params, cluster, root=ROOT, folder=runs_folder() / result["sweep"])
     run = journal.StageJournal(folder, journal.FLOW)
@@ -52,7 +50,7 @@ def _track(result: Result, files: list[Path]) -> None:
 
 def markdown(result: Result) -> str:
     rows = result["rows"]
-    varied = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    varied = sweep_table.varied(rows)
     # The links are ours and not escaped: a column of their own, added to the finished table.
     cells = [sweep_table.cells(row, varied) for row in rows]
     lines = table(["run", *varied, result["metric"], "95% interval", "seconds"], cells).splitlines()

@@ -40,10 +40,10 @@ def plan(
     """All trials with their validated params, and the sweep's name: an invalid value is reported before any run."""
     planned: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for values in combinations(space, draws, seed):
-        params = retrain.run_params(run_config.changed_files(recipe, {**overrides, **values}))
+        params = run_config.resolve(recipe, {**overrides, **values}).values()
         if params not in [earlier for _, earlier in planned]:
             planned.append((values, params))
-    content = fingerprint({"params": [params for _, params in planned], "code": retrain.code_hashes(ROOT)})
+    content = fingerprint({"params": [params for _, params in planned], "code": retrain.code_hashes()})
     name = name or f"sweep-{content[:6]}"
     width = len(str(len(planned)))
     trials = [

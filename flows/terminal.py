@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows import embedded_server
+from services import prefect_internals
 
 FLOWS = str(Path(__file__).parent)
 PROGRESS = re.compile(r"^(?P<stage>\w+): (?P<done>\d+)/(?P<total>\d+) ")
@@ -39,10 +40,8 @@ class Terminal(logging.Handler):
 @contextmanager
 def attached() -> Iterator[None]:
     """Start or find a Prefect server, and show a flow's log lines in this terminal."""
-    from prefect.logging.configuration import ensure_logging_setup
-
     embedded_server.start()
-    ensure_logging_setup()  # before our handler is added: it replaces the handlers of these loggers
+    prefect_internals.set_up_logging()  # before our handler is added: it replaces the handlers of these loggers
     terminal = Terminal()
     for name in LOGGERS:
         logging.getLogger(name).addHandler(terminal)

@@ -3,13 +3,14 @@
 `.services/<name>.json` records a service's process id and start time (ids are reused, so both must match), and
 `.services/<name>.log` holds its output. Descendants of a service inherit DPO_SERVICE in their environment, so that
 those of a killed service can still be found and stopped.
+
+Prefect's own `server start --background` starts its server without our gate and log, in the terminal's process group,
+where Ctrl-C ends it. supervisord leaves children of a killed server, which keep its port: it never starts again.
 """
 
 import json
 import os
 import subprocess
-import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from services import health
+from services.health import rotate
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.system import processes
@@ -27,7 +30,6 @@ from tasks.system.lock import exclusive
 FOLDER = ROOT / ".services"
 SERVICE_VARIABLE = "DPO_SERVICE"
 START_TIMEOUT = 600.0  # seconds; a service that ended is noticed at once, so this is for a busy machine
-REPORT_INTERVAL = 10.0  # seconds between messages while waiting
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,7 @@ class Service:
         return FOLDER / f"{self.name}.log"
 
     def is_healthy(self) -> bool:
-        return is_healthy(self.health)
-
-    def log_tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-
-
-def is_healthy(url: str) -> bool:
-    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:  # an HTTP error is an OSError too
-        return bool(response.status == 200)
-    return False
+        return health.is_healthy(self.health)
 
 
 def make_folder() -> None:
@@ -82,10 +75,7 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], port: int, 
     """Start a service in its own session, so that neither Ctrl-C nor closing the terminal stops it."""
     end_leftovers(name)
     make_folder()
-    log = FOLDER / f"{name}.log"
-    if log.exists():
-        log.replace(log.with_suffix(".log.1"))
-    with log.open("w") as output:
+    with rotate(FOLDER / f"{name}.log").open("w") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -118,20 +108,18 @@ def running(name: str) -> Service | None:
 
 
 def wait_until_healthy(service: Service, title: str) -> None:
-    """Wait for the service to respond. If it exits or times out, raise with the end of its log."""
-    started = reported = time.monotonic()
-    while not service.is_healthy():
-        now = time.monotonic()
-        if service.process is None or now - started > START_TIMEOUT:
-            reason = "exited" if service.process is None else f"did not respond within {START_TIMEOUT:.0f} s"
-            raise UserError(
-                f"{title}: {reason}. The end of its log, {service.log}:\n{service.log_tail()}\n"
-                "Fix the cause and run `dpo up` again; `dpo down` stops the services that did start."
-            )
-        if now - reported > REPORT_INTERVAL:
-            print(f"  {title}: not ready after {now - started:.0f} s, still waiting", flush=True)
-            reported = now
-        time.sleep(0.2)
+    try:
+        health.wait_until_healthy(
+            service.health,
+            f"{title} did not start",
+            service.log,
+            lambda: service.process is not None,
+            START_TIMEOUT,
+            waiting_for=title,
+        )
+    except UserError as error:
+        then = "Fix the cause and run `dpo up` again; `dpo down` stops the services that did start."
+        raise UserError(f"{error}\n{then}") from None
 
 
 def stop(name: str) -> bool:

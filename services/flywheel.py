@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.background import is_healthy
+from services.health import wait_until_healthy
 from tasks.artifacts import demo
 from tasks.config.paths import ROOT, main_checkout
 from tasks.errors import UserError
@@ -139,11 +139,7 @@ def _arena(folder: Path, prompts: Path, challenger: list[str]) -> Iterator[httpx
         processes.spawn(_command(*command), ROOT, {**os.environ, "DPO_ARENA_TOKEN": token}, output) as process,
         httpx.Client(base_url=address, headers=headers, timeout=60) as client,
     ):
-        until = time.monotonic() + START_TIMEOUT
-        while not is_healthy(address):
-            if process.poll() is not None or time.monotonic() > until:
-                raise UserError(f"The arena did not start. Its output is in {log}. Then run `dpo flywheel` again.")
-            time.sleep(0.3)
+        wait_until_healthy(address, "The arena did not start", log, lambda: process.poll() is None, START_TIMEOUT)
         yield client
 
 

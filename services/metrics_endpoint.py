@@ -5,7 +5,6 @@ journals of the runs; nothing is stored. If a source fails, `dpo_source_up` is 0
 """
 
 import argparse
-import base64
 import hmac
 import os
 import shutil
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry
@@ -25,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services import background, prefect_api, stage_activity
+from services.http_app import plain_app, run
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import main_checkout
@@ -33,7 +32,6 @@ from tasks.promote import outbox
 from tasks.secrets.redact import redact
 from tasks.system.commands import as_command
 from tasks.system.disk import mount_of
-from tasks.system.http_limits import LimitedProtocol
 from tasks.tracking import registry as model_registry
 
 USER, PASSWORD = "reader", "DPO_METRICS_PASSWORD"
@@ -190,8 +188,7 @@ def _mlflow_address(cluster: Cluster) -> str:
 
 def application(registry: CollectorRegistry, password: str) -> FastAPI:
     """/metrics requires the login, /health does not."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    login = "Basic " + base64.b64encode(f"{USER}:{password}".encode()).decode()
+    app, login = plain_app(), prefect_api.basic(f"{USER}:{password}")
 
     @app.get("/metrics")
     def metrics(request: Request) -> Response:
@@ -221,7 +218,7 @@ def main() -> None:
     registry = CollectorRegistry()
     registry.register(PipelineCollector())
     app = application(registry, password)
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning", http=LimitedProtocol)
+    run(app, arguments.host, arguments.port)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Prefect itself reads the login (PREFECT_SERVER_API_AUTH_STRING) below /api alone
 the files of the pages, which ask for it in the browser. Prefect's sockets ask for it in their first message.
 """
 
-import base64
 import hmac
 import os
 import re
@@ -23,13 +22,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.prefect_api import basic
+
 LOOPBACK_NAMES = "127.0.0.1,localhost,[::1]"
 OPEN = {"/api/health", "/api/ready", "/ui-settings"}  # the last says that a login is needed
 
 
 class Gate:
     def __init__(self, app: FastAPI, login: str) -> None:
-        self.app, self.login = app, f"Basic {base64.b64encode(login.encode()).decode()}".encode()
+        self.app, self.login = app, basic(login).encode()
         self.behind_login = _routes(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,22 +1,17 @@
 """Prefect's server checks the parameters of a run that somebody starts, but not those of a schedule, whose runs fail at
-night instead. With this module the server checks both.
-
-Prefect has no public place for such a check, so the functions that store schedules are replaced by ones that check.
+night instead. With this module the server checks both (services/prefect_internals.py puts the check in its place).
 """
 
-from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
 from fastapi import HTTPException
-from prefect.server.models import deployments
 from prefect.utilities.schema_tools import ValidationError, validate
 
-Store = Callable[..., Awaitable[Any]]
-read_deployment: Any = deployments.read_deployment
+from services.prefect_internals import Store
 
 
-def _checking(store: Store) -> Store:
+def checking(store: Store, read_deployment: Store) -> Store:
     @wraps(store)
     async def checked(**given: Any) -> Any:
         for schedule in given["schedules"] if "schedules" in given else [given["schedule"]]:
@@ -35,7 +30,3 @@ def _check(deployment: Any, parameters: dict[str, Any]) -> None:
         validate({**deployment.parameters, **parameters}, deployment.parameter_openapi_schema, raise_on_error=True)
     except ValidationError as error:
         raise HTTPException(409, f"The schedule's parameters do not fit the deployment: {error}") from None
-
-
-deployments.create_deployment_schedules = _checking(deployments.create_deployment_schedules)
-deployments.update_deployment_schedule = _checking(deployments.update_deployment_schedule)

@@ -13,49 +13,34 @@ from functools import cache
 from typing import Any
 
 import uvicorn.config
-from fastapi import FastAPI
 from prefect.cli import app
-from prefect.server.api import server
-from prefect.server.database.configurations import AioSqliteConfiguration
-from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.types import ASGIApp
 
-from services import prefect_schedules  # noqa: F401 (checks what Prefect stores)
+from services import prefect_internals, prefect_schedules
 from services.prefect_gate import guarded
 from tasks.system import http_limits
 
-_begin = AioSqliteConfiguration.begin_transaction
-
-
-def _begin_as_writer(self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False) -> Any:
-    return _begin(self, session, with_for_update=True)
-
-
-AioSqliteConfiguration.begin_transaction = _begin_as_writer  # type: ignore[method-assign]
-
-
-_create = server.create_app
-
 
 def create_app() -> ASGIApp:
+    """Of the embedded server."""
     return guarded(_create())
 
 
-@cache
-def _in_memory() -> FastAPI:
-    """The running app. Prefect finds it by a hash of all settings, which takes a third of a second for each action."""
-    return _create()
+def _guarding(create: prefect_internals.Create) -> prefect_internals.Create:
+    # Prefect finds the running app by a hash of all settings, which takes a third of a second for each action.
+    in_memory = cache(create)
+
+    def create_to_serve(*args: Any, **kwargs: Any) -> ASGIApp:
+        """`server start` passes `final`; Prefect's own services call the app in memory, under a made-up host name."""
+        api: Any = create(*args, **kwargs) if args or kwargs else in_memory()
+        return guarded(api) if kwargs.get("final") else api
+
+    return create_to_serve
 
 
-def _create_to_serve(*args: Any, **kwargs: Any) -> ASGIApp:
-    """`server start` passes `final`; Prefect's own services call the app in memory, under a made-up host name."""
-    if not args and not kwargs:
-        return _in_memory()
-    api = _create(*args, **kwargs)
-    return guarded(api) if kwargs.get("final") else api
-
-
-server.create_app = _create_to_serve  # type: ignore[assignment]
+_create = prefect_internals.replace_create_app(_guarding)
+prefect_internals.begin_as_writer()
+prefect_internals.replace_schedule_stores(prefect_schedules.checking)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import psutil
 
 from services import background, passwords
 from services.background import Service
+from tasks.checkout import HOME
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import dvc
@@ -184,7 +185,7 @@ def start_metrics(settings: Settings) -> Service:
     """The endpoint for Prometheus, which logs in with the password of MLflow's reader."""
     port, page = _prepare_address("metrics", settings)
     command = _command("services.metrics_endpoint", "--host", settings.bind, "--port", str(port))
-    env = common_env(settings) | {"DPO_METRICS_PASSWORD": passwords.mlflow_passwords()["reader"], "DPO_HOME": str(ROOT)}
+    env = common_env(settings) | {"DPO_METRICS_PASSWORD": passwords.mlflow_passwords()["reader"]}
     env.pop("PREFECT_API_URL", None)  # the endpoint finds the server of `dpo up`, also after it moved to another port
     return background.start("metrics", command, env, port, f"{page}/metrics", f"{page}/health")
 
@@ -202,7 +203,7 @@ def _command(*arguments: str) -> list[str]:
 
 def common_env(settings: Settings) -> dict[str, str]:
     logins = (LOGIN, "PREFECT_API_AUTH_STRING")
-    env = dvc.environment(PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="INFO", BIND=settings.bind)
+    env = dvc.environment(**{HOME: str(ROOT)}, PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="INFO", BIND=settings.bind)
     for name in ("DPO_WEBHOOK_URL", *logins):
         env.pop(name, None)
     return env | dict.fromkeys(logins, settings.login) if settings.login else env

@@ -1,12 +1,14 @@
 """The stages that are running now and what they logged last, read from the journals of their runs."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tasks.runs.records import RUNNING, RunRecord
 from tasks.system.files import read_json_or_empty
 from tasks.system.processes import is_alive
-from tasks.tracking.journal import FLOW, read_lines, sent
+from tasks.tracking.journal import FLOW
+from tasks.tracking.journal_reader import START, Position, read_journal, read_run, sent
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Stage:
     total: int = 0
     unit: str = ""
     values: dict[str, float] = field(default_factory=dict)  # last value by metric name
-    offset: int = 0  # bytes of the journal read so far
+    position: Position = START  # of its journal, read so far
 
 
 class Journals:
@@ -56,9 +58,9 @@ def _is_active(folder: Path) -> bool | None:
 
 
 def _read_new_lines(journal: Path, stage: Stage | None) -> Stage:
-    if stage is None or journal.stat().st_size < stage.offset:
+    if stage is None or journal.stat().st_size < stage.position.offset:
         stage = Stage(journal.parent.name, journal.stem)
-    lines, stage.offset = read_lines(journal, stage.offset)
+    lines, stage.position = read_journal(journal, stage.position)
     for line in lines:
         time = line["time"] / 1000
         match line["kind"]:
@@ -72,11 +74,11 @@ def _read_new_lines(journal: Path, stage: Stage | None) -> Stage:
             case "metrics":
                 stage.values |= line["values"]
                 if "loss" in line["values"]:  # a training step: more recent than the last progress line
-                    stage.done, stage.logged = line["step"], time
+                    stage.done, stage.logged = line["step"], max(stage.logged, time)
     return stage
 
 
 def unsent_lines(runs: Path) -> int:
     """Journal lines that MLflow has not received yet."""
-    journals = runs.glob("*/*.jsonl")
-    return sum(len(read_lines(journal, sent(journal.parent, journal.stem))[0]) for journal in journals)
+    runs_read = (read_run(folder, partial(sent, folder)) for folder in runs.glob("*/"))
+    return sum(len(lines) for stages in runs_read for lines, _ in stages.values())

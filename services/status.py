@@ -7,6 +7,7 @@ from services import background, prefect_api
 from services.background import Service
 from services.mlflow_urls import mlflow_link, needs_server
 from services.stack import PORTS, TITLES
+from tasks.reports.summary import RunSummary
 from tasks.runs import records
 from tasks.runs.dvc_lock import artifacts_size, read_lock
 from tasks.runs.records import RunRecord
@@ -86,13 +87,12 @@ def show_runs() -> None:
 
 
 def _run_row(record: RunRecord) -> tuple[str, ...]:
-    states = records.stage_states(record)
-    ran = [state["stage"] for state in states if state["state"] == "ran" and state["stage"] != "promote"]
-    cached = sum(state["state"] != "ran" for state in states)
-    link = mlflow_link(read_json_or_empty(record.folder / "run.json")) or ""
-    stages = f"{', '.join(ran) or 'none'} ran, {cached} cached" if states else ""
+    run = RunSummary.of(record)
+    ran = [state["stage"] for state in run.states if state["state"] == "ran" and state["stage"] != "promote"]
+    cached = sum(state["state"] != "ran" for state in run.states)
+    stages = f"{', '.join(ran) or 'none'} ran, {cached} cached" if run.states else ""
     since = datetime.fromisoformat(record.since).strftime("%Y-%m-%d %H:%M") if record.since else ""
-    lock = read_lock(record.results())
+    lock = read_lock(run.root)
     size = human(artifacts_size(lock)) if lock else ""
     model = read_json_or_empty(record.folder / "params.json").get("promote", {}).get("model_name", "")
-    return record.name, record.current_state, since, model, stages, size, link
+    return run.name, record.current_state, since, model, stages, size, mlflow_link(run.ids) or ""

@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from tasks.checkout import child_environment
 from tasks.cluster import kept_ray
+from tasks.config.addresses import as_path
 from tasks.config.cluster import CLUSTER, Cluster
 from tasks.config.params import PARAMS, Params, load_params, overlay, read_recipe
 from tasks.config.paths import CARD, METRICS, MODEL, ROOT
@@ -102,7 +104,7 @@ def _absolute(key: str, value: Any) -> Any:
     """An address of `source` that is a path, made absolute: the stages run in another folder than the caller."""
     if not key.startswith("source.") or not isinstance(value, str) or value == "demo":
         return value
-    path = Path(value).expanduser()
+    path = as_path(value)
     return str(path.resolve()) if path.exists() else value
 
 
@@ -116,13 +118,9 @@ def _prepared(folder: str | Path) -> Path:
 def _run(root: Path, *stages: str) -> None:
     """Run stages one after the other; UserError with the stage's own message if one fails."""
     params = load_params(root / PARAMS)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "PYTHONUNBUFFERED": "1",
-        "DPO_HOME": str(root),
-        "DPO_RUN": f"{root.name}-{fingerprint(params.model_dump())[:8]}",  # of the run in MLflow
-    }
+    run = f"{root.name}-{fingerprint(params.model_dump())[:8]}"  # in MLflow
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = child_environment(run, root, PYTHONPATH=python_path, PYTHONUNBUFFERED="1")
     with kept_ray.keep_if_needed(root, env, stages, stages) as session:
         for stage in stages:
             command, error = [sys.executable, "-m", "tasks", stage], list[str]()

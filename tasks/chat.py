@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.artifacts.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, local_path, plain_folder
+from tasks.artifacts.models import HUB, REGISTRY, base_folder, hub_address, hub_snapshot, plain_folder
+from tasks.config.addresses import local_path
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, MODEL, SFT, main_checkout
 from tasks.errors import UserError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import safe_open
 
-from tasks.artifacts.models import local_path
+from tasks.config.addresses import local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
 from tasks.config.paths import BASE, PAIRS, RAW, main_checkout

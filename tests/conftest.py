@@ -158,7 +158,7 @@ def by_hand(
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory, mlflow_store: Path) -> Iterator[str]:
     """The address of a real MLflow server on a free loopback port."""
-    from services.background import is_healthy
+    from services.health import is_healthy
     from tasks.system import processes
     from tasks.system.ports import free_port
 

@@ -24,7 +24,7 @@ import torch
 from tasks.artifacts import demo
 from tasks.artifacts.pairs import read_pairs
 from tasks.system.files import sha256
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tests.benchmarks.table import markdown
 from tests.benchmarks.workload import LENGTHS, SHAPES, make_model_in_subprocess
 from tests.support.workspaces import make_workspace, start, wait_for, workers, write_cluster, write_data
@@ -103,7 +103,7 @@ def make(args: argparse.Namespace, gpus: int, folder: Path) -> Path:
 
 def cluster(gpus: int) -> dict[str, Any]:
     """One worker per GPU; two CPU workers without GPUs."""
-    groups = ("reference", "actor_train", "evaluate")
+    groups = ("reference", "actor_train", "inference")
     count, tokens = gpus or 2, 16384 if gpus else 1024
     options = {"num_workers": count, "gpus_per_worker": int(gpus > 0), "row_tokens": tokens}
     return {f"{group}.{name}": value for group in groups for name, value in options.items()} | {"tensorboard": False}

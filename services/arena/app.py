@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from services.arena.answers import ModelAnswers
 from services.arena.comparisons import Arena
+from services.http_app import plain_app
 from tasks.errors import problems
 from tasks.feedback.events import Id, Rater, person
 from tasks.feedback.journal import FeedbackJournal
@@ -150,8 +151,8 @@ def create_router(answers: ModelAnswers, journal: FeedbackJournal, *, token: str
 
 
 def create_app(router: APIRouter) -> FastAPI:
-    """The arena as an app of its own, without FastAPI's pages, which load scripts from other hosts."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    """The arena as an app of its own."""
+    app = plain_app()
     app.include_router(router)
     app.add_exception_handler(RequestValidationError, _refuse)
     return app

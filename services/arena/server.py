@@ -7,6 +7,7 @@ from typing import Any
 from services import passwords
 from services.arena.answers import ARENA, ModelAnswers, Prompt, sides
 from services.arena.app import PATIENCE, create_app, create_router
+from services.http_app import run
 from tasks.chat import as_messages, read_prompts
 from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.cluster import Cluster, load_cluster
@@ -30,10 +31,6 @@ def serve(
     feedback_model: str | None = None,
 ) -> None:
     """Compare champion and challenger (`names`) until Ctrl-C."""
-    import uvicorn
-
-    from tasks.system.http_limits import LimitedProtocol
-
     host, port = address
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise UserError(f"The token has {len(token)} characters. Give at least {SHORTEST_TOKEN}, or leave it out.")
@@ -54,7 +51,7 @@ def serve(
     sender = threading.Thread(target=traces.follow, args=(journal.folder, cluster, stop), daemon=True)
     sender.start()
     _announce(host, port, token)
-    uvicorn.run(create_app(router), host=host, port=port, log_level="warning", http=LimitedProtocol)
+    run(create_app(router), host, port)
     stop.set()
     sender.join(PATIENCE)  # the rest stays in the journal
 

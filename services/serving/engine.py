@@ -9,18 +9,16 @@ import os
 import re
 import sys
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from services.background import is_healthy
+from services.health import rotate, wait_until_healthy
 from tasks.artifacts.models import model_links
 from tasks.chat import load_prompt_tokens, model_folder
 from tasks.config.paths import main_checkout
-from tasks.errors import UserError
 from tasks.runs.named_model import RUN, named_model
 from tasks.system import processes
 from tasks.system.ports import free_port
@@ -78,10 +76,7 @@ class Engine:
         self.files = self.stack.enter_context(model_links(folder))  # the model alone, whatever else lies in its folder
         port = free_port()
         self.address = f"http://127.0.0.1:{port}"
-        self.log = main_checkout() / ".scratch" / "serving" / f"{_plain(target.name)}.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        if self.log.exists():
-            self.log.replace(self.log.with_suffix(".log.1"))
+        self.log = rotate(main_checkout() / ".scratch" / "serving" / f"{_plain(target.name)}.log")
         env = {name: value for name, value in os.environ.items() if not name.startswith(SECRET)} | OFFLINE
         output = self.stack.enter_context(self.log.open("w"))
         command = engine_command(self.files, port, memory_share)
@@ -92,11 +87,13 @@ class Engine:
         return self.process.poll() is None
 
     def wait(self, cancelled: threading.Event) -> None:
-        until = time.monotonic() + START_TIMEOUT
-        while not is_healthy(f"{self.address}/health"):
-            if not self.is_alive or time.monotonic() > until or cancelled.wait(0.2):
-                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-                raise UserError(f"The engine of {self.target.name} did not start. The end of {self.log}:\n{tail}")
+        wait_until_healthy(
+            f"{self.address}/health",
+            f"The engine of {self.target.name} did not start",
+            self.log,
+            lambda: self.is_alive and not cancelled.is_set(),
+            START_TIMEOUT,
+        )
         self.prompts = load_prompt_tokens(self.folder)
 
     def stop(self) -> None:

@@ -5,8 +5,7 @@ import signal
 import sys
 from contextlib import suppress
 
-import uvicorn
-
+from services.http_app import run
 from services.serving.engine import uses_vllm
 from services.serving.fleet import Fleet
 from services.serving.gateway import create_app
@@ -15,7 +14,6 @@ from tasks.config.access import LOOPBACK_NAMES
 from tasks.config.paths import ROOT, main_checkout
 from tasks.feedback.journal import FeedbackJournal
 from tasks.system import processes
-from tasks.system.http_limits import LimitedProtocol
 from tasks.system.ports import http_address, require_free
 
 DRAIN = 30  # seconds that running answers get when the gateway ends
@@ -36,14 +34,7 @@ def serve(model: str, host: str, port: int, challenger: str | None, share: float
             log = main_checkout() / ".scratch" / "serving" / "sender.log"
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
             with log.open("w") as output, processes.spawn(sender, main_checkout(), env, output):
-                uvicorn.run(
-                    app,
-                    host=host,
-                    port=port,
-                    log_level="warning",
-                    http=LimitedProtocol,
-                    timeout_graceful_shutdown=DRAIN,
-                )
+                run(app, host, port, timeout_graceful_shutdown=DRAIN)
     finally:
         fleet.close()
 

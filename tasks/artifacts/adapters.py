@@ -9,10 +9,10 @@ from tasks.config.train import Optimization
 from tasks.errors import UserError
 
 
-def check(folder: Path, params: Params) -> None:
-    """UserError if an adapter does not fit the model in the folder."""
-    for section in ("sft", "train"):
-        describe(folder, section, getattr(params, section))
+def check(folder: Path, params: Params) -> dict[str, str]:
+    """What the adapter of each section trains; UserError if one does not fit the model in the folder."""
+    described = {section: describe(folder, section, getattr(params, section)) for section in ("sft", "train")}
+    return {section: text for section, text in described.items() if text}
 
 
 def describe(folder: Path, section: str, train: Optimization | None) -> str | None:

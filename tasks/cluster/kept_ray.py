@@ -1,4 +1,4 @@
-"""One embedded Ray cluster for all stages of a flow, because starting one takes seven seconds of a core.
+"""One embedded Ray cluster for all stages of a flow: starting one for each takes a quarter of a minute.
 
 The flow starts a process that holds the cluster (`keep`), in the background, and names its session folder to the stages
 in DPO_RAY. A stage connects (`find`, `connect`). It starts a cluster of its own where there is none: if it was started
@@ -39,14 +39,14 @@ def is_needed(cluster: Cluster, stale: Collection[str], stages: Sequence[str]) -
     """Whether one of the stages that will run needs an embedded cluster: a stale one, or one after a stale one."""
     first = next((number for number, stage in enumerate(stages) if stage in stale), len(stages))
     # A single evaluator works in its stage's own process.
-    evaluates_on_ray = cluster.evaluate.num_workers > 1 or cluster.evaluate.zero_stage == 3
-    on_ray = {"sft", "reference", "train", *(("sample", "evaluate", "export") if evaluates_on_ray else ())}
+    inference_on_ray = cluster.inference.num_workers > 1 or cluster.inference.zero_stage == 3
+    on_ray = {"sft", "reference", "train", *(("sample", "evaluate", "export") if inference_on_ray else ())}
     return cluster.ray.address == "local" and not on_ray.isdisjoint(stages[first:])
 
 
 def cpus_needed(cluster: Cluster) -> int:
     """Enough for each worker group alone; Ray Train's controller takes one more."""
-    return math.ceil(max(cluster.reference.cpus, cluster.actor_train.cpus + 1, cluster.evaluate.cpus))
+    return math.ceil(max(cluster.reference.cpus, cluster.actor_train.cpus + 1, cluster.inference.cpus))
 
 
 def keep_if_needed(

@@ -7,20 +7,19 @@ On an embedded cluster the ranks find each other through a file: torch's TCPStor
 writes from anyone. Import this module inside a `ray_cluster` block.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train._internal.base_worker_group import BaseWorkerGroup
+from ray import train
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.util import TrainingFramework
 
 from tasks.cluster import preemption
 from tasks.cluster.store import store_address
 
-TIMEOUT = 1800  # seconds of a collective
 LEAVE_TIMEOUT = 30.0  # seconds for the ranks to leave their group
 
 
@@ -36,47 +35,44 @@ class Rendezvous(BackendConfig):
     def train_func_context(self) -> Any:
         return _own_device
 
-    @property
-    def framework(self) -> TrainingFramework:
-        return TrainingFramework.TORCH
-
 
 @contextmanager
 def _own_device() -> Iterator[None]:
     """A worker's code runs on its own GPU."""
-    from ray.train.torch.config import TorchConfigContextManager
+    from ray.train.torch import get_device
 
-    with TorchConfigContextManager():
-        yield
+    from training.distributed.process_group import use_device
+
+    use_device(get_device())
+    yield
 
 
 class _Backend(Backend):
-    share_cuda_visible_devices = True
+    share_cuda_visible_devices = True  # so that NCCL reaches the other GPUs of the host directly
 
-    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, Rendezvous)
         worker_group.execute(preemption.handle_sigterm)
         store = worker_group.execute_single(0, store_address, backend_config.session)  # new after each restart
-        backend = "nccl" if worker_group.get_resources_per_worker().get("GPU", 0) else "gloo"
-        ranks = range(len(worker_group))
-        joined: list[Any] = [
-            worker_group.execute_single_async(rank, _join, backend, rank, len(ranks), store) for rank in ranks
-        ]
-        ray.get(joined)
+        on_gpu = worker_group.get_resources_per_worker().get("GPU", 0) > 0
+        ray.get(worker_group.execute_async(_join, store, on_gpu))
 
-    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        futures: list[Any] = worker_group.execute_async(_leave, len(worker_group) > 1)
-        ray.wait(futures, num_returns=len(futures), timeout=LEAVE_TIMEOUT)
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        if len(worker_group) > 1:
+            futures = worker_group.execute_async(_leave)
+            ray.wait(futures, num_returns=len(futures), timeout=LEAVE_TIMEOUT)
 
 
-def _join(backend: str, rank: int, world_size: int, store: str) -> None:
-    from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group
+def _join(store: str, on_gpu: bool) -> None:
+    """Form the process group, with torchrun's variables."""
+    from training.distributed.process_group import form_process_group
 
-    _set_torch_distributed_env_vars()
-    _setup_torch_process_group(backend, rank, world_size, store, TIMEOUT)
+    ranks = train.get_context()
+    os.environ.update(LOCAL_RANK=str(ranks.get_local_rank()), LOCAL_WORLD_SIZE=str(ranks.get_local_world_size()))
+    form_process_group(store, ranks.get_world_rank(), ranks.get_world_size(), on_gpu)
 
 
-def _leave(has_group: bool) -> None:
-    from ray.train.torch.config import _shutdown_torch
+def _leave() -> None:
+    from training.distributed.process_group import leave_process_group
 
-    _shutdown_torch(destroy_process_group=has_group)
+    leave_process_group()

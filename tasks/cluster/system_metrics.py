@@ -1,10 +1,9 @@
 """CPU, memory and GPU usage of a training node by step, under the names of MLflow's own system metrics.
 
 MLflow's monitor sends to its server from each node. Our workers reach no server, so one worker of each node writes a
-file, and the driver copies its values into the journal.
+journal beside that of rank 0.
 """
 
-import json
 import subprocess
 import time
 from contextlib import suppress
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal import Journal
+from tasks.tracking.journal_reader import last_step
 
-FILES = "usage-*.jsonl"
 GPU_FIELDS = "index,utilization.gpu,memory.used,memory.total"
 NVIDIA_SMI = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
 
@@ -44,28 +43,12 @@ def _gpu_usage() -> dict[str, float]:
     return usage
 
 
-def sample(folder: Path, node: int, seconds: float) -> None:
-    """Write the usage at this interval, in a thread that lives as long as the worker."""
+def sample(training: Path, node: int, seconds: float) -> None:
+    """Write the usage at this interval, at the last step in the training's journal, as long as the worker lives."""
+    journal = Journal(training.with_name(f"usage-{node}.jsonl"))
     psutil.cpu_percent()  # measure from here on
     with suppress(OSError):  # the training itself reports a full disk
         while True:
             time.sleep(seconds)
-            values = {f"system/node{node}/{name}": value for name, value in node_usage().items()}
-            with (folder / f"usage-{node}.jsonl").open("a") as file:
-                file.write(json.dumps(values) + "\n")
-
-
-class Reader:
-    """Reads what the nodes write into a training's folder from now on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.offsets = {path: path.stat().st_size for path in folder.glob(FILES)}
-
-    def read_new(self) -> dict[str, float]:
-        """The newest values of each node since the last call."""
-        usage: dict[str, float] = {}
-        for path in sorted(self.folder.glob(FILES)):
-            lines, self.offsets[path] = read_lines(path, self.offsets.get(path, 0))
-            usage |= lines[-1] if lines else {}
-        return usage
+            usage = {f"system/node{node}/{name}": value for name, value in node_usage().items()}
+            journal.metrics(last_step(training), usage)

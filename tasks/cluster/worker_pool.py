@@ -141,7 +141,7 @@ class WorkerPool:
 
         if self.group.gpus_per_worker and not gpus():
             raise UserError(
-                f"infra/cluster.yaml: evaluate.gpus_per_worker is {self.group.gpus_per_worker:g}, but torch finds no "
+                f"infra/cluster.yaml: inference.gpus_per_worker is {self.group.gpus_per_worker:g}, but torch finds no "
                 "GPU on this machine. Set it to 0, or set ray.address to a cluster."
             )
 

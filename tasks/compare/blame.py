@@ -4,9 +4,9 @@ A training pair is harmful if a step that raises the margins of the held-out pai
 (training/evaluation/influence.py). docs/decisions/2026-11-17-blame.md compares this score with others.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from scipy.stats import hypergeom
 
 from tasks.artifacts.markup import printable
 from tasks.artifacts.pairs import PairTable, pairs_file, read_pairs
+from tasks.checkout import kept_checkout
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Evaluated, find_model, read_results, results_here
 from tasks.config.cluster import load_cluster
@@ -78,18 +79,21 @@ def blame(run: str | None, against: str | None, count: int) -> None:
     other = find_model(against) if against else None
     if other and other.answers_of == "base":
         raise UserError(f"--against {against}: a base model has no margins. Name a trained model, such as champion.")
-    if run:
-        os.environ["DPO_HOME"] = str(main_checkout())
-        os.chdir(open_run(run))
+    with kept_checkout(), chdir(open_run(run) if run else Path()):
+        _blame_here(run, other, count)
+
+
+def _blame_here(run: str | None, other: Evaluated | None, count: int) -> None:
+    """In the workspace of the run."""
     if not (POLICY.exists() and pairs_file("train").exists()):
         raise UserError(f"There is no trained policy in {Path.cwd() / POLICY}. Name a finished run: `dpo blame RUN`.")
     if other and not (MODEL / "manifest.json").exists():
         raise UserError(f"There is no export in {Path.cwd() / MODEL}, which --against needs. Run `dvc repro export`.")
     params, cluster = load_params(), load_cluster()
-    if cluster.evaluate.zero_stage == 3:
-        raise UserError("`dpo blame` needs whole models: set evaluate.zero_stage to 0 in infra/cluster.yaml.")
+    if cluster.inference.zero_stage == 3:
+        raise UserError("`dpo blame` needs whole models: set inference.zero_stage to 0 in infra/cluster.yaml.")
     train, held_out = (read_pairs(split, params.train.needs_reference) for split in ("train", "eval"))
-    with WorkerPool(cluster, cluster.evaluate, Blamer, "blame") as workers:
+    with WorkerPool(cluster, cluster.inference, Blamer, "blame") as workers:
         target = _target(params, held_out, _regressions(workers, held_out, other) if other else [1.0] * len(held_out))
         lines = rank(train, _influences(workers, params, target, train), pair_origins(params.prepare))
         _add_texts(workers, params, train, shown := _flagged(lines) or lines[:count])
@@ -122,7 +126,7 @@ def _influences(workers: WorkerPool, params: Params, target: Target, train: Pair
     """How much each training pair's margin rises with those of the target."""
     base, policy = base_and_policy(workers, params)
     start = None if params.train.adapter else base.folder
-    size, row_tokens = PAIRS_PER_TASK, workers.cluster.evaluate.row_tokens
+    size, row_tokens = PAIRS_PER_TASK, workers.cluster.inference.row_tokens
     changes: list[float] = []
     with Bar("blame", len(train), "training pairs") as bar:
         for first in range(0, len(train), PAIRS_AT_ONCE):

@@ -5,9 +5,9 @@ for both models cancel out. Results that were made with other settings or pairs 
 evaluated again.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 import numpy
 
+from tasks.checkout import kept_checkout
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.reevaluate import ModelResults, add_reference, current_held_out, reevaluate, require_same_tokens
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.params import load_params
-from tasks.config.paths import METRICS, MODEL, main_checkout
+from tasks.config.paths import METRICS, MODEL
 from tasks.errors import UserError
 from tasks.evaluate.answers import judged_metrics
 from tasks.evaluate.intervals import mean_interval
@@ -224,11 +225,17 @@ def print_comparison(name: str, first: str | None = None) -> None:
         with_base = "base" in (ours.answers_of, theirs.answers_of)
         needs = "A comparison with base needs sampled answers: `evaluate.prompts` above 0." if with_base else ""
         raise UserError(f"{ours.name} and {name} have neither held-out pairs nor answers in common. {needs}".rstrip())
-    width = max(map(len, comparison))
-    print(f"{'':{width}} {ours.name[:14]:>14} {name[:14]:>14}  difference (95% interval)")
+    print(comparison_table(comparison, ours.name, name))
+
+
+def comparison_table(comparison: Comparison, ours: str, theirs: str) -> str:
+    """As wide as the names of both models: those of a sweep's runs differ at their ends."""
+    width, first, second = max(map(len, comparison)), max(14, len(ours)), max(14, len(theirs))
+    lines = [f"{'':{width}} {ours:>{first}} {theirs:>{second}}  difference (95% interval)"]
     for metric, row in comparison.items():
         change = f"{row['difference']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f}), n = {row['count']:.0f}"
-        print(f"{metric:{width}} {row['ours']:14.4f} {row['theirs']:14.4f}  {change}")
+        lines.append(f"{metric:{width}} {row['ours']:{first}.4f} {row['theirs']:{second}.4f}  {change}")
+    return "\n".join(lines)
 
 
 def _beside(model: Evaluated, other: Evaluated) -> Evaluated:
@@ -247,8 +254,6 @@ def _results_for(ours: Evaluated, theirs: Evaluated) -> ModelResults:
             f"{ours.name} and {theirs.name} cannot be compared: they were evaluated apart ({difference}), and a base "
             "model is not evaluated again. Compare a base model with a model that was trained from it."
         )
-    if ours.run:
-        os.environ["DPO_HOME"] = str(main_checkout())
-        os.chdir(open_run(ours.run))  # for its pairs, reference values and base model
-    with evaluator_pool(load_cluster(), "compare") as workers:
+    folder = open_run(ours.run) if ours.run else Path()  # with our pairs, reference values and base model
+    with kept_checkout(), chdir(folder), evaluator_pool(load_cluster(), "compare") as workers:
         return results_here(workers, theirs)

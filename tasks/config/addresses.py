@@ -21,8 +21,13 @@ CACHED_BY_DVC = re.compile(r"files/md5/[0-9a-f]{2}/[0-9a-f]{30}")  # named by it
 
 def local_path(address: str) -> Path:
     """A path of the user: from a worktree, a path that is not there is looked up in the main checkout."""
-    path = Path(address.removeprefix(FILE)).expanduser()
+    path = as_path(address)
     return permitted(path if path.exists() else main_checkout() / path)
+
+
+def as_path(address: str) -> Path:
+    """The path that an address stands for, to see whether anything is there. What is read goes through `local_path`."""
+    return Path(address.removeprefix(FILE)).expanduser()
 
 
 def permitted(path: Path) -> Path:

@@ -5,14 +5,16 @@
 1. the defaults of the schema below;
 2. infra/cluster.yaml;
 3. the site overlay, the file that DPO_CLUSTER names;
-4. the recipe's `cluster` part; a run keeps it in its worktree and its commit as infra/recipe.yaml;
-5. overrides, such as `cluster.actor_train.num_workers`; a run keeps them as infra/overrides.yaml.
+4. the recipe's `cluster` part;
+5. overrides, such as `cluster.actor_train.num_workers`.
+
+A run keeps the last two, merged, as infra/overrides.yaml in its worktree and its commit.
 """
 
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +25,10 @@ from tasks.config.strict import Count, Layer, Positive, Section, Value, changed,
 from tasks.errors import UserError
 
 CLUSTER = Path("infra/cluster.yaml")  # relative: a stage runs in the root of its workspace
-RECIPE, OVERRIDES = Path("infra/recipe.yaml"), Path("infra/overrides.yaml")  # in a run's worktree
+OVERRIDES = Path("infra/overrides.yaml")  # in a run's worktree: its recipe's cluster part and its overrides
+RUN_FILES = (Path("infra/recipe.yaml"), OVERRIDES)  # runs of earlier versions have their recipe's part in a file
 SITE = "DPO_CLUSTER"
+RENAMED = {"evaluate": "inference"}  # worker groups, by the name that files of stored runs may have
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 PROTOCOLS = ["file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf"]
 OF_THIS_MACHINE = {  # of fsspec: they read local files, too, past the checks of tasks/config/addresses.py
@@ -134,7 +138,7 @@ class ActorTrainGroup(Group):
             )
 
 
-class EvaluateGroup(Group):
+class InferenceGroup(Group):
     zero_stage: Literal[0, 3] = 0
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
 
@@ -154,33 +158,64 @@ class Cluster(Section):
     prepare: PrepareGroup = PrepareGroup()
     reference: ReferenceGroup = ReferenceGroup()
     actor_train: ActorTrainGroup = ActorTrainGroup()
-    evaluate: EvaluateGroup = EvaluateGroup()
+    inference: InferenceGroup = InferenceGroup()
 
 
 def load_cluster(root: Path = Path(), *over: Mapping[str, Any]) -> Cluster:
-    """The configuration of the workspace `root`, with `over` as further layers (a recipe, overrides)."""
-    layers = _layers(root, [Layer("override", content) for content in over])
-    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
-    return validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
+    """The configuration of the workspace `root`, with `over` as further layers."""
+    return validated([*cluster_layers(root), *(Layer("override", content) for content in over)], root)
 
 
-def changed_values(root: Path = Path(), *over: Layer) -> dict[str, Value]:
+def changed_values(root: Path = Path()) -> dict[str, Value]:
     """The values that are not the schema's defaults, by dotted name, each with its origin."""
-    return changed(_layers(root, over), Cluster)
+    return changed(cluster_layers(root), Cluster)
 
 
-def _layers(root: Path, over: Sequence[Layer]) -> list[Layer]:
-    layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), read_yaml(root / CLUSTER))]
-    if content := site_overlay():
-        layers.append(Layer(f"{os.environ[SITE]} ({SITE})", content))
-    layers += [Layer(str(path), read_yaml(root / path)) for path in (RECIPE, OVERRIDES) if (root / path).exists()]
+def cluster_layers(root: Path) -> list[Layer]:
+    """Of the workspace `root`; in a run's worktree with the run's own."""
+    return [*operator_layers(root), *run_layers(root)]
+
+
+def operator_layers(root: Path) -> list[Layer]:
+    """What this machine decides: the same for all runs."""
+    layers = [Layer("default", Cluster().model_dump()), Layer(str(CLUSTER), _read(root, CLUSTER))]
+    content = site_overlay()
+    return [*layers, *([Layer(f"{os.environ[SITE]} ({SITE})", content)] if content else [])]
+
+
+def run_layers(root: Path) -> list[Layer]:
+    """What the run of the worktree `root` has of its own."""
+    layers = [Layer(str(path), _read(root, path)) for path in RUN_FILES if (root / path).exists()]
     for layer in layers:
-        if layer.origin in (str(RECIPE), str(OVERRIDES)) and "access" in layer.content:
+        if "access" in layer.content:
             raise UserError(
                 f"{root / layer.origin}: a recipe cannot set `access`, and neither can an override. Set it in "
                 f"{CLUSTER} or the site overlay."
             )
-    return [*layers, *over]
+    return layers
+
+
+def validated(layers: Sequence[Layer], root: Path) -> Cluster:
+    site = f" with {SITE}={os.environ[SITE]}" if os.environ.get(SITE) else ""
+    return validate(Cluster, merge(layers, Cluster), Path(f"{root / CLUSTER}{site}"))
+
+
+def _read(root: Path, path: Path) -> dict[str, Any]:
+    content = read_yaml(root / path)
+    if root.resolve() != main_checkout():  # a run's worktree: nobody edits its files
+        return rename_groups(content, RENAMED)
+    refuse_renamed(content, str(path))
+    return content
+
+
+def rename_groups(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in content.items()}
+
+
+def refuse_renamed(content: Iterable[str], where: str) -> None:
+    """UserError if these sections of `where` include one that has another name now."""
+    for old in RENAMED.keys() & set(content):
+        raise UserError(f"{where}: the worker group `{old}` is now `{RENAMED[old]}`. Rename it there; its keys stay.")
 
 
 def groups() -> list[str]:
@@ -198,4 +233,6 @@ def site_overlay() -> dict[str, Any]:
         return {}
     if not (path := main_checkout() / name).is_file():
         raise UserError(f"{SITE} names {path}, which does not exist. Correct the path, or unset {SITE}.")
-    return read_yaml(path)
+    content = read_yaml(path)
+    refuse_renamed(content, f"{path} ({SITE})")
+    return content

@@ -4,8 +4,8 @@ tests/runs/test_end_to_end.py compares these names with those of a real evaluati
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from training.objectives.mixture import is_unpaired
 from training.objectives.registry import LOSSES
@@ -32,17 +32,6 @@ HEALTH = ("repetition", "repetition_rise", "empty", "unfinished", "length_ratio"
 VERDICTS = {"demo": ("kind", "correct"), "reward": ("reward",)}  # on single answers, by judge
 WINS = ("wins", "ties", "losses", "refused", "rate", "low", "high")
 WIN_RATES = (*WINS, *(f"length_controlled/{name}" for name in ("rate", "low", "high")))
-# (metric, label, whether it is a share) of the metrics that reports, Prefect, MLflow's registry and model cards show.
-HEADLINE_METRICS = (
-    ("win_rate/rate", "win rate vs. base model", True),
-    ("win_rate/length_controlled/rate", "win rate at equal length", True),
-    (ACCURACY, "prefers the chosen answer", True),
-    ("rewards/margins", "reward margin", False),
-    ("kl/answers", "KL to the base model, nats per answer", False),
-    ("calibration/expected_error", "calibration error", False),
-    ("health/repetition", "repetition", False),
-    ("health/length_ratio", "length vs. base model", False),
-)
 BY_DATA = ("tables/",)  # prefixes of names that depend on the data
 
 
@@ -115,22 +104,3 @@ def _why_not(params: "Params", name: str, measured: Collection[str]) -> str:
     near = difflib.get_close_matches(name, measured, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else "docs/metrics.md lists the metrics"
     return f"which this configuration does not measure. {hint}"
-
-
-def headlines(metrics: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The headline metrics among these flat names, each with its label and whether it is a share."""
-    labels = {ACCURACY: accuracy_label(metrics)}
-    return [(name, labels.get(name, label), share) for name, label, share in HEADLINE_METRICS if name in metrics]
-
-
-def interval(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """The 95% interval of a metric, by the flat names of evaluate.json. A rate has its bounds beside it."""
-    for prefix in (f"intervals/{name}", name.removesuffix("/rate")):
-        if f"{prefix}/low" in metrics:
-            return metrics[f"{prefix}/low"], metrics[f"{prefix}/high"]
-    return None
-
-
-def accuracy_label(metrics: Mapping[str, Any]) -> str:
-    """What rewards/accuracies counts: pairs, or unpaired rows."""
-    return "rates the answer as its label" if "rewards/auc" in metrics else "prefers the chosen answer"

@@ -1,17 +1,13 @@
-"""The schema of params.yaml: everything that changes a result. infra/cluster.yaml is in cluster.py.
-
-`dpo check-config` validates both files; `dpo check-config RECIPE` prints the values with a recipe.
-"""
+"""The schema of params.yaml: everything that changes a result. infra/cluster.yaml is in cluster.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config import metrics, old_train, strict
-from tasks.config.cluster import load_cluster
+from tasks.config.cluster import refuse_renamed
 from tasks.config.evaluate import Evaluate
 from tasks.config.paths import ROOT
 from tasks.config.prepare import Prepare
@@ -168,6 +164,7 @@ def read_recipe(name: str, part: str = "params") -> dict[str, Any]:
     if unknown := content.keys() - {"params", "cluster"}:
         raise UserError(f"flows/recipes/{name}.yaml: Unknown key `{unknown.pop()}`. Known keys: params, cluster.")
     _refuse_old_form(path, content.get("params") or {})
+    refuse_renamed(content.get("cluster", ()), f"flows/recipes/{name}.yaml, `cluster`")
     return content.get(part, {})
 
 
@@ -179,24 +176,5 @@ def _refuse_old_form(path: Path, params: dict[str, Any]) -> None:
         raise UserError(f"{path}: `params.train`: {old_train.refusal(train, shipped)}")
 
 
-def read_params(recipe: str | None) -> dict[str, Any]:
-    """The validated content of params.yaml, with a recipe."""
-    content = read_yaml(PARAMS)
-    if recipe:
-        content = overlay(content, read_recipe(recipe))
-    validate(Params, content, RECIPES / f"{recipe}.yaml" if recipe else PARAMS)
-    return content
-
-
 def overlay(base: dict[str, Any], over: dict[str, Any], model: type[BaseModel] = Params) -> dict[str, Any]:
     return strict.overlay(base, over, model)
-
-
-def show(recipe: str | None) -> None:
-    """Validate both configuration files; with a recipe, print the resulting values."""
-    load_cluster()
-    content = read_params(recipe)
-    if recipe:
-        print(yaml.safe_dump(content, sort_keys=False), end="")
-    else:
-        print("params.yaml and infra/cluster.yaml are valid.")

@@ -1,8 +1,9 @@
 """The checkout's root, and the artifact paths of the stages relative to a workspace (DVC's outs)."""
 
-import os
 import tomllib
 from pathlib import Path
+
+from tasks.checkout import main_checkout as main_checkout  # with the other places
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout whose code runs
 
@@ -22,8 +23,3 @@ MODEL = Path("data/model")
 def version() -> str:
     """Of this project, from its file: the image and a run's worktree have the code without an installed package."""
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
-
-
-def main_checkout() -> Path:
-    """The main checkout, which holds state that outlives a workspace; a run in its own worktree finds it too."""
-    return Path(os.environ.get("DPO_HOME", ".")).resolve()

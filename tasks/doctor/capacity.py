@@ -7,13 +7,12 @@ from typing import Any
 import psutil
 
 from tasks.artifacts import adapters
-from tasks.artifacts.models import base_folder, local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
-from tasks.config.paths import BASE, main_checkout
+from tasks.config.paths import main_checkout
 from tasks.disk_space import run_needs
 from tasks.doctor.report import Report
-from tasks.system.files import read_json
+from tasks.lifecycle.estimates import model_on_machine, weights_memory
 
 GIB = 2**30
 MINIMUM_DISK = 10 * GIB  # while the model is unknown
@@ -51,7 +50,7 @@ def shared_memory(report: Report, folder: Path = Path("/dev/shm")) -> None:
 
 def fit(report: Report, params: Params, cluster: Cluster) -> None:
     """Compare disk space and device memory with what this run needs, as far as the model is known."""
-    folder = _model(params)
+    folder = model_on_machine(params.source.model, Path())
     if folder is None:
         disk(report, params, cluster, None)
         report.note(
@@ -67,13 +66,6 @@ def fit(report: Report, params: Params, cluster: Cluster) -> None:
     _memory(report, params, cluster, folder)
 
 
-def _model(params: Params) -> Path | None:
-    manifest = BASE / "manifest.json"
-    fetched = manifest.exists() and read_json(manifest)["model"] == params.source.model
-    folder = base_folder(params.source.model) if fetched else local_path(params.source.model)
-    return folder if (folder / "config.json").exists() else None
-
-
 def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> None:
     from tasks.train.driver import make_settings  # loads torch, which takes seconds
     from training.trainer import memory
@@ -81,12 +73,8 @@ def _memory(report: Report, params: Params, cluster: Cluster, folder: Path) -> N
     settings = make_settings(params, cluster, folder, main_checkout() / cluster.output_dir, origin={})
     needed = memory.estimate(settings, cluster.actor_train.num_workers)
     _check_memory(report, cluster, "actor_train", f"train needs about {needed}", needed.total, memory.advice(settings))
-    for name, dtype, quantization in (
-        ("reference", params.reference.dtype, params.reference.quantization),
-        ("evaluate", params.evaluate.dtype, params.train.quantization),
-    ):
-        group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
-        weights /= group.num_workers if group.zero_stage == 3 else 1
+    for name in ("reference", "inference"):
+        weights = weights_memory(params, cluster, folder, name)
         sentence = f"{name} needs {weights / GIB:.1f} GiB for the weights, plus activations,"
         advice = (
             f"set the dtype of reference, train and evaluate to bfloat16, or {name}.zero_stage in infra/cluster.yaml "

@@ -13,12 +13,12 @@ import psutil
 
 from tasks.cluster.nodes import check_storage, check_versions, package_versions, run_on_nodes
 from tasks.cluster.ray_cluster import ray_cluster
-from tasks.config.cluster import Cluster, load_cluster
-from tasks.config.params import Params, read_params, read_recipe
+from tasks.config.cluster import Cluster
 from tasks.config.paths import ROOT, main_checkout
 from tasks.doctor import capacity, network_checks, stale_locks
 from tasks.doctor.report import Report
 from tasks.errors import UserError
+from tasks.runs import run_config
 
 GIB = 2**30
 
@@ -33,11 +33,10 @@ def run_checks(recipe: str | None, fix: bool = False) -> int:
     capacity.shared_memory(report)
     stale_locks.locks(report, main_checkout())
     try:
-        params = Params.model_validate(read_params(recipe))
-        cluster = load_cluster(Path(), read_recipe(recipe, "cluster") if recipe else {})
+        config = run_config.resolve(recipe, None, Path())
+        params, cluster = config.params, config.cluster
         report.ok("params.yaml and infra/cluster.yaml are valid" + (f" with recipe {recipe}" if recipe else ""))
         network_checks.tracking(report, cluster)
-        network_checks.hub(report, params)
         network_checks.remotes(report, main_checkout())
         capacity.fit(report, params, cluster)
         nodes(report, cluster)
@@ -81,8 +80,7 @@ def machine(report: Report) -> None:
 
 def nodes(report: Report, cluster: Cluster) -> None:
     """Versions, shared storage and free space on every node of the configured Ray cluster."""
-    if cluster.ray.address == "local":
-        report.ok(f"Ray {package_versions()['ray']}, embedded on this machine")
+    if cluster.ray.address == "local":  # whose version is among the packages
         return
     folder = main_checkout() / cluster.output_dir
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,19 @@
-"""What a run connects to: the tracking server, the Hugging Face Hub and DVC's remotes."""
+"""The tracking server, its clock, and DVC's remotes. A run's first stage asks the hub, and says what is wrong there."""
 
 import email.utils
 import os
 import socket
 import time
 import urllib.request
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
-from tasks.artifacts.models import HUB, hub_address, hub_snapshot
 from tasks.config.cluster import Cluster
-from tasks.config.params import Params
 from tasks.config.paths import main_checkout
 from tasks.doctor.report import Report, within
 from tasks.runs import dvc
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 from tasks.tracking.mlflow_client import absolute_uri, database
 
 SECONDS = 5.0
@@ -58,39 +55,6 @@ def _server(report: Report, uri: str) -> None:
         problem = f"the tracking server has MLflow {remote}, and this environment has {local}"
         report.wrong(f"{problem}. Install the same major version.")
     _clock(report, uri, answer[1])
-
-
-def hub(report: Report, params: Params) -> None:
-    """Models and data sets on the Hub: cached, or available."""
-    source = params.source
-    data = [("source.data", address, "dataset") for address in source.addresses()]
-    for key, address, kind in (*data, ("source.eval", source.eval, "dataset"), ("source.model", source.model, "model")):
-        if address and address.startswith(HUB):
-            _check_hub(report, key, kind, *hub_address(address.partition("?")[0]))
-
-
-def _check_hub(report: Report, key: str, kind: str, name: str, revision: str | None) -> None:
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import RepositoryNotFoundError  # of a gated repository, too
-
-    if kind == "model":
-        with suppress(Exception):
-            hub_snapshot(name, revision, local_files_only=True)
-            report.ok(f"{key}: {name} is in the local Hub cache")
-            return
-    answer = within(2 * SECONDS, lambda: HfApi().auth_check(name, repo_type=kind))
-    if isinstance(answer, RepositoryNotFoundError):
-        report.wrong(
-            f"{key}: the Hub denies access to {name}. Check the name. For a gated repository, accept the terms on its "
-            "page and set HF_TOKEN."
-        )
-    elif isinstance(answer, Exception):
-        report.wrong(
-            f"{key}: {constants.ENDPOINT} does not answer ({_reason(answer)}), and {name} is not cached. Check your "
-            "network and proxy, or use a local folder."
-        )
-    else:
-        report.ok(f"{key}: the Hub has {name}")
 
 
 def remotes(report: Report, root: Path) -> None:

@@ -16,7 +16,7 @@ Report = Callable[[int], None]
 
 
 def sampler_pool(cluster: Cluster, stage: str) -> WorkerPool:
-    return WorkerPool(cluster, cluster.evaluate, Sampler, stage)
+    return WorkerPool(cluster, cluster.inference, Sampler, stage)
 
 
 def sample_answers(
@@ -48,7 +48,7 @@ def draw_batches(
     if not tasks or not uses_vllm(workers, params, weights):
         yield from ((number, answers) for number, (answers, *_) in workers.results("sample", tasks))
         return
-    tasks = [(*task, workers.cluster.evaluate.gpu_memory_utilization) for task in tasks]
+    tasks = [(*task, workers.cluster.inference.gpu_memory_utilization) for task in tasks]
     for number, ((answers, held), *_) in workers.results("sample_by_vllm", tasks):
         if held > 0.1:
             print(f"{workers.stage}: the worker held {held:.1f} GiB of GPU memory while vLLM sampled", flush=True)
@@ -63,8 +63,8 @@ def uses_vllm(workers: WorkerPool, params: Evaluate, weights: Weights) -> bool:
         return False
     if workers.zero3:
         raise UserError(
-            "evaluate.engine is vllm, but evaluate.zero_stage in infra/cluster.yaml is 3, which shards the model with "
-            "DeepSpeed. Set evaluate.engine to auto, or evaluate.zero_stage to 0."
+            "evaluate.engine is vllm, but inference.zero_stage in infra/cluster.yaml is 3, which shards the model with "
+            "DeepSpeed. Set evaluate.engine to auto, or inference.zero_stage to 0."
         )
     ((installed, loads_adapter),) = workers.map("has_vllm", [(weights,)])
     if params.engine == "vllm" and not installed:

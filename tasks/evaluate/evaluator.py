@@ -1,4 +1,4 @@
-"""A worker of the group `evaluate`: draws answers, scores pairs, and runs lm-evaluation-harness."""
+"""A worker of the group `inference`: draws answers, scores pairs, and runs lm-evaluation-harness."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -83,7 +83,7 @@ class Evaluator(Sampler):
         model = self.shared or self.model
         self.scorer, note = self.scorer_context.enter_context(scoring(model, probes, best_device()))
         if self.zero3 and self.scorer.path == "plain":
-            raise UserError(f"{note}. Workers cannot share one copy of this model: set evaluate.zero_stage to 0.")
+            raise UserError(f"{note}. Workers cannot share one copy of this model: set inference.zero_stage to 0.")
         self.scorer_key = key
         return note
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts import demo
-from tasks.artifacts.models import HUB, hub_address, hub_snapshot, local_path, plain_folder
+from tasks.artifacts.models import HUB, hub_address, hub_snapshot, plain_folder
 from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.addresses import local_path
 from tasks.config.evaluate import Evaluate
 from tasks.errors import UserError
 from tasks.evaluate.endpoint import EndpointJudge

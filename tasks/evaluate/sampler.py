@@ -1,4 +1,4 @@
-"""A worker of the group `evaluate` that draws answers: holds one model at a time, samples, and asks a reward model.
+"""A worker of the group `inference` that draws answers: holds one model at a time, samples, and asks a reward model.
 
 A task names its model and contains everything that determines its result, so any worker can run it, also after a
 restart. Methods import the code of training/ themselves: the driver imports this module and must not load torch.
@@ -131,8 +131,8 @@ class Sampler(Worker):
 
         if self.zero3 and weights.quantization:
             raise UserError(
-                "infra/cluster.yaml: evaluate.zero_stage is 3, which cannot shard a quantized base model. Set it to 0, "
-                "or train.quantization to null."
+                "infra/cluster.yaml: inference.zero_stage is 3, which cannot shard a quantized base model. Set it to "
+                "0, or train.quantization to null."
             )
         self._drop()
         reward_model.load.cache_clear()

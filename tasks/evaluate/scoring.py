@@ -1,4 +1,4 @@
-"""Score pairs on the workers: pairs become tasks for the workers of the group `evaluate`.
+"""Score pairs on the workers: pairs become tasks for the workers of the group `inference`.
 
 The tasks do not depend on the number of workers: each packed row is the same, and so are the results, bit for bit on
 a CPU.
@@ -28,7 +28,7 @@ ROWS = 4  # packed rows per task
 
 
 def evaluator_pool(cluster: Cluster, stage: str) -> WorkerPool:
-    return WorkerPool(cluster, cluster.evaluate, Evaluator, stage)
+    return WorkerPool(cluster, cluster.inference, Evaluator, stage)
 
 
 def base_and_policy(workers: WorkerPool, params: Params) -> tuple[Weights, Weights]:
@@ -48,7 +48,7 @@ def token_values(
     order = sorted(pairs, key=len)
     probes = [order[0], pairs[len(pairs) // 2], order[-1]]  # each worker checks the parity of its packed path on these
     batches, tasks = [], []
-    for rows in _rows(pairs, workers.cluster.evaluate.row_tokens):
+    for rows in _rows(pairs, workers.cluster.inference.row_tokens):
         batch = [number for row in rows for number in row]
         index = {number: position for position, number in enumerate(batch)}
         batches.append(batch)
@@ -82,7 +82,7 @@ def pair_values(
     workers: WorkerPool, objective: "Objective", pairs: Sequence[Pair], values: Sequence[Any]
 ) -> tuple[dict[str, float], list[PairValues]]:
     """The training metrics over all pairs, and the values of each pair."""
-    task = (objective, pairs, values, workers.cluster.evaluate.row_tokens)
+    task = (objective, pairs, values, workers.cluster.inference.row_tokens)
     (result,) = workers.map("pair_values", [task])
     return result
 

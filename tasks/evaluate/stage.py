@@ -1,6 +1,6 @@
 """Stage `evaluate`: score held-out pairs with the policy, and compare its sampled answers with the base model's.
 
-Ray actors of the worker group `evaluate` hold the models, and this process holds none. With a single worker on this
+Ray actors of the worker group `inference` hold the models, and this process holds none. With a single worker on this
 machine the worker is this process itself (tasks/cluster/worker_pool.py).
 
 Writes data/metrics: evaluate.json (metrics under their training names, intervals, win rate, health), samples.jsonl (the
@@ -12,10 +12,10 @@ import csv
 from dataclasses import replace
 from typing import Any
 
-from tasks.artifacts.models import local_path
 from tasks.artifacts.pairs import pairs_file, read_pairs, read_rows
 from tasks.cluster.ray_cluster import warn_of_slow_dtype
 from tasks.cluster.worker_pool import WorkerPool
+from tasks.config.addresses import local_path
 from tasks.config.cluster import load_cluster
 from tasks.config.evaluate import Evaluate
 from tasks.config.params import Params, load_params
@@ -41,7 +41,7 @@ def evaluate(run: StageJournal) -> None:
     pairs, rows = list(read_pairs("eval", params.train.needs_reference)), read_rows(pairs_file("eval"))
     prompts = held_out_prompts(rows, params.evaluate.prompts)
     prompt_ids = [row["prompt_ids"] for row in prompts]
-    warn_of_slow_dtype("evaluate", params.evaluate.dtype, cluster.evaluate.gpus_per_worker)
+    warn_of_slow_dtype("evaluate", params.evaluate.dtype, cluster.inference.gpus_per_worker)
     with evaluator_pool(cluster, "evaluate") as workers:
         models = base, policy = base_and_policy(workers, params)
         with Bar("evaluate", 2 * len(prompts), "answers") as bar:

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts.evaluation import headlines, with_interval
 from tasks.artifacts.markup import templates
-from tasks.config.metrics import headlines, interval
 from tasks.config.params import Params
 from tasks.tracking.journal import flatten_metrics
 
@@ -17,6 +17,7 @@ LICENSE_ID = re.compile(r"[\w.+-]+")
 
 def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any]) -> str:
     base, license_id, metrics = manifest["base"]["model"], manifest["licences"]["base"], manifest["metrics"]
+    values = flatten_metrics(metrics)
     template = templates(Path(__file__).parent).get_template(TEMPLATE)
     return template.render(
         params=params,
@@ -24,16 +25,7 @@ def model_card(params: Params, manifest: dict[str, Any], report: dict[str, Any])
         report=report,
         base_model_yaml=json.dumps(base, ensure_ascii=False) if NEEDS_YAML_QUOTES.search(base) else base,
         license_id=license_id if license_id and LICENSE_ID.fullmatch(license_id) else None,
-        headlines=_headlines(flatten_metrics(metrics)),
+        headlines=[(one.label, with_interval(one.value, one.interval, ".4g")) for one in headlines(values)],
         samples=metrics.get("samples"),
         quantized_policy=manifest["checks"].get("quantized_policy"),
     )
-
-
-def _headlines(values: dict[str, float]) -> list[tuple[str, str]]:
-    """Each headline metric with its value, and its 95% interval where it has one."""
-    rows = []
-    for name, label, _ in headlines(values):
-        bounds = interval(values, name)
-        rows.append((label, f"{values[name]:.4g}" + (f" ({bounds[0]:.4g} to {bounds[1]:.4g})" if bounds else "")))
-    return rows

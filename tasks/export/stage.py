@@ -1,6 +1,6 @@
 """Stage `export`: merge the adapter, check that the merged model equals the policy, and write a standalone model.
 
-One worker of the group `evaluate` loads and writes the model. This process adds the rest.
+One worker of the group `inference` loads and writes the model. This process adds the rest.
 
 Writes data/model: safetensors, tokenizer, adapter, GGUF files with a Modelfile (`export.gguf`), README.md (the model
 card) and manifest.json (what the model was made from, and a hash per file). A failed check stops the stage and keeps
@@ -35,7 +35,7 @@ def export(run: StageJournal) -> None:
     prompts = [row["prompt_ids"] for row in read_rows(pairs_file("eval"), CHECKED_PROMPTS)]
     card = read_json(CARD / "report.json")
     with publish(MODEL) as out:
-        with WorkerPool(cluster, cluster.evaluate, Worker, "export", max_workers=1) as workers:
+        with WorkerPool(cluster, cluster.inference, Worker, "export", max_workers=1) as workers:
             folders = workers.shared_path(base), workers.shared_path(Path.cwd(), POLICY) / POLICY
             with workers.shared_output(out) as target:
                 task = (_write_model, params, *folders, target, prompts, workers.zero3, card["chat_template"])

@@ -192,7 +192,7 @@ def _dtypes(dtype: str, machine: Machine) -> Iterable[Choice]:
 
 def _groups(workers: int, machine: Machine, zero_stage: int, group: dict[str, Any]) -> Iterator[Choice]:
     cpus = max(1, machine.cores // workers)
-    for name in ("reference", "actor_train", *(["evaluate"] if machine.gpus else [])):
+    for name in ("reference", "actor_train", *(["inference"] if machine.gpus else [])):
         if machine.gpus:
             yield Choice(f"cluster.{name}.gpus_per_worker", 1, str(machine))
         yield Choice(
@@ -204,7 +204,7 @@ def _groups(workers: int, machine: Machine, zero_stage: int, group: dict[str, An
         why = "progress is shown, and kept if the run is stopped, after each such shard"
         yield Choice("cluster.reference.shard_pairs", SHARD_PAIRS, why)
     why = "shards the model over the workers" if zero_stage == 3 else "every worker holds the whole model"
-    for name in ("reference", "actor_train", "evaluate") if zero_stage == 3 else ("actor_train",):
+    for name in ("reference", "actor_train", "inference") if zero_stage == 3 else ("actor_train",):
         yield Choice(f"cluster.{name}.zero_stage", zero_stage, why)
     for key, value in group.items():
         yield Choice(f"cluster.actor_train.{key}", value, f"{machine.worker_memory / GIB:.0f} GiB per worker need it")

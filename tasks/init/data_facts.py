@@ -1,6 +1,5 @@
 """Facts about the data: the stages `source` and `prepare` run on a sample, without a limit on tokens."""
 
-import os
 import re
 import shutil
 import unicodedata
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.checkout import kept_checkout
 from tasks.config.params import Params
 from tasks.config.paths import RAW, ROOT
 from tasks.prepare import stage as prepare
@@ -100,17 +100,11 @@ def examine_data(params: Params, template: ChatTemplate, called: Mapping[str, st
 def _scratch_workspace() -> Iterator[None]:
     """An empty folder for the stages' files; addresses of the user are looked up in the checkout, as in a worktree."""
     (ROOT / ".scratch").mkdir(exist_ok=True)
-    before = os.environ.get("DPO_HOME")
-    with TemporaryDirectory(prefix="init-", dir=ROOT / ".scratch") as folder, chdir(folder):
+    with TemporaryDirectory(prefix="init-", dir=ROOT / ".scratch") as folder, kept_checkout(ROOT), chdir(folder):
         Path("infra").mkdir()
         Path("infra/cluster.yaml").write_text("{}\n")
         shutil.copyfile(ROOT / "params.yaml", "params.yaml")  # which names the registered model of `run:champion`
-        os.environ["DPO_HOME"] = str(ROOT)
-        try:
-            yield
-        finally:
-            del os.environ["DPO_HOME"]
-            os.environ |= {"DPO_HOME": before} if before is not None else {}
+        yield
 
 
 def _prompts(shards: Path, number: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tasks.artifacts import adapters
 from tasks.artifacts.models import HUB, REGISTRY
+from tasks.config.addresses import as_path
 from tasks.config.cluster import groups
 from tasks.config.params import RECIPES, Params, overlay
 from tasks.config.paths import ROOT
@@ -45,20 +46,20 @@ def init(data: str, model: str, name: str | None, full: bool, overrides: dict[st
     facts = examine(params, folder, ARGUMENTS)
     with adapters.errors_of("train"):
         plan = choose((data, model), name, facts, full, overrides)
-    adapters.check(folder, plan.params)
+    trained = adapters.check(folder, plan.params)
     options = " --full" if full else ""
     options += "".join(f" --set {shlex.quote(f'{key}={to_yaml(value)}')}" for key, value in overrides.items())
     write_text(path, render(plan.choices, f"dpo init {data} {model}{options}", name))
     _show(facts, plan.params.prepare.max_tokens)
-    if adapter := adapters.describe(folder, "train", plan.params.train):
-        print(f"Adapter  {adapter}")
+    if "train" in trained:
+        print(f"Adapter  {trained['train']}")
     _show_next(plan, facts, name)
 
 
 def _from_checkout(address: str) -> str:
     """An address as the recipe writes it: runs look up relative paths in the checkout."""
-    path = Path(address).expanduser()
-    if address.startswith(HUB) or "://" in address or not path.exists():
+    path = as_path(address)
+    if address.startswith(HUB) or not path.exists():
         return address
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.artifacts import adapters
-from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot, local_path
+from tasks.artifacts.models import HUB, REGISTRY, hub_address, hub_snapshot
+from tasks.config.addresses import local_path
 from tasks.config.cluster import Cluster
 from tasks.config.params import Params
 from tasks.config.paths import BASE, main_checkout
 from tasks.errors import UserError
 from tasks.system.files import read_json
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tasks.train.driver import make_settings
 from training.models.model_files import model_files, weight_files
 
@@ -49,15 +50,24 @@ def worker_memory(params: Params, cluster: Cluster, root: Path, stage: str, long
 
     None for other stages, and where the model is not on this machine.
     """
-    from training.trainer import memory  # loads torch, which takes seconds
-
     folder = model_on_machine(params.source.model, root)
     if stage not in ("train", "evaluate") or folder is None:
         return None
     if stage == "evaluate":
-        weights = memory.weight_bytes(folder, params.evaluate.dtype, params.train.quantization) / 2**30
-        return weights / (cluster.evaluate.num_workers if cluster.evaluate.zero_stage == 3 else 1)
+        return weights_memory(params, cluster, folder, "inference") / 2**30
     return training_memory(params, cluster, folder, longest) / 2**30
+
+
+def weights_memory(params: Params, cluster: Cluster, folder: Path, name: str) -> float:
+    """Bytes of the weights per worker of the group `reference` or `inference`. Activations come on top."""
+    from training.trainer import memory  # loads torch, which takes seconds
+
+    dtype, quantization = {
+        "reference": (params.reference.dtype, params.reference.quantization),
+        "inference": (params.evaluate.dtype, params.train.quantization),
+    }[name]
+    group, weights = getattr(cluster, name), memory.weight_bytes(folder, dtype, quantization)
+    return weights / (group.num_workers if group.zero_stage == 3 else 1)
 
 
 def training_memory(params: Params, cluster: Cluster, folder: Path, longest: int = 0) -> float:

@@ -9,7 +9,6 @@ again deletes the old version once another is champion.
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tasks.checkout import kept_checkout
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL, RAW, ROOT
@@ -31,7 +31,6 @@ from tasks.system.files import read_json_or_empty, write_json
 from tasks.tracking import artifact_store
 from tasks.tracking.registry import CHALLENGER, PREVIOUS, Moves, open_client
 
-ALL_RUNS = 10**9  # more runs than there are: `gc` keeps all but those to forget
 SHOWN = 50  # row numbers of a file
 
 
@@ -55,8 +54,8 @@ class PersonalData:
         return not (self.sources or self.runs or self.elsewhere)
 
 
+@kept_checkout(ROOT)
 def forget(user: str, yes: bool) -> None:
-    os.environ["DPO_HOME"] = str(ROOT)
     if not user.strip():
         raise UserError("--user is empty. Name the person as the column `user` of the rows does.")
     cluster = load_cluster(ROOT)
@@ -140,7 +139,7 @@ def _delete(cluster: Cluster, data: PersonalData) -> None:
     if runs:
         ids = [path for name in sorted(runs) for path in (records.runs_folder() / name).glob("*run.json")]
         run_ids = [read_json_or_empty(path).get("run_id") for path in ids]  # read now: gc deletes the folders
-        gc.delete_garbage(ALL_RUNS, runs)
+        gc.delete_garbage(forgotten=runs)
         client = open_client(cluster)
         for run_id in filter(None, run_ids):
             artifact_store.delete_all(client, run_id)

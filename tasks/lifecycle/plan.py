@@ -5,13 +5,12 @@ left in dvc.lock and in DVC's run cache.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tasks.config.paths import ROOT
-from tasks.config.strict import read_yaml
 from tasks.lifecycle import reuse
 from tasks.runs import dvc, dvc_lock
 from tasks.runs.dvc_lock import Entry, StageInputs
-from tasks.runs.run_config import ConfigFiles
 
 RUNS, RESTORED, UNCHANGED, MAY_RUN = "runs", "restored", "unchanged", "may run"
 
@@ -23,10 +22,9 @@ class StagePlan:
     reasons: list[str]
 
 
-def plan_stages(files: ConfigFiles) -> list[StagePlan]:
-    """What would become of each stage, in order."""
+def plan_stages(params: dict[str, Any]) -> list[StagePlan]:
+    """What would become of each stage with this content of params.yaml, in order."""
     locks, run_cache = list(reuse.earlier_locks()), list(dvc.run_cache())
-    params = files.get("params.yaml") or read_yaml(ROOT / "params.yaml")
     upstream = reuse.fingerprint_output(params)
     plans: list[StagePlan] = []
     for name, stage in dvc_lock.stages(ROOT).items():

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tasks.config.cluster import RECIPE
+from tasks.config.cluster import OVERRIDES
 from tasks.config.paths import METRICS, MODEL, ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
@@ -81,6 +81,6 @@ def _results(root: Path) -> dict[str, Any]:
 
 def _use_own_output_dir(root: Path) -> None:
     """Keep checkpoints and shards in the worktree itself, so that none of the first run is reused."""
-    path = root / RECIPE
-    recipe = read_yaml(path) if path.exists() else {}
-    path.write_text(yaml.safe_dump({**recipe, "output_dir": str(root / ".scratch")}))
+    path = root / OVERRIDES
+    overrides = read_yaml(path) if path.exists() else {}
+    path.write_text(yaml.safe_dump({**overrides, "output_dir": str(root / ".scratch")}))

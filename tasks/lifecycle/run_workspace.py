@@ -8,6 +8,7 @@ NAME` continues there.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -27,16 +28,19 @@ from tasks.system.files import write_text
 from tasks.system.lock import hold_workspace
 
 
-def new_record(name: str, files: ConfigFiles, *, worktree: bool, flow_run: str) -> RunRecord:
+def new_record(
+    name: str, files: ConfigFiles, *, worktree: bool, flow_run: str, started_with: dict[str, Any] | None = None
+) -> RunRecord:
     """The record of a new run, or of this flow run if Prefect retries it. Creates nothing else yet."""
     with worktrees_lock():
         existing = records.read_record(name)
         if existing and flow_run in existing.flow_runs:
             return existing
         check_free(name)
-        if not worktree:
-            return records.mark_running(RunRecord(name, str(ROOT)), flow_run)
-        record = RunRecord(name, str(records.WORKTREES / name), commit=commits.snapshot(), files=files)
+        record = RunRecord(name, str(ROOT), started_with=started_with or {})
+        if worktree:
+            root = str(records.WORKTREES / name)
+            record = replace(record, root=root, commit=commits.snapshot(), files=files)
         return records.mark_running(record, flow_run)
 
 
@@ -142,7 +146,7 @@ def _reuse_worktree_results(checkout: Workspace) -> None:
 
 
 def _is_worktree(root: Path) -> bool:
-    """Whether git still knows the folder: a kill may have left git's notes of it missing or incomplete."""
+    """Whether the folder is a worktree for git: a killed git may have left it without a complete entry."""
     command = ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"]
     process = run(command, cwd=root, capture_output=True, text=True) if root.exists() else None
     return process is not None and process.returncode == 0 and Path(process.stdout.splitlines()[0]) == root.resolve()

@@ -16,9 +16,8 @@ BATCH_ROWS = 8192  # of a record batch
 def write_shard(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows of PAIR_SCHEMA, whose shared prefixes are computed here."""
     table = pa.Table.from_pylist(rows, schema=PAIR_SCHEMA)
-    shared = shared_prefixes(*(table[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
     with pa.ipc.new_file(path, PAIR_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(replace_columns(table, {"shared_prefix": shared.astype(np.int32)}))
+        writer.write_table(with_shared_prefixes(table))
 
 
 def read_shard(path: Path) -> pa.Table:
@@ -60,6 +59,11 @@ def _batches(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             waiting = waiting.slice(BATCH_ROWS)
     if len(waiting):
         yield waiting
+
+
+def with_shared_prefixes(table: pa.Table) -> pa.Table:
+    shared = shared_prefixes(*(table[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
+    return replace_columns(table, {"shared_prefix": shared.astype(np.int32)})
 
 
 def shared_prefixes(chosen: pa.ListArray, rejected: pa.ListArray) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.prepare.chunks import RowSource
 from tasks.prepare.dedup import Columns, Mask
-from tasks.prepare.shards import BATCH_ROWS, shared_prefixes
+from tasks.prepare.shards import BATCH_ROWS, with_shared_prefixes
 
 SHAPE = "unpaired"
 
@@ -63,8 +63,7 @@ def add_mismatched(path: Path, max_tokens: int) -> None:
             for name in ("ids", "mask"):
                 cut = [values[:room] for values, room in zip(others[f"chosen_{name}"].to_pylist(), rooms, strict=True)]
                 rows = replace_columns(rows, {f"rejected_{name}": cut})
-            shared = shared_prefixes(*(rows[name].combine_chunks() for name in ("chosen_ids", "rejected_ids")))
-            writer.write_table(replace_columns(rows, {"shared_prefix": shared.astype(np.int32)}).combine_chunks())
+            writer.write_table(with_shared_prefixes(rows).combine_chunks())
     written.replace(path)
 
 

@@ -6,11 +6,11 @@ unreachable address loses neither the copy nor the event. The id is also the eve
 whose id it has already received.
 """
 
-import os
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from tasks.checkout import this_run
 from tasks.config.paths import MODEL, main_checkout
 from tasks.promote.push import push
 from tasks.runs.open_run import weights_of
@@ -56,7 +56,7 @@ def folder() -> Path:
 
 def add(model: str, version: str, alias: str, why: str, run: str = "", details: str = "") -> Promotion:
     """Record a promotion before its alias moves."""
-    event = "DPO_RUN" in os.environ
+    event = bool(this_run())  # nobody else sends it
     promotion = Promotion(str(uuid.uuid4()), model, version, alias, why, this_process(), event, run, details)
     promotion.write()
     return promotion

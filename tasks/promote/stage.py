@@ -8,12 +8,12 @@ crash. A model that passes but needs approval waits for `dpo approve`.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tasks.artifacts.evaluation import headlines
 from tasks.artifacts.markup import plain
 from tasks.cluster.worker_pool import WorkerPool
 from tasks.compare.compare import Comparison, Paired, evaluated_version, pair_up, read_results, results_here, summarize
 from tasks.config.access import check_push, configured
 from tasks.config.cluster import load_cluster
-from tasks.config.metrics import headlines
 from tasks.config.params import Params, load_params
 from tasks.config.paths import METRICS, MODEL, PAIRS
 from tasks.config.promote import ErrorBudget, Promote
@@ -87,8 +87,7 @@ def _register(model_registry: Registry, run: StageJournal) -> Version:
 
 def _description(manifest: dict[str, Any], run: str) -> str:
     """Two lines for the version's page in MLflow: headline metrics, and the run, data and base model."""
-    values = flatten_metrics(manifest["metrics"])
-    metrics = [f"{label} {values[name]:.4g}" for name, label, _ in headlines(values)]
+    metrics = [f"{one.label} {one.value:.4g}" for one in headlines(flatten_metrics(manifest["metrics"]))]
     data = manifest["data"]
     source = f"data {plain(data.get('source', ''))} ({data['sha256'][:12]})"
     base = f"base {plain(manifest['base']['model'])} ({manifest['base']['sha256'][:12]})"

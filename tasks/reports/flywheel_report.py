@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tasks.artifacts.evaluation import with_interval
 from tasks.artifacts.markup import templates
 from tasks.tracking import plots
 
@@ -34,7 +35,7 @@ def _row(night: Night, votes_before: int) -> tuple[str, ...]:
         night["version"] or "base model",
         _start(night["start"]),
         str(votes_before),
-        f"{rate['rate']:.1%} ({rate['low']:.1%} to {rate['high']:.1%})",
+        with_interval(rate["rate"], (rate["low"], rate["high"]), ".1%"),
         f"{votes.get('second', 0)} / {votes.get('tie', 0) + votes.get('both_bad', 0)} / {votes.get('first', 0)}",
         night["data"][:12],
         night["weights"][:12],

@@ -1,45 +1,34 @@
-"""A run in one sentence, from data/metrics."""
+"""A run in one sentence: its quality, and the registry's decision."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tasks.config.metrics import ACCURACY, accuracy_label, interval
-from tasks.config.paths import METRICS, MODEL
-from tasks.system.files import read_json_or_empty, sha256
-from tasks.tracking.journal import flatten_metrics
+from tasks.artifacts.evaluation import accuracy_label, interval, is_unpaired, with_interval
+from tasks.config.metrics import ACCURACY
 
 
-def decision_of(root: Path) -> dict[str, Any]:
-    """The registry's decision about the export in `root`; empty where it was about another export."""
-    decision, manifest = read_json_or_empty(root / METRICS / "promote.json"), root / MODEL / "manifest.json"
-    return {} if manifest.exists() and decision.get("manifest_sha256") != sha256(manifest) else decision
+def verdict(values: Mapping[str, float], decision: Mapping[str, Any]) -> str:
+    """From the evaluation by flat name."""
+    return f"{_quality(values)} {describe_decision(decision)}"
 
 
-def verdict(metrics: dict[str, Any], decision: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the model was promoted, and a sentence with its quality and the decision."""
-    return bool(decision.get("promoted")), f"{_quality(metrics)} {describe_decision(decision)}"
-
-
-def _quality(metrics: dict[str, Any]) -> str:
-    values = flatten_metrics(metrics)
+def _quality(values: Mapping[str, float]) -> str:
     if "win_rate/rate" in values:
         low, high = values["win_rate/low"], values["win_rate/high"]
         result = "Better than" if low > 0.5 else "Worse than" if high < 0.5 else "No clear difference from"
         return f"{result} its base model: wins {share(values, 'win_rate/rate')} of judged prompts."
     if ACCURACY in values:
-        rows = "rows, both labels counted alike" if "rewards/auc" in values else "pairs"
+        rows = "rows, both labels counted alike" if is_unpaired(values) else "pairs"
         return f"{accuracy_label(values).capitalize()} in {share(values, ACCURACY)} of held-out {rows}."
     return "Not evaluated."
 
 
 def share(values: Mapping[str, float], name: str) -> str:
     """A metric in percent, with its interval if it has one."""
-    bounds = interval(values, name)
-    return f"{values[name]:.1%}" + (f" ({bounds[0]:.1%} to {bounds[1]:.1%})" if bounds else "")
+    return with_interval(values[name], interval(values, name), ".1%")
 
 
-def describe_decision(decision: dict[str, Any]) -> str:
+def describe_decision(decision: Mapping[str, Any]) -> str:
     if not decision:
         return "Not registered yet: run `dpo promote`."
     version = f"{decision['model']} version {decision['version']}"

@@ -1,15 +1,14 @@
 """The results of `dpo rounds`: a row per round, from the results folder of its run."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tasks.config.metrics import ACCURACY
 from tasks.config.params import load_stored_params
-from tasks.config.paths import METRICS, SAMPLE
 from tasks.evaluate import judges
 from tasks.reports.headline import describe_decision
-from tasks.system.files import read_json_lines, read_json_or_empty
+from tasks.reports.summary import RunSummary
 
 COLUMNS = {
     "round": "round",
@@ -23,32 +22,28 @@ COLUMNS = {
 }
 
 
-def row(number: int, run: str, start: str, results: Path, first: Path) -> dict[str, Any]:
-    """The figures of a round; `first` has the results of round 1, whose base model all rounds are compared with."""
-    metrics, decision = (
-        read_json_or_empty(results / METRICS / "evaluate.json"),
-        read_json_or_empty(results / METRICS / "promote.json"),
-    )
+def row(number: int, run: RunSummary, start: str, first: RunSummary) -> dict[str, Any]:
+    """The figures of a round; all rounds are compared with the base model of the first one."""
     return {
         "round": number,
-        "run": run,
+        "run": run.name,
         "start": start,
-        "pairs": read_json_or_empty(results / SAMPLE / "manifest.json").get("figures", {}).get("pairs"),
-        "win_rate": metrics.get("win_rate", {}).get("rate"),
-        "win_rate_first": _against_first(results, first),
-        "accuracy": metrics.get("rewards/accuracies"),
-        "promoted": bool(decision.get("promoted")),
-        "why": describe_decision(decision),
+        "pairs": run.sampled.get("figures", {}).get("pairs"),
+        "win_rate": run.values.get("win_rate/rate"),
+        "win_rate_first": _against_first(run, first),
+        "accuracy": run.values.get(ACCURACY),
+        "promoted": bool(run.decision.get("promoted")),
+        "why": describe_decision(run.decision),
     }
 
 
-def _against_first(results: Path, first: Path) -> float | None:
+def _against_first(run: RunSummary, first: RunSummary) -> float | None:
     """The win rate against the first round's base model on the prompts that both answered.
 
     From the verdicts in both files: no model answers again. A judge that gives no verdicts would have to be asked.
     """
-    params = load_stored_params(results / "params.yaml").evaluate
-    before, after = _answers(first, "base"), _answers(results, "policy")
+    params = load_stored_params(run.root / "params.yaml").evaluate
+    before, after = _answers(first, "base"), _answers(run, "policy")
     prompts = [prompt for prompt in after if prompt in before]
     if params.judge not in ("demo", "reward") or not prompts:
         return None
@@ -56,9 +51,8 @@ def _against_first(results: Path, first: Path) -> float | None:
     return mean(outcome for outcome in outcomes or () if outcome is not None)
 
 
-def _answers(results: Path, model: str) -> dict[str, dict[str, Any]]:
-    path = results / METRICS / "samples.jsonl"
-    return {line["prompt"]: line[model] for line in read_json_lines(path)} if path.exists() else {}
+def _answers(run: RunSummary, model: str) -> dict[str, dict[str, Any]]:
+    return {sample["prompt"]: sample[model] for sample in run.samples}
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -12,18 +12,15 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tasks.artifacts.evaluation import Headline
 from tasks.artifacts.markup import printable, templates
-from tasks.config.cluster import load_cluster
-from tasks.config.metrics import headlines, interval
-from tasks.config.paths import CARD, METRICS, MODEL
+from tasks.config.paths import METRICS
 from tasks.errors import UserError
 from tasks.reports.cost import costs, gpu_costs
-from tasks.reports.headline import decision_of, verdict
+from tasks.reports.summary import RunSummary
 from tasks.secrets.redact import redact
-from tasks.system.files import read_json_lines, read_json_or_empty
 from tasks.tracking import plots
-from tasks.tracking.journal import flatten_metrics, read_lines
-from tasks.tracking.results import curves, read_csv
+from tasks.tracking.results import read_csv
 
 EXAMPLES = 8  # sampled answers, and pairs with a negative margin
 OUTCOMES = {1.0: "won", 0.0: "lost", 0.5: "tied"}
@@ -38,38 +35,27 @@ SPEED = "pairs_per_second"  # in the run's journal; train.csv is a result and ha
 Table = tuple[Sequence[str], list[Sequence[Any]]]
 
 
-def page(
-    root: Path,
-    title: str,
-    states: Sequence[Mapping[str, Any]] = (),
-    *,
-    logs: Path | None = None,
-    links: Mapping[str, str | None] = MappingProxyType({}),
-) -> str:
+def page(run: RunSummary, links: Mapping[str, str | None] = MappingProxyType({})) -> str:
     """`links`: addresses of this run elsewhere, by name; one that is no web page (a branch) is shown as text."""
-    metrics, decision = read_json_or_empty(root / METRICS / "evaluate.json"), decision_of(root)
-    manifest, pairs = read_json_or_empty(root / MODEL / "manifest.json"), _json_lines(root / METRICS / "pairs.jsonl")
-    promoted, sentence = verdict(metrics, decision)
-    cluster = load_cluster(root)
     content = {
-        "title": title,
+        "title": run.name,
         "links": {name: address for name, address in links.items() if address},
-        "promoted": promoted,
-        "verdict": sentence,
-        "headline": _headline(metrics),
-        "comparisons": _comparisons(decision),
-        "curves": _drawn([*_curves(root), _speed(logs)]),
-        "held_out": _drawn(_held_out(root)),
-        "tables": _tables(metrics),
-        "samples": _samples(_json_lines(root / METRICS / "samples.jsonl")),
-        "evaluated_pairs": bool(pairs),
-        "wrong_pairs": [pair for pair in pairs if pair["margin"] <= 0][:EXAMPLES],
-        "data": _data(read_json_or_empty(root / CARD / "report.json")),
-        "lineage": _lineage(manifest, decision),
-        "params": json.dumps(manifest.get("params"), indent=2, ensure_ascii=False),
-        "costs": costs(root, states, logs=logs),
-        "gpu_head": ("stage", "GPU hours", *([cluster.currency] if cluster.price_per_gpu_hour else [])),
-        "gpu_costs": gpu_costs(cluster, logs) if logs else [],
+        "promoted": bool(run.decision.get("promoted")),
+        "verdict": run.verdict,
+        "headline": [_headline(metric) for metric in run.headlines],
+        "comparisons": _comparisons(run.decision),
+        "curves": _drawn([*_curves(run), _speed(run)]),
+        "held_out": _drawn(_held_out(run.root)),
+        "tables": _tables(run.evaluation),
+        "samples": _samples(run.samples),
+        "evaluated_pairs": bool(run.pairs),
+        "wrong_pairs": [pair for pair in run.pairs if pair["margin"] <= 0][:EXAMPLES],
+        "data": _data(run.data),
+        "lineage": _lineage(run.manifest, run.decision),
+        "params": json.dumps(run.manifest.get("params"), indent=2, ensure_ascii=False),
+        "costs": costs(run),
+        "gpu_head": ("stage", "GPU hours", *([] if run.cluster.price_per_gpu_hour is None else [run.cluster.currency])),
+        "gpu_costs": gpu_costs(run),
     }
     return redact(_render(content))
 
@@ -80,16 +66,12 @@ def _render(content: Mapping[str, Any]) -> str:
     return environment.get_template("run_report.html").render(content)
 
 
-def _headline(metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    values, shown = flatten_metrics(metrics), []
-    for name, label, is_share in headlines(values):
-        form, bounds = ".1%" if is_share else ".3g", interval(values, name)
-        metric: dict[str, Any] = {"label": label, "value": f"{values[name]:{form}}", "low": None, "bar": None}
-        if bounds:
-            low, high = bounds
-            metric |= {"low": f"{low:{form}}", "high": f"{high:{form}}"}
-            metric["bar"] = (f"{low:.1%}", f"{max(0.0, 1 - high):.1%}") if is_share else None
-        shown.append(metric)
+def _headline(metric: Headline) -> dict[str, Any]:
+    form, (low, high) = ".1%" if metric.is_share else ".3g", metric.interval or (None, None)
+    shown: dict[str, Any] = {"label": metric.label, "value": f"{metric.value:{form}}", "low": None, "bar": None}
+    if low is not None and high is not None:
+        shown |= {"low": f"{low:{form}}", "high": f"{high:{form}}"}
+        shown["bar"] = (f"{low:.1%}", f"{max(0.0, 1 - high):.1%}") if metric.is_share else None
     return shown
 
 
@@ -116,15 +98,13 @@ def _drawn(figures: list[str]) -> list[Markup]:
     return [Markup(figure) for figure in figures if figure]
 
 
-def _curves(root: Path) -> list[str]:
-    steps = curves(root)
-    return [plots.line_svg(title, plots.by_metric(steps, names)) for title, names in CURVES]
+def _curves(run: RunSummary) -> list[str]:
+    return [plots.line_svg(title, plots.by_metric(run.curves, names)) for title, names in CURVES]
 
 
-def _speed(logs: Path | None) -> str:
+def _speed(run: RunSummary) -> str:
     """Empty where this run did not train."""
-    lines = read_lines(logs / "train.jsonl")[0] if logs else []
-    points = [(line["step"], line["values"][SPEED]) for line in lines if "step" in line and SPEED in line["values"]]
+    points = [(line["step"], line["values"][SPEED]) for line in run.steps("train") if SPEED in line["values"]]
     return plots.line_svg("pairs per second", {SPEED: points})
 
 
@@ -190,15 +170,11 @@ def _lineage(manifest: dict[str, Any], decision: dict[str, Any]) -> list[tuple[s
     ]
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return read_json_lines(path) if path.exists() else []
-
-
 def write() -> None:
     """Write the report of this workspace's last result."""
     if not (METRICS / "evaluate.json").exists():
         raise UserError("There is no result yet (data/metrics/evaluate.json). Run `dpo run`, or `dvc repro`.")
     target = Path(".scratch/report.html")
     target.parent.mkdir(exist_ok=True)
-    target.write_text(page(Path(), Path.cwd().name))
+    target.write_text(page(RunSummary.here()))
     print(target)

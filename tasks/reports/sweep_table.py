@@ -12,21 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts import evaluation
 from tasks.errors import UserError
 from tasks.tracking import plots
-from tasks.tracking.journal import read_lines
 
 Row = dict[str, Any]  # name, values, state, metric, low, high, seconds, why
-
-
-def metrics_of(folder: Path) -> dict[str, float]:
-    """The final values of a pipeline run, from its folder of journals."""
-    metrics: dict[str, float] = {}
-    for journal in sorted(folder.glob("*.jsonl")):
-        for line in read_lines(journal)[0]:
-            if line["kind"] == "summary":
-                metrics |= {name: float(value) for name, value in line["values"].items()}
-    return metrics
 
 
 def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
@@ -35,10 +25,12 @@ def check_metric(metric: str, metrics: Mapping[str, float], run: str) -> None:
         raise UserError(f"The run {run} has no metric '{metric}'. There are: {', '.join(names) or 'none at all'}.")
 
 
-def interval(metrics: Mapping[str, float], metric: str) -> tuple[float | None, float | None]:
+def interval(metrics: Mapping[str, float], metric: str) -> evaluation.Interval | None:
     """The interval of a metric of evaluate.json, if it has one."""
-    prefix = f"eval/intervals/{metric.removeprefix('eval/')}"
-    return metrics.get(f"{prefix}/low"), metrics.get(f"{prefix}/high")
+    if not metric.startswith(("eval/", "samples/")):
+        return None
+    measured = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+    return evaluation.interval(measured, metric.removeprefix("eval/"))
 
 
 def ranked(rows: Sequence[Row], goal: str) -> list[Row]:
@@ -67,11 +59,11 @@ def show(rows: Sequence[Row], metric: str, lines: Sequence[str]) -> None:
     from rich.text import Text
 
     table = Table(title="The sweep, best run first", title_justify="left", title_style="bold")
-    for name in ("run", *_varied(rows), metric, "95% interval", "seconds"):
+    for name in ("run", *varied(rows), metric, "95% interval", "seconds"):
         table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
     for number, row in enumerate(rows):
         style = "bold" if number == 0 and row["metric"] is not None else "red" if row["state"] == "failed" else ""
-        table.add_row(*map(Text, cells(row, _varied(rows))), style=style)
+        table.add_row(*map(Text, cells(row, varied(rows))), style=style)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print()
     console.print(table)
@@ -79,19 +71,19 @@ def show(rows: Sequence[Row], metric: str, lines: Sequence[str]) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def cells(row: Row, varied: Sequence[str]) -> list[str]:
+def cells(row: Row, names: Sequence[str]) -> list[str]:
     value = row["state"] if row["metric"] is None else f"{row['metric']:.4g}"
     bounds = "" if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
-    return [row["name"], *(str(row["values"].get(key, "")) for key in varied), value, bounds, f"{row['seconds']:.0f}"]
+    return [row["name"], *(str(row["values"].get(key, "")) for key in names), value, bounds, f"{row['seconds']:.0f}"]
 
 
-def _varied(rows: Sequence[Row]) -> list[str]:
+def varied(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row["values"]))
 
 
 def write(rows: Sequence[Row], metric: str, folder: Path) -> list[Path]:
     """Write sweep.csv and the figure."""
-    names = _varied(rows)
+    names = varied(rows)
     table = folder / "sweep.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

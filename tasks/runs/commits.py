@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import DEVNULL, run
 
-from tasks.config.cluster import OVERRIDES, RECIPE
+from tasks.config.cluster import RUN_FILES
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
 from tasks.runs import dvc_lock
@@ -73,7 +73,7 @@ def untracked(root: Path = ROOT) -> list[str]:
 def commit_run(root: Path, name: str) -> None:
     """Commit a worktree's params, code and dvc.lock as the branch runs/<name>."""
     git(root, "add", "--update")
-    git(root, "add", "--force", "dvc.lock", *(str(path) for path in (RECIPE, OVERRIDES) if (root / path).exists()))
+    git(root, "add", "--force", "dvc.lock", *(str(path) for path in RUN_FILES if (root / path).exists()))
     if git(root, "status", "--porcelain", "--untracked-files=no"):
         git(root, "commit", "--quiet", "--no-verify", "--message", f"The run {name}")
     git(root, "update-ref", f"{BRANCHES}/{name}", "HEAD")

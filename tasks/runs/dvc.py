@@ -1,8 +1,7 @@
 """The DVC command: how to call it, what its output means, and its cache. File formats are in tasks/runs/dvc_lock.py.
 
-DVC checks protected cache objects out without reading them, and does not write an object that exists already. So a
-damaged object comes back as often as a workspace file is deleted, until it is removed from the cache
-(`dpo check-cache --fix`).
+DVC trusts its cache: it checks an object out without reading it, and does not write an object again that exists. A
+damaged object therefore comes back with each checkout, until `dpo check-cache --fix` removes it from the cache.
 """
 
 import configparser
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from tasks.checkout import child_environment
 from tasks.config.paths import ROOT
 from tasks.config.strict import parse_yaml
 from tasks.errors import UserError
@@ -49,7 +49,7 @@ def repro_command(stage: str, *, force: bool = False) -> list[str]:
 def environment(**changes: str) -> dict[str, str]:
     """Our environment without telemetry. This interpreter is first on PATH, because dvc.yaml calls `python`."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return {**QUIET, **os.environ, "PATH": path, **changes}
+    return {**QUIET, **child_environment(), "PATH": path, **changes}
 
 
 def call(root: Path, *arguments: str, env: Mapping[str, str] | None = None) -> str:

@@ -2,15 +2,19 @@
 
 DVC's cache keeps what the checkout, any branch, any tag, any DVC experiment or the commit of a kept run names. Kept
 runs keep their checkpoints and reference shards, aliases their versions.
+
+DVC finds the objects to delete. `dvc gc --all-branches`, after the branches of runs are deleted, is not enough: it has
+no preview while the branches are there, does not see runs in the checkout, which have no branch, and cannot keep a run
+without its exported weights (docs/decisions/2026-11-19-libraries.md).
 """
 
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tasks.checkout import kept_checkout
 from tasks.config.cluster import load_cluster
 from tasks.config.paths import ROOT
 from tasks.errors import UserError
@@ -20,6 +24,7 @@ from tasks.runs.dvc_lock import artifacts_size
 from tasks.runs.open_run import OPENED
 from tasks.runs.retention import (
     RECENT,
+    WITHOUT_WEIGHTS,
     RegisteredVersion,
     StoredRun,
     all_runs,
@@ -30,7 +35,7 @@ from tasks.runs.retention import (
 from tasks.runs.workspace import remove_worktree, worktrees_lock
 from tasks.system.disk import human, size_of
 from tasks.system.lock import hold_workspace, workspace_holder
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 
 
 @dataclass(frozen=True)
@@ -50,30 +55,29 @@ class Garbage:
 
 
 def find_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> Garbage:
-    """What would be deleted; deletes nothing. `forgotten` runs go, whatever keeps them; every refused model stays."""
+    """What would be deleted; deletes nothing. If runs are to be forgotten, these go and everything else stays."""
     cluster, runs = load_cluster(ROOT), all_runs()
     versions = registered_versions(cluster, runs)
-    reasons = reasons_to_keep(runs, versions, cluster, newest)
-    reasons = {name: why for name, why in reasons.items() if name not in forgotten}
+    if forgotten:
+        reasons = {run.name: RECENT for run in runs if run.name not in forgotten}
+    else:
+        reasons = reasons_to_keep(runs, versions, cluster, newest)
     kept, deleted, notes = _split(runs, reasons)
-    unneeded = [registered for registered in versions if not is_needed(registered, kept)]
     items: list[Item] = []
-    for registered in unneeded:
+    for registered in versions:
         try:
-            items.append(_version(registered))
+            if not is_needed(registered, kept):
+                items.append(_version(registered))
+            elif registered.has_refused_weights and not forgotten:
+                items.append(_weights(registered))
         except UserError as error:
             notes.append(str(error).rstrip("."))
-    refused = [registered for registered in versions if registered.is_refused and registered not in unneeded]
-    refused = [] if forgotten else refused
-    items += [_weights(registered) for registered in refused if registered.version.tags.get("weights") == "stored"]
-    without_model = {registered.run for registered in refused if reasons.get(registered.run) == RECENT}
-    reasons |= dict.fromkeys(without_model, f"{RECENT}, without its exported weights: the gate refused the model")
     items += [_run(run) for run in deleted]  # after its versions: after a crash in between it still names the model
     for path in _leftover_worktrees(kept, deleted):
         items.append(Item("worktree", path.name, _size(path), partial(remove_worktree, path)))
     items += [_scratch_folder(path) for path in _unused_folders(ROOT / cluster.output_dir, kept)]
     if dvc.cache_folder().is_relative_to(ROOT):
-        items += _cache_objects(kept, without_model)
+        items += _cache_objects(kept, reasons)
     else:
         notes.append(f"DVC's cache {dvc.cache_folder()} is outside of this project and may be shared: not touched")
     return Garbage(runs, reasons, items, notes)
@@ -145,9 +149,9 @@ def _weights(registered: RegisteredVersion) -> Item:
     return Item("registry", name, model.size(version, weights=True), partial(model.remove_weights, version))
 
 
-def _cache_objects(kept: list[StoredRun], without_model: set[str]) -> list[Item]:
+def _cache_objects(kept: list[StoredRun], reasons: Mapping[str, str]) -> list[Item]:
     """One item for all cache objects that no commit to keep names, as DVC finds them."""
-    tip, count = _chain_of_commits(kept, without_model)
+    tip, count = _chain_of_commits(kept, reasons)
     paths = dvc.collect_garbage(tip, count, dry_run=True)
     if not paths:
         return []
@@ -155,24 +159,23 @@ def _cache_objects(kept: list[StoredRun], without_model: set[str]) -> list[Item]
     return [Item("cache", f"{len(paths)} objects of DVC's cache", size, partial(dvc.collect_garbage, tip, count))]
 
 
-def _chain_of_commits(kept: list[StoredRun], without_model: set[str]) -> tuple[str, int]:
+def _chain_of_commits(kept: list[StoredRun], reasons: Mapping[str, str]) -> tuple[str, int]:
     """All commits whose data stays, copied into one line of history: DVC takes several commits only in that form."""
-    commits_to_keep = ["HEAD", *commits.branches_and_tags()]
-    commits_to_keep += [run.commit for run in kept if run.commit and run.name not in without_model]
+    to_keep = ["HEAD", *commits.branches_and_tags()]
     for run in kept:
+        if run.commit and reasons.get(run.name) == WITHOUT_WEIGHTS:
+            to_keep.append(commits.tree_without_stage(run.commit, "export"))
+        elif run.commit:
+            to_keep.append(run.commit)
         if run.record and not run.is_finished and run.record.has_worktree and Path(run.record.root).exists():
-            commits_to_keep.append(commits.snapshot(Path(run.record.root)))
-    trees = [git(ROOT, "rev-parse", f"{commit}^{{tree}}") for commit in commits_to_keep]
-    trees += [
-        commits.tree_without_stage(run.commit, "export") for run in kept if run.commit and run.name in without_model
-    ]
-    tip, distinct = "", set(trees)
-    for tree in distinct:
+            to_keep.append(commits.snapshot(Path(run.record.root)))
+    tip, trees = "", {git(ROOT, "rev-parse", f"{commit}^{{tree}}") for commit in to_keep}
+    for tree in trees:
         tip = git(ROOT, "commit-tree", tree, *(["-p", tip] if tip else []), "-m", "kept by dpo gc")
-    return tip, len(distinct)
+    return tip, len(trees)
 
 
-def delete_garbage(newest: int, forgotten: frozenset[str] = frozenset()) -> None:
+def delete_garbage(newest: int = 0, forgotten: frozenset[str] = frozenset()) -> None:
     """Delete while no run is active: a running stage's results are in the cache before any commit names them."""
     with hold_workspace(ROOT), worktrees_lock():
         garbage = find_garbage(newest, forgotten)
@@ -217,8 +220,8 @@ def _size(path: Path) -> int:
     return sum(state.st_size for state in files if state.st_nlink == 1)
 
 
+@kept_checkout(ROOT)
 def collect(keep: int, yes: bool) -> None:
-    os.environ["DPO_HOME"] = str(ROOT)
     if keep < 0:
         raise UserError(f"--keep {keep}: the number of newest runs to keep must be 0 or more.")
     if yes:

@@ -6,7 +6,7 @@ holds its small results: all that pages and tables show.
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class RunRecord:
     flow_runs: list[str] = field(default_factory=list)  # Prefect's ids: several if the run was resumed
     commit: str = ""  # from which the worktree is made
     files: dict[str, Any] = field(default_factory=dict)  # configuration files that differ from the commit's
+    started_with: dict[str, Any] = field(default_factory=dict)  # for the next retraining (flows/retrain.py)
     worktree_ready: bool = False
 
     @property
@@ -98,9 +99,10 @@ def read_record(name: str) -> RunRecord | None:
 
 
 def _read(path: Path) -> RunRecord | None:
-    """None if there is no record, or one that cannot be read."""
+    """None if there is no record, or one that cannot be read. Other versions may have other fields."""
+    content = read_json_or_empty(path)
     try:
-        return RunRecord(**read_json_or_empty(path))
+        return RunRecord(**{item.name: content[item.name] for item in fields(RunRecord) if item.name in content})
     except TypeError:
         return None
 

@@ -19,6 +19,7 @@ from tasks.system.files import read_json_or_empty, sha256
 from tasks.tracking.registry import OWNER, Registry, Version, is_registered, owner, registry, tagged_runs
 
 RECENT = "recent"
+WITHOUT_WEIGHTS = f"{RECENT}, without its exported weights: the gate refused the model"
 TAG = "keep"  # of a run or a version in MLflow
 
 
@@ -88,6 +89,10 @@ class RegisteredVersion:
         return self.version.tags.get(TAG, "false") != "false"
 
     @property
+    def has_refused_weights(self) -> bool:
+        return self.is_refused and self.version.tags.get("weights") == "stored"
+
+    @property
     def is_refused(self) -> bool:
         """Whether the gate refused it and nothing else needs its weights: neither an alias, a tag nor a person."""
         tags = self.version.tags
@@ -127,7 +132,8 @@ def reasons_to_keep(
     runs: list[StoredRun], versions: list[RegisteredVersion], cluster: Cluster, newest: int
 ) -> dict[str, str]:
     """The names of the runs to keep, each with a reason."""
-    reasons = {run.name: RECENT for run in runs[:newest]}
+    refused = {registered.run for registered in versions if registered.is_refused}
+    reasons = {run.name: WITHOUT_WEIGHTS if run.name in refused else RECENT for run in runs[:newest]}
     reasons |= dict.fromkeys(tagged_runs(cluster, TAG), f"tagged {TAG} in MLflow")
     reasons |= {run.name: f"git tag {tag}" for run in runs for tag in run.tags()}
     for registered in versions:

@@ -1,35 +1,71 @@
-"""The configuration of a run: the checkout's params.yaml and infra/cluster.yaml with a recipe and overrides applied."""
+"""The configuration of a run, resolved once: params.yaml and infra/cluster.yaml with the site, a recipe and overrides.
 
+What a run starts with is in `RunConfig`. Its stages read two files that are made of it in the run's worktree:
+params.yaml as a whole, and infra/overrides.yaml with the run's own cluster settings. Those of the site stay out: they
+do not belong in a run's commit, and a run that is resumed on another machine gets that machine's.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.config.cluster import CLUSTER, OVERRIDES, RECIPE, SITE, Cluster, changed_values, groups, load_cluster
+from tasks.config.cluster import (
+    CLUSTER,
+    OVERRIDES,
+    RENAMED,
+    SITE,
+    Cluster,
+    groups,
+    load_cluster,
+    operator_layers,
+    refuse_renamed,
+    rename_groups,
+    run_layers,
+    validated,
+)
 from tasks.config.params import Params, read_recipe
 from tasks.config.paths import ROOT
 from tasks.config.strict import Layer, Value, changed, dotted, merge, overlay, read_yaml, validate
 from tasks.config.train import with_whole_loss
 from tasks.errors import UserError
+from tasks.runs import older_code
 
 ConfigFiles = dict[str, dict[str, Any]]  # content by path, of the files that differ from the checkout's
 
 
-def changed_files(recipe: str | None, overrides: dict[str, Any] | None) -> ConfigFiles:
-    """The configuration files that a recipe and overrides change, validated: params.yaml as a whole, cluster
-    settings as overlays, so that the site's values apply below them on any machine that resumes the run."""
-    params, cluster = _layers(recipe, overrides)
-    origin = " and ".join(layer.origin for layer in params[1:])
-    files: ConfigFiles = {}
-    unchanged = validate(Params, dict(params[0].content), ROOT / "params.yaml")
-    content = merge(params, Params)
-    if validate(Params, content, Path(f"params.yaml with {origin}")) != unchanged:
-        files["params.yaml"] = content
-    from_recipe, from_overrides = (dict(layer.content) for layer in cluster)
-    with_recipe = load_cluster(ROOT, from_recipe)
-    if with_recipe != load_cluster(ROOT):
-        files[str(RECIPE)] = from_recipe
-    if load_cluster(ROOT, from_recipe, from_overrides) != with_recipe:
-        files[str(OVERRIDES)] = from_overrides
-    return files
+@dataclass(frozen=True)
+class RunConfig:
+    recipe: str | None
+    overrides: dict[str, Any]
+    content: dict[str, Any]  # of params.yaml
+    params: Params
+    cluster: Cluster
+    files: ConfigFiles  # what a worktree needs, beyond the files of its commit
+    origins: dict[str, Value]  # of each value that is not the default; cluster settings begin with `cluster.`
+
+    def values(self) -> dict[str, Any]:
+        """All of params.yaml, validated, as JSON."""
+        return self.params.model_dump(mode="json")
+
+
+def resolve(recipe: str | None, overrides: dict[str, Any] | None, root: Path = ROOT) -> RunConfig:
+    """Of a new run. UserError if the values of the checkout, or those with the recipe and the overrides, are wrong."""
+    params_layers, of_run = _layers(recipe, overrides, root)
+    before = validate(Params, dict(params_layers[0].content), root / "params.yaml")
+    content, changes = merge(params_layers, Params), " and ".join(layer.origin for layer in params_layers[1:])
+    params = validate(Params, content, Path(f"params.yaml with {changes}")) if changes else before
+
+    of_operator, of_checkout = operator_layers(root), run_layers(root)  # the latter in a folder of `dpo open`
+    cluster_layers = [*of_operator, *of_checkout, *of_run]
+    cluster = validated(cluster_layers, root)
+    files: ConfigFiles = {"params.yaml": content} if params != before else {}
+    if cluster != validated([*of_operator, *of_checkout], root):
+        files[str(OVERRIDES)] = merge([*of_checkout, *of_run], Cluster)
+
+    # The defaults of params.yaml are the values in the file, those of the cluster settings the schema's.
+    origins = {f"cluster.{name}": value for name, value in changed(cluster_layers, Cluster).items()}
+    origins = {**changed(params_layers, Params), **origins}
+    return RunConfig(recipe, overrides or {}, content, params, cluster, files, origins)
 
 
 def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
@@ -41,25 +77,15 @@ def changed_on_resume(root: Path, overrides: dict[str, Any]) -> ConfigFiles:
         files["params.yaml"] = overlay(before, nested, Params)
         validate(Params, files["params.yaml"], Path(f"{root / 'params.yaml'} with overrides"))
     if cluster:
-        resumed = read_yaml(root / OVERRIDES) if (root / OVERRIDES).exists() else {}
-        files[str(OVERRIDES)] = overlay(resumed, cluster, Cluster)
+        resumed = rename_groups(read_yaml(root / OVERRIDES), RENAMED) if (root / OVERRIDES).exists() else {}
+        files[str(OVERRIDES)] = older_code.group_names(root, overlay(resumed, cluster, Cluster))
         load_cluster(root, cluster)
     return files
 
 
-def non_default_values(recipe: str | None, overrides: dict[str, Any] | None) -> dict[str, Value]:
-    """Each value that is not the default, and its origin. Names of cluster settings begin with `cluster.`.
-
-    The defaults of params.yaml are the values in the file, those of the cluster settings the schema's.
-    """
-    params, cluster = _layers(recipe, overrides)
-    values = {f"cluster.{name}": value for name, value in changed_values(ROOT, *cluster).items()}
-    return {**changed(params, Params), **values}
-
-
-def _layers(recipe: str | None, overrides: dict[str, Any] | None) -> tuple[list[Layer], list[Layer]]:
+def _layers(recipe: str | None, overrides: dict[str, Any] | None, root: Path) -> tuple[list[Layer], list[Layer]]:
     """Of params.yaml: the file, the recipe, the overrides. Of the cluster settings: the recipe and the overrides."""
-    params = [Layer("params.yaml", read_yaml(ROOT / "params.yaml"))]
+    params = [Layer("params.yaml", read_yaml(root / "params.yaml"))]
     params += [Layer(f"the recipe {recipe}", read_recipe(recipe))] if recipe else []
     nested, cluster = _split(overrides or {}, merge(params, Params))
     params += [Layer("overrides", nested)] if nested else []
@@ -71,6 +97,7 @@ def _split(overrides: dict[str, Any], params: dict[str, Any]) -> tuple[dict[str,
     """Overrides of params.yaml, whose values so far are `params`, and of the cluster settings; both nested."""
     nested = dotted(with_whole_loss(overrides, params))
     cluster = nested.pop("cluster", {})
+    refuse_renamed(cluster, "the override of `cluster`")
     if refused := [name for name in cluster if name not in groups()]:
         raise UserError(
             f"An override cannot set `cluster.{refused[0]}`, only keys of {', '.join(groups())}. "

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks.checkout import HOME, RUN
 from tasks.cluster import kept_ray
 from tasks.config.paths import ROOT
 from tasks.config.strict import read_yaml
 from tasks.errors import UserError
-from tasks.runs import dvc, dvc_lock, records
+from tasks.runs import dvc, dvc_lock, older_code, records
 from tasks.runs.commits import git
 from tasks.system.lock import TOKEN, exclusive
 
@@ -35,9 +36,9 @@ class Workspace:
     def environment(self) -> dict[str, str]:
         """The environment of a stage: the run it belongs to, and the checkout that keeps state across workspaces."""
         token = {TOKEN: self.lock_token} if self.lock_token else {}
-        return dvc.environment(
-            DPO_RUN=self.run_name, DPO_HOME=str(ROOT), **token, **kept_ray.variables(self.ray_session)
-        )
+        site = older_code.site_variable(self.root) if self.is_worktree else {}
+        own = {HOME: str(ROOT), RUN: self.run_name}
+        return dvc.environment(**own, **token, **site, **kept_ray.variables(self.ray_session))
 
     def stages(self) -> list[str]:
         """The stages in the order of dvc.yaml, which is the order of the pipeline."""
@@ -69,12 +70,13 @@ def ray_kept(workspace: Workspace, stale: Collection[str]) -> Iterator[Workspace
 
 
 def remove_worktree(root: Path) -> None:
-    """Remove the folder and git's notes of it, even if a kill left one of them incomplete: then git itself refuses."""
+    """Remove the worktree's folder and its entry in .git/worktrees."""
     try:
         git(ROOT, "worktree", "remove", "--force", "--force", str(root))
     except UserError:
         if not root.is_relative_to(ROOT / ".scratch"):
             raise
+        # git refuses if a killed git left the folder or the entry incomplete.
         shutil.rmtree(root, ignore_errors=True)
         git(ROOT, "worktree", "prune")
 

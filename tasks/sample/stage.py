@@ -1,6 +1,6 @@
 """Stage `sample`: on-policy pairs, if params.yaml has a section `sample`.
 
-Ray workers of the group `evaluate` draw several answers to each training prompt from the start model (data/base), a
+Ray workers of the group `inference` draw several answers to each training prompt from the start model (data/base), a
 judge scores them, and better against worse answers become pairs in data/sample, which `prepare` reads. Answers and
 rewards are cached under a hash of their inputs: after a kill, only the missing ones are computed, and a second round
 with the same model, prompts and settings computes none. Without the section data/sample holds an empty manifest.

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from tasks.checkout import main_checkout
 from tasks.secrets.patterns import is_secret_name
 
 # In a checkout every hidden name is private, except those below; and so are these places, also under other names.
@@ -51,12 +52,12 @@ def user_folder() -> Path:
 
 def checkout_folder(checkout: Path) -> Path:
     """The folder of one checkout, by its path."""
-    path = str(main_checkout(checkout.resolve()))
+    path = str(checkout_of(checkout.resolve()))
     name = re.sub(r"[^\w.-]+", "-", os.path.basename(path)) or "root"
     return user_folder() / "checkouts" / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
-def main_checkout(root: Path) -> Path:
+def checkout_of(root: Path) -> Path:
     """In a worktree, as `dpo open` makes one, .git names the folder .git/worktrees/NAME of the main checkout."""
     with suppress(OSError):
         folder = Path(os.path.normpath(root / (root / ".git").read_text().partition("gitdir:")[2].strip()))
@@ -69,7 +70,7 @@ class Private:
 
     def __init__(self, checkouts: Iterable[Path]) -> None:
         roots = {path.resolve() for path in checkouts}
-        self.checkouts = roots | {main_checkout(root) for root in roots}
+        self.checkouts = roots | {checkout_of(root) for root in roots}
         self.places = {found: place for place in self._places() if (found := _identity(place))}
 
     def contains(self, path: Path) -> Path | None:
@@ -126,8 +127,7 @@ def private_files(*checkouts: Path) -> Iterator[Path]:
 
 def secret_values() -> frozenset[str]:
     """The keys, passwords and tokens in the files of this user and checkout, read once per process."""
-    checkout = os.path.abspath(os.environ.get("DPO_HOME", "."))
-    return _read(os.environ.get("XDG_CONFIG_HOME"), checkout, os.environ.get("DPO_SIGNING_KEY"))
+    return _read(os.environ.get("XDG_CONFIG_HOME"), str(main_checkout()), os.environ.get("DPO_SIGNING_KEY"))
 
 
 def forget_values() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from tasks.artifacts import demo
-from tasks.artifacts.models import HUB, hub_address, local_path
+from tasks.artifacts.models import HUB, hub_address
 from tasks.config.access import check_protocol, configured, guarded_client
-from tasks.config.addresses import FILE
+from tasks.config.addresses import FILE, local_path
 from tasks.config.source import RUN, Source
 from tasks.errors import UserError
 from tasks.feedback import rows as feedback

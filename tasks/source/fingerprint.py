@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from tasks.artifacts.models import HUB, REGISTRY, adapter_hashes, file_hashes, local_path, registered_name
+from tasks.artifacts.models import HUB, REGISTRY, adapter_hashes, file_hashes, registered_name
+from tasks.config.addresses import local_path
 from tasks.config.params import load_params
 from tasks.config.paths import FINGERPRINT, main_checkout
 from tasks.config.source import Source

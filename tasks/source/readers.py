@@ -1,7 +1,8 @@
 """Files of rows: JSON, JSONL, CSV, Parquet and Arrow, plain or compressed, read in chunks of bounded size.
 
 The reader only cuts a file into chunks; worker processes parse them. The cuts depend on the content alone. A damaged
-file is a UserError; a row that cannot be read is a RejectedRow in its place.
+file is a UserError; a row that cannot be read is a RejectedRow in its place. The readers of `datasets` refuse a whole
+file for one bad line, change values of CSV, and limit neither size nor memory (docs/decisions/2026-11-19-libraries.md).
 """
 
 import codecs

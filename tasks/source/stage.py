@@ -18,11 +18,11 @@ from tasks.artifacts.models import (
     file_hashes,
     hub_address,
     hub_snapshot,
-    local_path,
     model_hashes,
     registered_name,
     source_path,
 )
+from tasks.config.addresses import local_path
 from tasks.config.params import load_params
 from tasks.config.paths import BASE, RAW
 from tasks.config.source import Source

@@ -20,6 +20,7 @@ PLUMBING = (
     "tasks/secrets",
     "tasks/system",
     "tasks/tracking",
+    "tasks/checkout.py",
     "tasks/disk_space.py",
     "tasks/errors.py",
     "tasks/run_stage.py",

@@ -1,8 +1,9 @@
 """Limits in front of our HTTP servers, for uvicorn's option `http`: half a request holds no place for long.
 
 uvicorn limits the time between two requests and the size of a head, but waits for ever for the rest of either. The
-gateway, the arena and the metrics endpoint name this class, MLflow's server gets it by UVICORN_HTTP, and Prefect's by
-services/prefect_sqlite.py. uvicorn has no public hook: tests/services/test_http_limits.py fails if an upgrade moves it.
+gateway, the arena and the metrics endpoint get this class by services/http_app.py, MLflow's server by UVICORN_HTTP, and
+Prefect's by services/prefect_sqlite.py. uvicorn has no public hook: tests/services/test_http_limits.py fails if an
+upgrade moves it.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.errors import UserError
-from tasks.secrets.private import SERVICES, checkout_folder, forget_values, main_checkout, user_folder
+from tasks.secrets.private import SERVICES, checkout_folder, checkout_of, forget_values, user_folder
 from tasks.system.files import sync, temporary
 from tasks.system.lock import file_lock
 
@@ -29,7 +29,7 @@ def private_file(name: str, checkout: Path) -> Path:
 
 def former_file(name: str, checkout: Path) -> Path:
     """Where an earlier version kept the file."""
-    return main_checkout(checkout) / SERVICES / name
+    return checkout_of(checkout) / SERVICES / name
 
 
 def is_foreign(path: Path) -> bool:

@@ -1,4 +1,8 @@
-"""A parallel map over processes: results in the order of the tasks, few tasks in memory at a time."""
+"""A parallel map over processes: results in the order of the tasks, few tasks in memory at a time.
+
+`ProcessPoolExecutor.map` reads all tasks first (`buffersize` needs Python 3.14), and sends the function with each of
+them. Here a killed worker is a UserError, and workers end with their parent.
+"""
 
 import multiprocessing
 import os

@@ -1,41 +1,80 @@
-"""The journal of a stage: JSON lines on disk, which another process sends to MLflow (uploader.py).
+"""Journals: JSON lines on disk, in which each value is written once, by the process that knows it.
 
-So a tracking server that is slow or down never delays a stage. The next stage, the next run or `dpo sync` sends the
-lines that could not be sent.
+A stage writes one in the run's folder, and rank 0 of a training one in the training's folder, which the stage's journal
+includes. Everything that shows or sends a value reads them (journal_reader.py), so a tracking server that is slow or
+down never delays a stage.
 """
 
 import json
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tasks.secrets.redact import redacted
-from tasks.system.files import read_json_or_empty
-from tasks.system.lock import file_lock
 
 FLOW = "flow"  # the journal of the pipeline run itself
-UPLOADER_LOCK = "upload.lock"  # in the run's folder; the uploader holds it
 
 
-class StageJournal:
-    """One stage's run, as a journal."""
+class Journal:
+    """JSON lines that other processes read while the file grows."""
 
-    def __init__(self, folder: Path, stage: str) -> None:
-        self.folder, self.stage = folder, stage
-        self.journal = folder / f"{stage}.jsonl"
-        self.logged = last_steps(self.journal)
-        self._file = self.journal.open("a", buffering=1)
-        if self.journal.read_bytes()[-1:] not in (b"", b"\n"):  # a killed stage wrote half a line
-            self._file.write("\n")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, kind: str, **content: Any) -> None:
+        line = {"kind": kind, "time": int(time.time() * 1000), **redacted(content)}
+        with self.path.open("ab+") as file:  # closed after each line: on a shared disk, other hosts see it then
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            begin = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process wrote half a line
+            file.write(begin + json.dumps(line, default=str).encode() + b"\n")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of a step; a step that a resumed stage repeats is not logged twice."""
-        new = {name: value for name, value in values.items() if step > self.logged.get(name, -1)}
-        if new:
-            self.logged.update(dict.fromkeys(new, step))
-            self.write("metrics", step=step, values=new)
+        """Values of a step; what repeats a step after a restart does not count (journal_reader.py)."""
+        self.write("metrics", step=step, values=dict(values))
+
+
+class StageJournal(Journal):
+    """The journal of a stage in the run's folder: from its start to its end, every attempt."""
+
+    def __init__(self, folder: Path, stage: str) -> None:
+        super().__init__(folder / f"{stage}.jsonl")
+        self.folder, self.stage = folder, stage
+
+    @contextmanager
+    def including(self, folder: Path) -> Iterator[None]:
+        """The journals in `folder`, which other processes write meanwhile, are part of this one from their beginning.
+
+        A training outlives its stage and may serve several runs; what those add later is not part of this journal.
+        """
+        self.write("include", folder=os.path.relpath(folder, self.folder))
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # a full disk: the error of the block says more
+                self.end_include(folder)
+            raise
+        self.end_include(folder)
+
+    def end_include(self, folder: Path) -> None:
+        """Hard links keep what was included, if the training's folder is deleted before MLflow has it."""
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
+        kept = self.folder / "included" / folder.name
+        with suppress(OSError):  # another file system, or a full one
+            kept.mkdir(parents=True, exist_ok=True)
+            for name in sizes:
+                (kept / name).unlink(missing_ok=True)
+                os.link(folder / name, kept / name)
+            folder = kept
+        self.write("included", folder=os.path.relpath(folder, self.folder), sizes=sizes)
+
+    def curve(self, table: Path, known: Mapping[str, int]) -> None:
+        """The steps of train.csv: a cached training wrote no journal in this run. `known`: last logged steps."""
+        self.write("curve", path=str(self._keep(table)), known=dict(known))
 
     def summary(self, values: Mapping[str, float], at: int = 0) -> None:
         """Final values, of this run and of the whole pipeline run; `at` is the training step that they describe."""
@@ -56,61 +95,15 @@ class StageJournal:
         self.write("dataset", name=name, digest=digest, source=source, rows=rows)
 
     def artifact(self, path: Path) -> None:
-        """A file, copied into the run's folder first: the workspace may be gone when it is sent."""
+        self.write("artifact", path=str(self._keep(path)))
+
+    def _keep(self, path: Path) -> Path:
+        """The file in the run's folder, copied if need be: the workspace may be gone when it is sent."""
         if not path.resolve().is_relative_to(self.folder.resolve()):
             copy = self.folder / "artifacts" / self.stage / path.name
             copy.parent.mkdir(parents=True, exist_ok=True)
             path = Path(shutil.copyfile(path, copy))
-        self.write("artifact", path=str(path.resolve()))
-
-    def write(self, kind: str, **content: Any) -> None:
-        line = {"kind": kind, "time": int(time.time() * 1000), **redacted(content)}
-        self._file.write(json.dumps(line, default=str) + "\n")
-
-
-def read_lines(journal: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The complete lines from a byte offset on, and the offset behind them."""
-    if not journal.exists():
-        return [], offset
-    with journal.open("rb") as file:
-        file.seek(offset)
-        data = file.read()
-    complete = data[: data.rfind(b"\n") + 1]
-    lines = [_parsed(line) for line in complete.splitlines()]
-    return [line for line in lines if line is not None], offset + len(complete)
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except ValueError:  # half a line of a killed stage
-        return None
-
-
-def last_steps(journal: Path) -> dict[str, int]:
-    """The last logged step of each metric."""
-    steps: dict[str, int] = {}
-    for line in read_lines(journal)[0]:
-        if line["kind"] == "metrics":
-            steps.update(dict.fromkeys(line["values"], line["step"]))
-    return steps
-
-
-def sent(folder: Path, stage: str) -> int:
-    """How many bytes of a journal have been sent. Sending a line twice has no effect (mlflow_writer.py)."""
-    return int(read_json_or_empty(folder / f"{stage}.sent.json").get("offset", 0))
-
-
-def unsent(folder: Path) -> bool:
-    """Whether complete lines of any journal still have to be sent."""
-    offsets = {path: sent(folder, path.stem) for path in folder.glob("*.jsonl")}
-    return any(read_lines(path, offset)[1] > offset for path, offset in offsets.items())
-
-
-def is_sending(folder: Path) -> bool:
-    """Whether an uploader is working on the run."""
-    with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
-        return not acquired
+        return path.resolve()
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

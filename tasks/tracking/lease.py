@@ -4,10 +4,10 @@ MLflow has no compare-and-set, but its tags are registers that every client read
 bakery algorithm on tags of the registered model, one tag per claimant: take a number above all others, then wait until
 there is no lower number. It excludes two holders without any clock.
 
-A process that dies leaves its claim behind. Claims of dead processes on this machine are removed at once; a claim of
-another machine is removed after it has not changed for LEASE seconds of the observer's own monotonic clock. A holder
-stops writing after HOLD seconds, so a removed claim belongs to a holder that writes no more, unless one of its requests
-was under way for LEASE - HOLD seconds.
+A process that dies leaves its claim behind, and the other claimants remove it: at once if it ran on their machine,
+otherwise after its text has not changed for LEASE seconds, by their own clock. A holder starts no write later than HOLD
+seconds after its last renewal (`check`). So a holder whose claim is removed has started none for LEASE - HOLD seconds;
+only a single write that takes longer than that could still arrive afterwards.
 """
 
 import os

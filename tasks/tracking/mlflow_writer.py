@@ -18,12 +18,13 @@ from tasks.secrets.redact import redact
 from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.tracking.experiment import experiment_id
-from tasks.tracking.journal import FLOW, flatten, last_steps, read_lines
+from tasks.tracking.journal import FLOW, flatten
+from tasks.tracking.journal_reader import Line, read_journal, read_lines
 from tasks.tracking.mlflow_client import CONFIGURATION, database, without_retries
 
-Line = dict[str, Any]
 DIGITS = 5  # significant digits of a parent run's metrics: MLflow's list of runs shows all that are stored
 NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
+LOCAL = {"progress", "note", "memory"}  # lines that MLflow does not get
 JOURNAL_TAG = "mlflow.journal"  # tag that identifies a run; MLflow does not show tags with this prefix
 REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST"}  # permanently: a retry does not help
 
@@ -43,7 +44,8 @@ def open_store(folder: Path) -> Any:
 
 def record(client: Any, folder: Path, stage: str, lines: Sequence[Line]) -> None:
     """Send consecutive metrics in one call, since the server may be slow."""
-    for are_metrics, group in groupby(lines, key=lambda line: line["kind"] == "metrics"):
+    shown = (line for line in lines if line["kind"] not in LOCAL)
+    for are_metrics, group in groupby(shown, key=lambda line: line["kind"] == "metrics"):
         if are_metrics:
             _log_curves(client, folder, stage, list(group))
         else:
@@ -83,7 +85,7 @@ def _apply(client: Any, folder: Path, stage: str, line: Line) -> None:
             _log_params(client, runs[0], line["values"])
         case "summary":
             # A final value of a metric that the stage also logged by step would be a stray point of its curve.
-            stepped = {} if stage == FLOW else last_steps(folder / f"{stage}.jsonl")
+            stepped = {} if stage == FLOW else read_journal(folder / f"{stage}.jsonl")[1].steps
             values = {name: value for name, value in line["values"].items() if name not in stepped}
             _log_final(client, parent, {**line, "values": _rounded(values)})
             if stage != FLOW:

@@ -7,10 +7,10 @@ params.yaml; MODEL alone is its champion. Names that are no version's: a folder,
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tasks.artifacts.models import HUB, REGISTRY
+from tasks.config.addresses import as_path
 from tasks.config.cluster import load_cluster
 from tasks.config.params import RECIPES, load_params, read_recipe
 from tasks.config.paths import main_checkout
@@ -27,7 +27,7 @@ def read_name(name: str) -> tuple[str, str]:
     """What kind of model a name means; of a version or base model also the name of the version, or of its model."""
     if name.startswith(HUB):
         return HUB_MODEL, name
-    if (Path(name).expanduser() / "config.json").exists():
+    if (as_path(name) / "config.json").exists():
         return FOLDER, name
     if name.startswith(("/", "./", "../", "~")):
         raise UserError(f"There is no model in {name} (no config.json). Name the folder of a model.")

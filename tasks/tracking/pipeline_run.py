@@ -1,7 +1,7 @@
 """A pipeline run in MLflow: a parent run, and a child run for each executed stage.
 
-`tracked` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one uploader
-process per pipeline run sends.
+`record_stage` surrounds a stage; `begin` and `finish` surround a flow. Both write journals (journal.py), which one
+uploader process per pipeline run sends.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
+from tasks.checkout import child_environment, this_run
 from tasks.config.cluster import changed_values
 from tasks.config.paths import METRICS, PAIRS, RAW, main_checkout
 from tasks.secrets.redact import redact, redacted
@@ -24,9 +25,11 @@ from tasks.system import disk, processes
 from tasks.system.files import fingerprint, read_json, read_json_or_empty, write_json, write_text
 from tasks.system.processes import this_process
 from tasks.system.progress import notify
-from tasks.tracking.journal import FLOW, StageJournal, flatten, is_sending, last_steps, sent
+from tasks.tracking.journal import FLOW, StageJournal, flatten
+from tasks.tracking.journal_reader import read_journal, sent
 from tasks.tracking.mlflow_client import CONFIGURATION, ERROR, absolute_uri
 from tasks.tracking.results import curves, datasets, evaluation, git_output, lineage
+from tasks.tracking.uploader import is_sending
 from tasks.tracking.wandb_mirror import check_installed
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def open_run(params: "Params", cluster: "Cluster", *, root: Path = Path(), folde
     """
     check_installed(cluster.wandb_project)
     runs = main_checkout() / cluster.logging_dir
-    folder = folder or runs / run_key(params, runs)
+    folder = folder or runs / run_name(params, runs)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "began": int(time.time() * 1000),
@@ -99,24 +102,24 @@ def _write_configuration(file: Path, cluster: "Cluster", root: Path) -> None:
     write_text(file, yaml.safe_dump(redacted({"cluster": cluster.model_dump(), "origins": origins}), sort_keys=False))
 
 
-def run_key(params: "Params", runs: Path) -> str:
-    """The key of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
-    if key := os.environ.get("DPO_RUN"):
-        return key
+def run_name(params: "Params", runs: Path) -> str:
+    """The name of the pipeline run. After a crash, the next call with the same params continues the unfinished run."""
+    if run := this_run():
+        return run
     caller, params_hash = _calling_dvc(), fingerprint(params.model_dump())
     last = read_json_or_empty(runs / STATE)
     unfinished = last.get("status") != "FINISHED" and last.get("params") == params_hash
     same_run = last.get("caller") == caller or unfinished
-    key = last["key"] if last.get("key") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
-    write_json(runs / STATE, {"key": key, "caller": caller, "params": params_hash, "status": "RUNNING"})
-    return key
+    run = last["run"] if last.get("run") and same_run else f"dvc-{datetime.now():%Y%m%d-%H%M%S}"
+    write_json(runs / STATE, {"run": run, "caller": caller, "params": params_hash, "status": "RUNNING"})
+    return run
 
 
 def record_end(folder: Path, status: str) -> None:
     """Record how the last stage ended, if `dvc repro` by hand started the run."""
     state = folder.parent / STATE
     last = read_json_or_empty(state)
-    if last.get("key") == folder.name:
+    if last.get("run") == folder.name:
         write_json(state, {**last, "status": status})
 
 
@@ -145,10 +148,9 @@ def finish(folder: Path, *, root: Path, states: Mapping[str, str], status: str) 
         for data in datasets(root / RAW, root / PAIRS):
             run.dataset(**data)
         steps = curves(root)
-        for name, step in last_steps(folder / "train.jsonl").items():
-            run.logged[name] = max(step, run.logged.get(name, -1))
-        for step, values in steps.items():  # a cached training logged nothing in this run
-            run.metrics(step, values)
+        known = read_journal(folder / "train.jsonl")[1].steps
+        if any(step > known.get(name, -1) for step, values in steps.items() for name in values):
+            run.curve(root / METRICS / "train.csv", known)
         run.summary(evaluation(read_json(root / METRICS / "evaluate.json")), max(steps, default=0))
     run.write("end", status=status)
     run.write("close")
@@ -162,7 +164,7 @@ def start_uploader(folder: Path) -> "subprocess.Popen[bytes]":
     # In its own session and without the mark by which a stage's processes are ended: it must outlive the stage to
     # report its end. Without the writer's password: it logs in as `forwarder`, which cannot change the registry.
     withheld = (processes.FAMILY_VARIABLE, "DPO_MLFLOW_WRITER_PASSWORD")
-    env = {name: value for name, value in os.environ.items() if name not in withheld}
+    env = {name: value for name, value in child_environment().items() if name not in withheld}
     with (folder / LOG).open("a") as log:
         return subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
@@ -173,7 +175,7 @@ def wait_until_sent(run: StageJournal, uploader: "subprocess.Popen[bytes]") -> N
     """Wait as long as a server that answers needs; the next stage or run sends the rest."""
     folder, deadline = run.folder, _deadline(run.folder)
     problem = reason = ""
-    while not problem and sent(folder, run.stage) < run.journal.stat().st_size:
+    while not problem and sent(folder, run.stage).offset < run.path.stat().st_size:
         has_ended = uploader.poll() is not None and not is_sending(folder)  # a full disk, a kill
         if has_ended or (folder / ERROR).exists():
             problem = f"MLflow could not be reached; the metrics of {run.stage} are kept in {folder}"

@@ -9,13 +9,11 @@ from typing import Any
 class Events:
     """Writes a run's metrics into a folder; does nothing without one.
 
-    A stage that goes on reports its first steps again, and a restarted group its last ones: the folder starts empty,
-    and a step is written once.
+    A stage that goes on shows its first steps again: the folder starts empty.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.writer: Any = None
-        self.written: dict[str, int] = {}  # the last step by name
         if folder:
             from tensorboardX import SummaryWriter
 
@@ -23,11 +21,8 @@ class Events:
             self.writer = SummaryWriter(str(folder))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        new = {name: value for name, value in values.items() if step > self.written.get(name, -1)}
-        self.written.update(dict.fromkeys(new, step))
-        if self.writer:
-            for name, value in new.items():
-                self.writer.add_scalar(name, value, step)
+        for name, value in values.items() if self.writer else ():
+            self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self.writer:

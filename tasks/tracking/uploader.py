@@ -4,11 +4,12 @@ If infra/cluster.yaml names a project of Weights & Biases, that project gets a c
 `dpo sync` (`sync`) sends the unsent lines of all runs.
 """
 
-import json
 import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tasks.system.files import read_json, write_json, write_text
 from tasks.system.lock import file_lock
 from tasks.system.processes import is_alive
 from tasks.tracking import wandb_mirror
-from tasks.tracking.journal import UPLOADER_LOCK, is_sending, read_lines, sent, unsent
+from tasks.tracking.journal import StageJournal
+from tasks.tracking.journal_reader import Line, included_folder, read_journal, read_lines, read_run, sent, unsent
 from tasks.tracking.mlflow_client import ERROR, limit_waiting, log_in
 from tasks.tracking.mlflow_writer import open_store, record
 
-IDLE_SECONDS = 10.0  # more than DVC takes between two stages
+LOCK = "upload.lock"  # in the run's folder; its uploader holds it
 TAIL = 4096  # bytes of a journal that hold its last lines
+IDLE_SECONDS = 10.0  # more than DVC takes between two stages
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while the store fails
 
 
@@ -33,7 +36,7 @@ def follow(folder: Path) -> bool:
     """Send the run's journals as they grow, until the run is closed or idle; returns whether everything was sent."""
     pending = True
     while pending:
-        with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
+        with file_lock(folder / LOCK, wait=False) as acquired:
             if not acquired:
                 return False
             with wandb_mirror.mirrored(folder):
@@ -88,10 +91,11 @@ class UnfinishedStages:
     def any_running(self) -> bool:
         """Whether a stage still runs. Ends the journals of killed stages."""
         killed = self.killed()
-        for journal in killed:
-            end = {"kind": "end", "time": int(time.time() * 1000), "status": "KILLED"}
-            with journal.open("a") as file:
-                file.write("\n" + json.dumps(end) + "\n")  # the stage may have died inside a line
+        for path in killed:
+            journal = StageJournal(self.folder, path.stem)
+            if folder := read_journal(path)[1].folder:
+                journal.end_include(included_folder(path, folder))
+            journal.write("end", status="KILLED")
         return len(self.starts) > len(killed)
 
     def killed(self) -> list[Path]:
@@ -106,22 +110,16 @@ class UnfinishedStages:
         return [journal for journal, start in self.starts.items() if not is_alive(start)]
 
 
-def send_new(folder: Path) -> list[dict[str, Any]]:
+def send_new(folder: Path) -> list[Line]:
     """Send and return the lines of each journal that have not been sent."""
-    stages = [path.stem for path in sorted(folder.glob("*.jsonl")) if sent(folder, path.stem) < path.stat().st_size]
-    if not stages:
+    if not (new := read_run(folder, partial(sent, folder))):
         return []
     log_in(read_json(folder / "settings.json")["tracking_uri"], "forwarder")
     client = open_store(folder)
-    return [line for stage in stages for line in _send(client, folder, stage)]
-
-
-def _send(client: Any, folder: Path, stage: str) -> list[dict[str, Any]]:
-    lines, offset = read_lines(folder / f"{stage}.jsonl", sent(folder, stage))
-    record(client, folder, stage, lines)
-    if offset > sent(folder, stage):
-        write_json(folder / f"{stage}.sent.json", {"offset": offset})
-    return lines
+    for stage, (lines, position) in new.items():
+        record(client, folder, stage, lines)
+        write_json(folder / f"{stage}.sent.json", asdict(position))
+    return [line for lines, _ in new.values() for line in lines]
 
 
 def send_all(runs: Path, skip: Path | None = None, patience: float = 15.0) -> tuple[int, dict[str, str]]:
@@ -135,7 +133,7 @@ def send_all(runs: Path, skip: Path | None = None, patience: float = 15.0) -> tu
         stages = UnfinishedStages(folder)
         while is_sending(folder) and (unsent(folder) or stages.killed()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        with file_lock(folder / UPLOADER_LOCK, wait=False) as acquired:
+        with file_lock(folder / LOCK, wait=False) as acquired:
             if not acquired or not (folder / "settings.json").exists():
                 continue  # its own uploader is running
             stages.any_running()  # ends the journals of stages that were killed
@@ -149,6 +147,12 @@ def send_all(runs: Path, skip: Path | None = None, patience: float = 15.0) -> tu
                 _note(folder, error)
                 failed[folder.name] = (folder / ERROR).read_text() if (folder / ERROR).exists() else str(error)
     return done, failed
+
+
+def is_sending(folder: Path) -> bool:
+    """Whether an uploader is working on the run."""
+    with file_lock(folder / LOCK, wait=False) as acquired:
+        return not acquired
 
 
 def _has_no_end(folder: Path) -> bool:

@@ -12,6 +12,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 from tasks.errors import UserError
 from tasks.system.files import read_json, read_json_or_empty, write_json
 from tasks.system.lock import file_lock
-from tasks.tracking.journal import flatten, read_lines
+from tasks.tracking.journal import flatten
+from tasks.tracking.journal_reader import Position, read_run
 
-STATE = "wandb.json"  # in the run's folder: W&B's id of the run, and the bytes that were sent of each journal
+STATE = "wandb.json"  # in the run's folder: W&B's id of the run, and how far each journal was sent
 INTERVAL_SECONDS = 1.0
 LAST_SECONDS = 60.0  # that the process has for the rest after its uploader has ended
 STEP = "step"  # the x axis of all curves: W&B's own counter must never go back, and a stage's steps start anew
@@ -58,9 +61,12 @@ def send_all(runs: Path) -> list[str]:
 
 def unsent(folder: Path) -> bool:
     """Whether the run has lines that its W&B project does not have."""
-    sent = read_json_or_empty(folder / STATE).get("sent", {})
-    journals = folder.glob("*.jsonl") if _project(folder) else ()
-    return any(read_lines(path, sent.get(path.stem, 0))[0] for path in journals)
+    return bool(_project(folder) and read_run(folder, partial(_sent, read_json_or_empty(folder / STATE))))
+
+
+def _sent(state: Mapping[str, Any], stage: str) -> Position:
+    sent = state.get("sent", {}).get(stage, {})
+    return Position(**sent) if isinstance(sent, dict) else Position(sent)  # version 0.1 wrote a number of bytes
 
 
 def _project(folder: Path) -> str | None:
@@ -70,14 +76,12 @@ def _project(folder: Path) -> str | None:
 def _send_new(folder: Path, run: Any) -> Any:
     """Send the new lines of all journals; returns the connection to W&B, which the first new line opens."""
     state = {"id": uuid.uuid4().hex[:12], "sent": {}, **read_json_or_empty(folder / STATE)}
-    for journal in sorted(folder.glob("*.jsonl")):
-        lines, offset = read_lines(journal, state["sent"].get(journal.stem, 0))
-        if lines:
-            run = run or _open(folder, state["id"])
-            for line in lines:
-                _apply(run, line)
-            state["sent"][journal.stem] = offset
-            write_json(folder / STATE, state)
+    for stage, (lines, position) in read_run(folder, partial(_sent, state)).items():
+        run = run or _open(folder, state["id"])
+        for line in lines:
+            _apply(run, line)
+        state["sent"][stage] = asdict(position)
+        write_json(folder / STATE, state)
     return run
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.artifacts.models import local_path
+from tasks.config.addresses import local_path
 from tasks.config.old_train import to_new_form
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, sha256

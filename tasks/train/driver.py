@@ -6,9 +6,7 @@ kill resumes from the last one. `resume_from_checkpoint` names a checkpoint of a
 """
 
 import itertools
-import re
 import shutil
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -18,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import disk_space
-from tasks.artifacts.training_data import PREFERENCES, TrainingData
-from tasks.cluster import system_metrics
+from tasks.artifacts.training_data import TrainingData
 from tasks.cluster.nodes import path_on_nodes, refresh_directory, report_node_changes
 from tasks.cluster.placement import reserve_placement_group, resource_bundle
 from tasks.cluster.ray_cluster import ray_cluster, warn_of_slow_dtype
@@ -33,24 +30,14 @@ from tasks.system.code import worker_code
 from tasks.system.lock import lock_cached_folder, record_cached_folder
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, background_thread
-from tasks.tracking.journal import StageJournal, read_lines
+from tasks.tracking.journal import StageJournal
 from tasks.tracking.tensorboard import Events
 from tasks.train import continuation
+from tasks.train.progress import name_keys, show_progress
 from tasks.train.worker import FATAL, JOURNAL, PREEMPTED, RESERVE, RESERVE_BYTES, train_on_worker
 from training.pairs import batches
 from training.trainer import checkpoint_files
 from training.trainer.settings import Settings
-
-KEYS_OF_TRAIN = re.compile(r"\btrain\.(?=\w)")  # in messages of training/
-SPEED_METRICS = (
-    "tokens_per_second",
-    "pairs_per_second",
-    "mfu",
-    "mfu_datasheet",
-    "peak_memory_gib",
-    "checkpoint_seconds",
-)
-PREFERENCE_METRICS = re.compile(r"(^|/)(rewards/|logps/|sft_loss$)")  # without meaning for a single answer
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,8 @@ def _train(training: Training, run: StageJournal, folder: Path, origin: dict[str
     with (
         Bar(stage, steps, "steps") as bar,
         closing(events),
-        background_thread(partial(forward_metrics, folder / JOURNAL, run, bar, events, data=training.data)),
+        run.including(folder),
+        background_thread(partial(show_progress, folder / JOURNAL, stage, bar, events)),
     ):
         _fit(training, settings, folder, bar, key)
     shutil.rmtree(folder / checkpoint_files.START, ignore_errors=True)
@@ -228,8 +216,9 @@ def _make_trainer(
 ) -> Any:
     """Ray Train's trainer, as soon as the cluster has room for the group."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    from tasks.cluster.ray_trainer import EmbeddedTrainer, Trainer  # import Ray, only possible in a `ray_cluster`
+    from tasks.cluster.ray_internals import EmbeddedTrainer  # imports Ray, only possible in a `ray_cluster`
     from tasks.cluster.rendezvous import Rendezvous  # as above
 
     cluster, group = training.cluster, training.cluster.actor_train
@@ -241,7 +230,7 @@ def _make_trainer(
     def train_loop(config: dict[str, Any]) -> None:
         train_on_worker(config, key)  # the key is not in the configuration, which Ray shows on its pages
 
-    trainer: Any = EmbeddedTrainer if session else Trainer
+    trainer: Any = EmbeddedTrainer if session else DataParallelTrainer
     return trainer(
         train_loop,
         train_loop_config={
@@ -271,50 +260,3 @@ def _raise_fatal(folder: Path, cause: Exception | None = None) -> None:
     """UserError if a worker met an error that a restart cannot fix."""
     if (folder / FATAL).exists():
         raise UserError((folder / FATAL).read_text().strip()) from cause
-
-
-def name_keys(message: str, stage: str) -> str:
-    """A message of training/ with the names of the section that the user has set."""
-    return KEYS_OF_TRAIN.sub(f"{stage}.", message)
-
-
-def forward_metrics(
-    journal: Path, run: StageJournal, bar: Bar, events: Events, stop: threading.Event, data: TrainingData = PREFERENCES
-) -> None:
-    """Forward what rank 0 writes to the tracking run, the progress bar and TensorBoard, until `stop` is set."""
-    offset, stopped, step, usage = 0, False, 0, system_metrics.Reader(journal.parent)
-    while not stopped:
-        stopped = stop.wait(0.5)
-        lines, offset = read_lines(journal, offset)
-        for line in lines:
-            if line["kind"] == "note":
-                bar.say(f"{run.stage}: {name_keys(line['text'], run.stage)}")
-                continue
-            step, values = line["step"], shown_metrics(line["values"], data)
-            run.metrics(step, values)
-            events.add(step, values)
-            if "loss" in values:
-                bar.update(step, f"loss {values['loss']:.3f}{_accuracy(values)}")
-        run.metrics(step, usage.read_new())
-
-
-def _accuracy(values: Mapping[str, float]) -> str:
-    """Empty at the first step: policy and reference are equal there, and an accuracy of ties reads like a failure."""
-    shown = values.get("rewards/accuracies", 0.0) or values.get("rewards/margins", 0.0)
-    return f", reward accuracy {values['rewards/accuracies']:.2f}" if shown else ""
-
-
-def metrics_by_step(journal: Path, data: TrainingData) -> dict[int, dict[str, float]]:
-    """The last values of each step, which a restart may repeat; without speeds, which differ from run to run."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (line for line in read_lines(journal)[0] if line["kind"] == "metrics"):
-        values = {name: value for name, value in line["values"].items() if name not in SPEED_METRICS}
-        if values := shown_metrics(values, data):
-            steps.setdefault(line["step"], {}).update(values)
-    return dict(sorted(steps.items()))
-
-
-def shown_metrics(values: dict[str, float], data: TrainingData) -> dict[str, float]:
-    if data.preferences:
-        return values
-    return {name: value for name, value in values.items() if not PREFERENCE_METRICS.search(name)}

@@ -17,7 +17,8 @@ from tasks.config.train import Train
 from tasks.errors import UserError
 from tasks.system.files import fingerprint, publish, sha256, write_json
 from tasks.tracking.journal import StageJournal
-from tasks.train.driver import Training, check_options, metrics_by_step, name_keys, train_locked
+from tasks.train.driver import Training, check_options, train_locked
+from tasks.train.progress import metrics_by_step, name_keys
 from tasks.train.worker import JOURNAL
 from training.pairs import batches
 
@@ -42,7 +43,7 @@ def sft(run: StageJournal) -> None:
     training = Training("sft", with_sft_as_train(params), cluster, model, data, inputs)
     try:
         with train_locked(training, run) as folder, publish(SFT) as out:
-            logged = (item for row in metrics_by_step(folder / JOURNAL, data).values() for item in row.items())
+            logged = (item for row in metrics_by_step(folder / JOURNAL).values() for item in row.items())
             metrics = {name: value for name, value in logged if name in ("loss", "eval/loss")}
             _write_model(model, folder / "policy", out)
             write_json(out / MANIFEST, {**model_hashes(out), "answers": answers, "metrics": metrics})

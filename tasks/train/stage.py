@@ -1,6 +1,5 @@
 """Stage `train`: preference optimization of the policy, on the worker group `actor_train`."""
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from tasks.config.paths import METRICS, PAIRS, POLICY, REFERENCE
 from tasks.system.files import fingerprint, hash_files, publish, read_json, write_json
 from tasks.tracking import plots
 from tasks.tracking.journal import StageJournal
-from tasks.train.driver import Training, check_options, metrics_by_step, train_locked
+from tasks.train.driver import Training, check_options, train_locked
+from tasks.train.progress import metrics_by_step, write_table
 from tasks.train.worker import JOURNAL
 
 
@@ -33,21 +33,13 @@ def train(run: StageJournal) -> None:
 
 def _publish(run: StageJournal, folder: Path) -> None:
     """Write the policy, its curves and its final metrics as DVC outputs."""
-    steps = metrics_by_step(folder / JOURNAL, PREFERENCES)
+    steps = metrics_by_step(folder / JOURNAL)
     with publish(POLICY) as out:
         shutil.copytree(folder / "policy", out, dirs_exist_ok=True)
     METRICS.mkdir(parents=True, exist_ok=True)
-    write_curves(METRICS / "train.csv", steps)
+    write_table(METRICS / "train.csv", steps)
     final = {name: value for row in steps.values() for name, value in row.items() if name not in ("pairs", "tokens")}
     write_json(METRICS / "train.json", final)
     plots.curves(steps, run.folder / "curves.png")
     run.artifact(run.folder / "curves.png")
     run.summary({name: value for name, value in final.items() if not name.startswith("eval/")})
-
-
-def write_curves(path: Path, steps: dict[int, dict[str, float]]) -> None:
-    columns = sorted({name for row in steps.values() for name in row})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["step", *columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({"step": step, **row} for step, row in steps.items())

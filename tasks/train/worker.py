@@ -3,16 +3,18 @@
 The files lie in the training's folder, which all ranks and the driver (tasks/train/driver.py) share.
 """
 
-import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from tasks.artifacts.training_data import TrainingData
 from tasks.cluster import preemption, system_metrics
 from tasks.system import disk, processes
 from tasks.system.files import write_text
+from tasks.tracking.journal import Journal
 from training.trainer import checkpoint_files
 from training.trainer.settings import Preempted, ReferenceMismatch, Settings
 
@@ -20,6 +22,7 @@ JOURNAL = "metrics.jsonl"  # metrics and messages of rank 0
 PREEMPTED = "preempted"  # exists when the workers were preempted and have saved a checkpoint
 FATAL = "fatal.txt"  # the message of an error that a restart cannot fix
 RESERVE, RESERVE_BYTES = ".reserve", 4096  # disk space for that message when the disk is full
+PREFERENCE_METRICS = re.compile(r"(^|/)(rewards/|logps/|sft_loss$)")  # without meaning for a single answer
 
 
 def train_on_worker(config: dict[str, Any], key: bytes) -> None:
@@ -37,26 +40,23 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
     from training.trainer import loop, memory
 
     folder, data, needs_reference = Path(settings.folder), config["data"], settings.objective.needs_reference
+    journal = Journal(folder / JOURNAL)
     _in_thread(_exit_without_driver, config["driver"], settings)
     if config["system_metrics"] and context.get_local_rank() == 0:
-        _in_thread(system_metrics.sample, folder, context.get_node_rank(), config["system_metrics"])
+        _in_thread(system_metrics.sample, journal.path, context.get_node_rank(), config["system_metrics"])
     if (folder / FATAL).exists():  # from the previous attempt
         return
 
-    def write(kind: str, **content: Any) -> None:
-        with (folder / JOURNAL).open("a") as file:
-            file.write(json.dumps({"kind": kind, **content}) + "\n")
-
     try:
         if context.get_world_rank() == 0 and _is_restart(settings):
-            write("note", text="restarting the workers from the last checkpoint")
+            journal.write("note", text="restarting the workers from the last checkpoint")
         with preemption.preemptible() as preempted:
             loop.train(
                 settings,
                 data.read("train", root, needs_reference),
                 data.read("eval", root, needs_reference).by_source(),
-                log=lambda step, values: write("metrics", step=step, values=values),
-                notify=lambda message: write("note", text=message),
+                log=lambda step, values: journal.metrics(step, _meaningful(values, data)),
+                notify=lambda message: journal.write("note", text=message),
                 stop_requested=preempted.is_set,
                 key=key,
             )
@@ -77,6 +77,12 @@ def train_on_worker(config: dict[str, Any], key: bytes) -> None:
         if message := disk.explain(error, folder):
             _write_fatal(folder, message)
         raise
+
+
+def _meaningful(values: dict[str, float], data: TrainingData) -> dict[str, float]:
+    if data.preferences:
+        return values
+    return {name: value for name, value in values.items() if not PREFERENCE_METRICS.search(name)}
 
 
 def _in_thread(function: Any, *arguments: Any) -> None:

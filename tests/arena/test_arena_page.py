@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.config.cluster import load_cluster
 from tasks.feedback import traces
 from tasks.system.ports import free_port

@@ -46,7 +46,7 @@ def test_a_cluster_is_kept_if_a_stage_that_will_run_needs_one():
     assert needed("train")
     assert not needed()
     assert not needed("evaluate", "export")
-    assert needed("evaluate", evaluate={"num_workers": 2})
+    assert needed("evaluate", inference={"num_workers": 2})
     assert not needed("source", ray={"address": "10.0.0.1:6379"})
 
 

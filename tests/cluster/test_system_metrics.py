@@ -1,6 +1,5 @@
-"""CPU, memory and GPUs of training nodes: read on the node, logged by the driver at the step that was reached."""
+"""CPU, memory and GPUs of training nodes: read and written on the node, at the step that was reached."""
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -8,29 +7,32 @@ from pathlib import Path
 import pytest
 
 from tasks.cluster import system_metrics
-from tasks.system.progress import Bar
-from tasks.tracking.journal import StageJournal, read_lines
-from tasks.tracking.tensorboard import Events
-from tasks.train.driver import forward_metrics
+from tasks.tracking.journal import Journal, StageJournal
+from tasks.tracking.journal_reader import read_journal
 from tests.support.workspaces import wait_for
 
 CPU, MEMORY = "system/node0/cpu_utilization_percentage", "system/node0/system_memory_usage_percentage"
 
 
-def test_a_node_leaves_its_figures_and_the_driver_reads_each_once(tmp_path: Path) -> None:
-    (tmp_path / "usage-1.jsonl").write_text(
-        '{"system/node1/cpu_utilization_percentage": 1.0}\n'
-    )  # an earlier attempt's
-    readings = system_metrics.Reader(tmp_path)
-    sampling = threading.Thread(target=system_metrics.sample, args=(tmp_path, 0, 0.01), daemon=True)
-    sampling.start()
-    found: dict[str, float] = {}
-    wait_for(lambda: found.update(readings.read_new()) or found, 60)
-    shutil.rmtree(tmp_path)  # which ends the thread: it would fork a hundred times a second beside all other tests
-    sampling.join(60)
-    assert not sampling.is_alive()
-    assert {CPU, MEMORY} <= set(found)
-    assert all(name.startswith("system/node0/") and 0 <= value <= 100 for name, value in found.items())
+def test_a_node_writes_its_figures_at_the_step_that_was_reached(tmp_path: Path) -> None:
+    """Each step's first figures count, however often the node looks."""
+    training = tmp_path / "training"
+    training.mkdir()
+    journal, run = Journal(training / "metrics.jsonl"), StageJournal(tmp_path, "train")
+    sampling = threading.Thread(target=system_metrics.sample, args=(journal.path, 0, 0.01), daemon=True)
+
+    def figures() -> dict[int, dict[str, float]]:
+        return {line["step"]: line["values"] for line in read_journal(run.path)[0] if CPU in line["values"]}
+
+    with run.including(training):
+        sampling.start()
+        wait_for(lambda: 0 in figures(), 60)
+        journal.metrics(7, {"loss": 0.5})
+        wait_for(lambda: 7 in figures(), 60)
+        wait_for(lambda: len((training / "usage-0.jsonl").read_text().splitlines()) > 3, 60)
+        shutil.rmtree(training)  # which ends the thread: it would fork a hundred times a second beside all other tests
+        sampling.join(60)
+        assert not sampling.is_alive()
 
 
 def test_gpu_usage_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,29 +48,12 @@ def test_gpu_usage_is_what_the_driver_reports(tmp_path: Path, monkeypatch: pytes
     }
 
 
-def test_figures_stand_at_the_last_logged_step(tmp_path: Path) -> None:
-    def work(over: threading.Event) -> None:
-        (tmp_path / "metrics.jsonl").write_text(
-            json.dumps({"kind": "metrics", "step": 7, "values": {"lr": 1.0}}) + "\n"
-        )
-        (tmp_path / "usage-0.jsonl").write_text(json.dumps({CPU: 50.0}) + "\n")
-        over.set()
-
-    over = threading.Event()
-    run = StageJournal(tmp_path, "train")
-    with Bar("train", 9, "steps") as bar:
-        beside = threading.Timer(0.1, work, [over])
-        beside.start()
-        forward_metrics(tmp_path / "metrics.jsonl", run, bar, Events(None), over)
-        beside.join()
-    lines, _ = read_lines(run.journal)
-    assert [(line["step"], line["values"]) for line in lines] == [(7, {"lr": 1.0}), (7, {CPU: 50.0})]
-
-
 @pytest.mark.slow
 def test_a_real_training_has_them_in_its_journal_and_not_in_its_curves(trained: Path) -> None:
     (journal,) = trained.glob(".scratch/runs/*/train.jsonl")
-    logged = [line for line in read_lines(journal)[0] if line["kind"] == "metrics" and CPU in line["values"]]
+    logged = [line for line in read_journal(journal)[0] if line["kind"] == "metrics" and CPU in line["values"]]
+    steps = [line["step"] for line in logged]
+    assert steps == sorted(set(steps))
     assert logged
     assert all(0 < line["values"][MEMORY] <= 100 for line in logged)
     assert "system/" not in (trained / "data" / "metrics" / "train.csv").read_text()

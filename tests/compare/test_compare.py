@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tasks.compare.compare import find_model, pair_up, print_comparison, read_results, summarize
+from tasks.compare.compare import comparison_table, find_model, pair_up, print_comparison, read_results, summarize
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import METRICS, MODEL
@@ -14,6 +14,8 @@ from tasks.promote.sign import sign
 from tasks.system.files import read_json, write_json
 from tasks.tracking.registry import Registry, registry
 from tests.support.promotion import NAME, export, run, set_params
+
+ROW = {"ours": 0.75, "theirs": 0.5, "difference": 0.25, "low": 0.125, "high": 0.375, "count": 9, "prompts": 9}
 
 
 def test_compare_finds_a_model_by_alias_version_run_or_worktree(workspace, capsys, monkeypatch):
@@ -98,3 +100,19 @@ def test_a_champion_evaluated_on_other_prompts_and_without_weights_cannot_be_com
 def _forget_weights(model_registry: Registry) -> None:
     (version,) = model_registry.versions()
     (model_registry.fetch(version, "model") / "model.safetensors").unlink()
+
+
+def test_long_names_are_whole_and_stand_above_their_values() -> None:
+    names = "sweep-1a2b3c-1-beta-0.05", "sweep-1a2b3c-2-beta-0.1"
+    head, line = comparison_table({"win_rate": ROW}, *names).splitlines()
+    assert head.split()[:2] == list(names)
+    assert [head.index(name) + len(name) for name in names] == [
+        line.index(f" {value} ") + 7 for value in ("0.7500", "0.5000")
+    ]
+    assert line.endswith("+0.2500 (+0.1250 to +0.3750), n = 9")
+
+
+def test_short_names_have_the_width_of_a_number() -> None:
+    head, line = comparison_table({"win_rate": ROW}, "this model", "champion").splitlines()
+    assert head == f"{'':8} {'this model':>14} {'champion':>14}  difference (95% interval)"
+    assert line.startswith(f"win_rate {'0.7500':>14} {'0.5000':>14}  ")

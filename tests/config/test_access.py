@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tasks.config.access import check_push, may_connect
-from tasks.config.cluster import OF_THIS_MACHINE, RECIPE, Cluster, load_cluster
+from tasks.config.cluster import OF_THIS_MACHINE, OVERRIDES, Cluster, load_cluster
 from tasks.config.strict import validate
 from tasks.errors import UserError
 from tasks.source import fetch as reading
@@ -264,10 +264,10 @@ def test_a_forbidden_parameter_ends_the_first_stage(root):
 
 
 def test_access_is_the_operators_and_no_recipe_sets_it(root):
-    (root / RECIPE).write_text(yaml.safe_dump({"access": {"push": ["s3://theirs"]}}))
+    (root / OVERRIDES).write_text(yaml.safe_dump({"access": {"push": ["s3://theirs"]}}))
     with pytest.raises(UserError, match="a recipe cannot set `access`"):
         load_cluster()
-    (root / RECIPE).unlink()
+    (root / OVERRIDES).unlink()
     write_cluster(root, {"access.networks": ["10.0.0.1/8"]})
     with pytest.raises(UserError, match=r"networks: 10.0.0.1/8 has host bits set. Write an address or a range"):
         load_cluster()

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.config.cluster import OVERRIDES, RECIPE, Cluster, ReferenceGroup, changed_values, load_cluster
+from flows.parameters import known_and_typed
+from tasks.config import params
+from tasks.config.cluster import OVERRIDES, RUN_FILES, Cluster, ReferenceGroup, changed_values, load_cluster
 from tasks.config.params import Params, read_recipe
 from tasks.config.strict import Layer, changed
 from tasks.errors import UserError
 from tasks.runs import run_config
+from tasks.runs.workspace import Workspace
 from tests.support.workspaces import PROJECT, make_workspace
 
 SITE = {"tracking_uri": "http://mlflow:5000", "actor_train": {"num_workers": 3, "save_steps": 7}}
@@ -44,11 +47,23 @@ def test_keys_missing_from_the_site_overlay_keep_the_values_of_infra_cluster_yam
     assert (found.actor_train.row_tokens, found.reference.shard_pairs, found.exp_name) == (256, 16, "dpo")
 
 
-def test_a_recipe_wins_over_the_site_and_the_site_over_the_base(root, monkeypatch):
+def test_a_run_wins_over_the_site_and_the_site_over_the_base(root, monkeypatch):
     set_site(root, monkeypatch)
-    (root / RECIPE).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
+    (root / OVERRIDES).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
     assert (load_cluster().actor_train.num_workers, load_cluster().actor_train.save_steps) == (8, 7)
-    assert load_cluster(Path(), {"actor_train": {"num_workers": 9}}).actor_train.num_workers == 9  # an override
+    set_site(root, monkeypatch, {"actor_train": {"num_workers": 3, "save_steps": 11}})  # resumed on another machine
+    assert (load_cluster().actor_train.num_workers, load_cluster().actor_train.save_steps) == (8, 11)
+    assert load_cluster(Path(), {"actor_train": {"num_workers": 9}}).actor_train.num_workers == 9
+
+
+def test_a_run_that_starts_in_the_folder_of_another_keeps_its_settings(root):
+    """`dpo open RUN` makes such a folder."""
+    (root / OVERRIDES).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8, "save_steps": 6}}))
+    config = run_config.resolve(None, {"cluster.actor_train.save_steps": 9}, root)
+    assert config.files == {str(OVERRIDES): {"actor_train": {"num_workers": 8, "save_steps": 9}}}
+    origins = {name: tuple(found) for name, found in config.origins.items() if "actor_train" in name}
+    assert origins["cluster.actor_train.num_workers"] == (8, "infra/overrides.yaml")
+    assert origins["cluster.actor_train.save_steps"] == (9, "overrides")
 
 
 def test_a_relative_site_overlay_is_found_from_a_worktree_too(root, monkeypatch, tmp_path):
@@ -73,8 +88,9 @@ def test_a_key_that_is_left_out_keeps_its_default(root):
 def test_each_value_that_is_not_the_default_has_an_origin(root, monkeypatch):
     site = {"actor_train": {"num_workers": 3, "save_steps": 20, "resources": {"trainer": 1.0}}, "reference": {}}
     set_site(root, monkeypatch, site)
-    (root / RECIPE).write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
-    (root / OVERRIDES).write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
+    of_earlier_version, of_run = (root / path for path in RUN_FILES)
+    of_earlier_version.write_text(yaml.safe_dump({"actor_train": {"num_workers": 8}}))
+    of_run.write_text(yaml.safe_dump({"reference": {"num_workers": 5}}))
     assert {name: tuple(found) for name, found in changed_values().items()} == {
         "tensorboard": (True, "infra/cluster.yaml"),
         "system_metrics": (0.2, "infra/cluster.yaml"),
@@ -94,20 +110,20 @@ def test_an_optional_section_that_becomes_null_or_a_section_is_one_change():
 
 
 def test_overrides_reach_worker_groups_and_nothing_that_the_operator_decides(root):
-    assert run_config.changed_files(None, {"cluster.actor_train.zero_stage": 3}) == {
-        str(OVERRIDES): {"actor_train": {"zero_stage": 3}}
-    }
+    files = run_config.resolve(None, {"cluster.actor_train.zero_stage": 3}).files
+    assert files == {str(OVERRIDES): {"actor_train": {"zero_stage": 3}}}
     with pytest.raises(UserError, match=r"An override cannot set `cluster.tracking_uri`, only keys of prepare, "):
-        run_config.changed_files(None, {"cluster.tracking_uri": "http://elsewhere"})
+        run_config.resolve(None, {"cluster.tracking_uri": "http://elsewhere"})
     with pytest.raises(UserError, match=r"`actor_train.zero_stag`.*Did you mean `actor_train.zero_stage`"):
-        run_config.changed_files(None, {"cluster.actor_train.zero_stag": 3})
+        run_config.resolve(None, {"cluster.actor_train.zero_stag": 3})
 
 
 WORKTREE = """
 import subprocess, sys
 from tasks.runs import run_config
+from tasks.runs.workspace import Workspace
 from tasks.lifecycle import run_workspace
-files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9})
+files = run_config.resolve("qwen2.5-7b-lora-zero3", {"cluster.actor_train.save_steps": 9}).files
 record = run_workspace.new_record("zero3", files, worktree=True, flow_run="1")
 with run_workspace.open_workspace(record, "1") as run:
     command = [sys.executable, "-m", "tasks.dummy", "cluster"]
@@ -146,19 +162,59 @@ def test_mistakes_in_the_site_overlay_name_it(root, monkeypatch):
         load_cluster()
 
 
+def test_an_old_name_of_a_worker_group_is_refused_with_the_new_one_wherever_somebody_wrote_it(root, monkeypatch):
+    old, said = {"evaluate": {"num_workers": 2}}, "the worker group `evaluate` is now `inference`"
+    set_site(root, monkeypatch, old)
+    with pytest.raises(UserError, match=rf"site.yaml \(DPO_CLUSTER\): {said}"):
+        load_cluster()
+    monkeypatch.delenv("DPO_CLUSTER")
+    monkeypatch.setattr(params, "RECIPES", root / "recipes")
+    (root / "recipes").mkdir()
+    (root / "recipes/mine.yaml").write_text(yaml.safe_dump({"cluster": old}))
+    with pytest.raises(UserError, match=f"recipes/mine.yaml, `cluster`: {said}"):
+        read_recipe("mine", "cluster")
+    with pytest.raises(UserError, match=f"override of `cluster`: {said}"):
+        run_config.changed_files(None, {"cluster.evaluate.num_workers": 2})
+    with pytest.raises(ValueError, match=r"Did you mean `cluster.inference.num_workers`\?"):
+        known_and_typed({"cluster.evaluate.num_workers": 2})
+    (root / "infra/cluster.yaml").write_text(yaml.safe_dump(old))
+    with pytest.raises(UserError, match=f"infra/cluster.yaml: {said}"):
+        load_cluster()
+
+
+def test_a_stored_run_is_read_with_its_old_names_and_its_stages_get_them(root, monkeypatch, tmp_path):
+    """The worktree of a run from before the group was renamed: its code refuses the new name, its flow the old one."""
+    stored = make_workspace(tmp_path / "stored", tmp_path)
+    before = yaml.safe_load((stored / "infra/cluster.yaml").read_text())
+    before["evaluate"] = {**before.pop("inference"), "row_tokens": 2048}
+    (stored / "infra/cluster.yaml").write_text(yaml.safe_dump(before))
+    (stored / RUN_FILES[0]).write_text("evaluate: {num_workers: 2}\n")
+    (stored / OVERRIDES).write_text("evaluate: {cpus_per_worker: 3}\n")
+    set_site(root, monkeypatch, {"inference": {"placement": "SPREAD"}, "currency": "USD"})
+    monkeypatch.setenv("DPO_HOME", str(root))
+    found = load_cluster(stored).inference
+    assert (found.row_tokens, found.num_workers, found.cpus_per_worker, found.placement) == (2048, 2, 3, "SPREAD")
+    changed = run_config.changed_on_resume(stored, {"cluster.inference.num_workers": 4})
+    assert changed == {str(OVERRIDES): {"evaluate": {"cpus_per_worker": 3, "num_workers": 4}}}
+    site = Workspace(stored, "stored").environment()["DPO_CLUSTER"]
+    assert yaml.safe_load(Path(site).read_text()) == {"evaluate": {"placement": "SPREAD"}, "currency": "USD"}
+    new = make_workspace(tmp_path / "new", tmp_path)
+    assert Workspace(new, "new").environment()["DPO_CLUSTER"] == os.environ["DPO_CLUSTER"]
+
+
 def test_a_recipe_stands_above_the_site_and_a_run_does_not_copy_it(root, monkeypatch):
     recipe = "qwen2.5-7b-lora-zero3"  # 8 training workers
     set_site(root, monkeypatch)
     found = load_cluster(Path(), read_recipe(recipe, "cluster"))
     assert (found.actor_train.num_workers, found.tracking_uri) == (8, "http://mlflow:5000")
     assert load_cluster().actor_train.num_workers == 3
-    assert run_config.changed_files(None, None) == {}  # the site alone needs no worktree
-    overlay = run_config.changed_files(recipe, None)[str(RECIPE)]
+    assert run_config.resolve(None, None).files == {}  # the site alone needs no worktree
+    overlay = run_config.resolve(recipe, None).files[str(OVERRIDES)]
     assert "tracking_uri" not in overlay  # what the site knows is not written into a run's commit
     assert load_cluster(PROJECT, overlay).tracking_uri == "http://mlflow:5000"
 
 
 def test_the_overlays_that_come_with_the_project_are_good(monkeypatch):
-    for path in ("infra/compose.cluster.yaml", "infra/compose.gpu-cluster.yaml", "infra/k8s/cluster.yaml"):
-        monkeypatch.setenv("DPO_CLUSTER", str(PROJECT / path))
+    for path in [*PROJECT.glob("infra/compose.*cluster.yaml"), *PROJECT.glob("infra/k8s*/cluster.yaml")]:
+        monkeypatch.setenv("DPO_CLUSTER", str(path))
         assert load_cluster(PROJECT).actor_train.keep_checkpoints == 2  # none of them names it

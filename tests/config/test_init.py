@@ -28,6 +28,7 @@ from tasks.runs import run_config
 from tests.benchmarks.workload import qwen_config
 from tests.models.test_architectures import ALL
 from tests.support.workspaces import PROJECT, write_data
+from training.models import adaptation
 from training.models.tokenizer import load_tokenizer
 from training.trainer.memory import Sizes, model_sizes
 
@@ -91,9 +92,14 @@ def test_what_cannot_work_is_one_sentence_and_writes_nothing(recipes: Path, tiny
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_the_adapter_trains_is_said_or_refused(recipes: Path, tiny_base: Path, capsys) -> None:
+def test_what_the_adapter_trains_is_said_or_refused(
+    recipes: Path, tiny_base: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_data(recipes / "pairs.jsonl", demo.rows(0)[:50])
+    examined, examine = [], adaptation.examine
+    monkeypatch.setattr(adaptation, "examine", lambda *given: examined.append(given) or examine(*given))
     init(recipes / "pairs.jsonl", tiny_base)
+    assert len(examined) == 1  # a large model takes seconds
     printed = re.search(
         r"Adapter  LoRA of rank 16: (\S+) trained parameters, .* on q_proj, .*; frozen: embed_tokens",
         (capsys.readouterr().out),
@@ -347,10 +353,8 @@ def test_plan_estimates_what_init_estimated_from_the_same_facts(
     time, gib = re.search(r"\(about (.*) if nothing else runs here, (.*) GiB on each", said).groups()
 
     def planned(**overrides: object) -> tuple[Params, Cluster, Estimate | None]:
-        files = run_config.changed_files("mine", {key.replace("__", "."): value for key, value in overrides.items()})
-        params = validate(Params, files["params.yaml"], Path("mine"))
-        cluster = load_cluster(PROJECT, files.get("infra/recipe.yaml", {}), files.get("infra/overrides.yaml", {}))
-        return params, cluster, estimate_here(params, cluster)
+        config = run_config.resolve("mine", {key.replace("__", "."): value for key, value in overrides.items()})
+        return config.params, config.cluster, estimate_here(config.params, config.cluster)
 
     params, cluster, (seconds, longest) = planned()
     assert longest > cluster.actor_train.row_tokens

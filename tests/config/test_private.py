@@ -257,8 +257,8 @@ def test_the_operators_site_overlay_may_be_where_secrets_are(workspace, monkeypa
 
 def test_the_operators_own_fields_are_no_business_of_a_run():
     """Texts of infra/cluster.yaml, which no recipe and no run sets, besides those of the groups, which name no path."""
-    groups = {f"{name}.resources" for name in ("reference", "actor_train", "evaluate")}
-    assert {key for key in texts(Cluster) if key.split(".")[0] in ("reference", "actor_train", "evaluate")} == groups
+    groups = {f"{name}.resources" for name in ("reference", "actor_train", "inference")}
+    assert {key for key in texts(Cluster) if key.split(".")[0] in ("reference", "actor_train", "inference")} == groups
 
 
 # What stays allowed

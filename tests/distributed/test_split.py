@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tasks.evaluate.evaluator import Evaluator
 from tasks.evaluate.sampler import Sampling, Weights
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_lines
 from tests.support.workspaces import run, start, workers, write_cluster
 from training.exporting import merging
 from training.models import adapters
@@ -170,7 +170,7 @@ def test_a_model_split_over_two_workers_goes_through_all_stages(referenced: Path
     params = yaml.safe_load((root / "params.yaml").read_text())
     params["train"] |= {"adapter": None, "max_steps": 4}
     (root / "params.yaml").write_text(yaml.safe_dump(params))
-    groups = ("reference", "actor_train", "evaluate")
+    groups = ("reference", "actor_train", "inference")
     write_cluster(root, {f"{group}.{key}": value for group in groups for key, value in SPLIT.items()})
     run(root, "train")
     driver = start(root, "evaluate")

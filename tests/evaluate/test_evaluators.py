@@ -1,4 +1,4 @@
-"""The worker group `evaluate` on a real Ray cluster: one worker and two, one of them killed, write the same files."""
+"""The worker group `inference` on a real Ray cluster: one worker and two, one of them killed, write the same files."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def workspace(tmp_path: Path, referenced: Path, adapter: Path) -> Path:
 
 
 def start(workspace: Path, workers: int, **variables: str) -> subprocess.Popen[str]:
-    write_cluster(workspace, {"evaluate.num_workers": workers, "evaluate.row_tokens": 128})
+    write_cluster(workspace, {"inference.num_workers": workers, "inference.row_tokens": 128})
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=workspace,
@@ -87,16 +87,16 @@ def test_two_workers_one_killed_write_the_same_files_as_one_worker_and_the_drive
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_an_in_process_worker_with_a_gpu_configured_needs_a_gpu():
-    asked = load_cluster(PROJECT, {"evaluate": {"gpus_per_worker": 1}})
+    asked = load_cluster(PROJECT, {"inference": {"gpus_per_worker": 1}})
     with (
         evaluator_pool(asked, "evaluate") as workers,
-        pytest.raises(UserError, match=r"evaluate.gpus_per_worker is 1, but torch finds no GPU"),
+        pytest.raises(UserError, match=r"inference.gpus_per_worker is 1, but torch finds no GPU"),
     ):
         workers.map("has_vllm", [()])
 
 
 def test_without_a_task_no_worker_is_started():
-    cluster = load_cluster(PROJECT, {"evaluate": {"num_workers": 9}})
-    with WorkerPool(cluster, cluster.evaluate, Worker, "export") as workers:
+    cluster = load_cluster(PROJECT, {"inference": {"num_workers": 9}})
+    with WorkerPool(cluster, cluster.inference, Worker, "export") as workers:
         assert workers.map("call", []) == []
         assert not workers.actors

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 from tests.faults.forks import NAME, UPLOADER
 
 PROJECT = Path(__file__).resolve().parents[2]

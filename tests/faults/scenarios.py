@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.system import processes
 from tasks.system.files import hash_files
 from tasks.system.ports import free_port
-from tasks.tracking.journal import unsent
+from tasks.tracking.journal_reader import unsent
 from tests.conftest import make_dummy_repo
 from tests.faults.harness import PROJECT, Harness, copy, homes, locks
 from tests.support import fork_server

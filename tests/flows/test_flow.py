@@ -17,13 +17,14 @@ import yaml
 
 from cli.main import app
 from flows import artifacts
-from tasks.config.metrics import HEADLINE_METRICS
-from tasks.config.paths import ROOT
+from tasks.artifacts.evaluation import HEADLINE_METRICS
+from tasks.config.paths import METRICS, ROOT
 from tasks.config.strict import parse_overrides
 from tasks.errors import UserError
+from tasks.reports.summary import RunSummary
 from tasks.runs import run_config, search_space
+from tasks.system.files import read_json, write_json
 from tasks.system.lock import workspace_lock
-from tasks.tracking.journal import flatten_metrics
 from tests.support.browser import browser
 from tests.support.deployed import ask
 from tests.support.fork_server import fresh
@@ -166,6 +167,36 @@ def test_overrides_run_in_a_worktree_and_leave_the_checkout_alone(repo: Path, pr
         assert repeated.returncode == (0 if same else 1)
 
 
+COUNTED = """
+from flows import dpo, retrain
+from tasks.runs import run_config
+calls = []
+def count(module, name):
+    function = getattr(module, name)
+    setattr(module, name, lambda *given, **named: (calls.append(name), function(*given, **named))[1])
+for module, name in ((run_config, "resolve"), (retrain, "nothing_new"), (retrain, "check_drift")):
+    count(module, name)
+dpo.run_here(overrides={"train.beta": 0.8, "cluster.actor_train.save_steps": 9}, name="counted")
+print(calls)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_resolves_its_configuration_once_and_does_what_only_retraining_needs_for_the_next_alone(
+    repo: Path, prefect_api: Env
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], cwd=repo, env=fresh(prefect_api), capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['resolve']"
+    started_with = json.loads((repo / ".scratch/runs/counted/record.json").read_text())["started_with"]
+    assert started_with["overrides"] == {"train.beta": 0.8, "cluster.actor_train.save_steps": 9}
+    (left,) = (path for path in (repo / ".scratch/retrain").glob("*.json") if "counted" in path.read_text())
+    assert json.loads(left.read_text())["code"] == started_with["code"]  # a retraining is compared with it
+    assert yaml.safe_load(git(repo, "show", "runs/counted:infra/overrides.yaml")) == {"actor_train": {"save_steps": 9}}
+
+
 @pytest.mark.slow
 def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
     done_once: Path, prefect_api: Env, tmp_path: Path
@@ -194,7 +225,12 @@ def test_prefects_pages_show_the_run_and_execute_no_text_of_the_data(
 
 @pytest.mark.slow
 def test_the_result_is_published_with_its_text_escaped(done_once: Path, prefect_api: Env) -> None:
+    from mlflow import MlflowClient
+
     found = newest_artifacts(done_once, prefect_api)
+    run = read_json(done_once / ".scratch" / "runs" / flow_run(done_once, prefect_api)["name"] / "run.json")
+    tags = MlflowClient(f"sqlite:///{done_once}/.mlflow/mlflow.db").get_run(run["run_id"]).data.tags
+    assert found["dpo-result"].startswith(f"# Result\n\n{tags['mlflow.note.content']}\n\n")
     assert [row["stage"] for row in json.loads(found["dpo-stages"])] == [*STAGES, "promote"]
     assert "| kind | 0.5 | 0.97 |" in found["dpo-result"]
     assert "| prefers the chosen answer | 0.98 | " in found["dpo-result"]
@@ -319,31 +355,32 @@ def test_a_mistake_is_reported_before_anything_starts(dummy_repo: Path, by_hand:
 
 
 def test_overrides_that_change_nothing_need_no_worktree() -> None:
-    assert run_config.changed_files(None, None) == {}
+    assert run_config.resolve(None, None).files == {}
     beta = yaml.safe_load((ROOT / "params.yaml").read_text())["train"]["beta"]
-    assert run_config.changed_files(None, {"train.beta": beta}) == {}
-    other = run_config.changed_files(None, {"train.beta": beta + 1})
+    assert run_config.resolve(None, {"train.beta": beta}).files == {}
+    other = run_config.resolve(None, {"train.beta": beta + 1}).files
     assert list(other) == ["params.yaml"]
     assert other["params.yaml"]["train"]["beta"] == beta + 1
 
 
 def test_a_recipe_lays_over_both_files() -> None:
-    files = run_config.changed_files("qwen2.5-7b-lora-zero3", {"train.beta": 0.3})
-    assert files["infra/recipe.yaml"]["actor_train"]["zero_stage"] == 3
+    files = run_config.resolve("qwen2.5-7b-lora-zero3", {"train.beta": 0.3}).files
+    assert files["infra/overrides.yaml"]["actor_train"]["zero_stage"] == 3
     assert files["params.yaml"]["train"]["beta"] == 0.3
 
 
-def test_the_result_begins_with_at_most_eight_figures() -> None:
+def test_the_result_begins_with_at_most_eight_figures(tmp_path: Path) -> None:
     bounds = {"low": 0.7, "high": 0.8}
     metrics = {**{f"loss/{n}": 0.5 for n in range(30)}, "win_rate": {"rate": 0.75, **bounds}, "kl/answers": 0.3}
-    first, rest = artifacts._numbers(flatten_metrics(metrics))
-    lines = first.splitlines()
-    assert lines[2:] == [
+    write_json(tmp_path / METRICS / "evaluate.json", metrics)
+    run = RunSummary("one", tmp_path)
+    lines = artifacts.description(run).splitlines()
+    assert lines[-2:] == [
         "| win rate vs. base model | 0.75 | 0.7 to 0.8 |",
         "| KL to the base model, nats per answer | 0.3 |  |",
     ]
     assert len(HEADLINE_METRICS) == 8
-    assert rest.count("| loss/") == 30
+    assert artifacts._other_metrics(run).count("| loss/") == 30
 
 
 def test_override_values_are_yaml() -> None:

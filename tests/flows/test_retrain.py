@@ -132,7 +132,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     stages = {"one": {"cmd": "true", "deps": ["code.py"], "outs": ["data/one"]}}
     stages["two"] = {"cmd": "true", "deps": ["code.py", "data/one"], "outs": [{"data/two": {"persist": True}}]}
     (tmp_path / "dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    made, seen = retrain.params_and_code({}, tmp_path), content_ids_or_fail(load_params().source)
+    made = {"params": load_params().model_dump(mode="json"), "code": retrain.code_hashes(tmp_path)}
+    seen = content_ids_or_fail(load_params().source)
     return {"run": "first", "began": NOW.isoformat(), **made, "fingerprint": seen, "card": None}
 
 
@@ -144,7 +145,8 @@ class Quiet:
 
 
 def check(last: dict[str, Any] | None, root: Path) -> RetrainCheck:
-    return RetrainCheck(None, retrain.params_and_code({}, root), last)
+    params = load_params(root / "params.yaml").model_dump(mode="json")
+    return RetrainCheck(params, retrain.code_hashes(root), last)
 
 
 def test_what_counts_as_new(record: dict[str, Any], tmp_path: Path) -> None:
@@ -230,11 +232,10 @@ def test_another_model_or_other_data_start_a_new_drift_baseline(record: dict[str
     assert retrain.new_baseline(last, record["params"]) is None
     for key, value in (("source.data", "own.jsonl"), ("promote.model_name", "own")):
         (tmp_path / "params.yaml").write_text(yaml.safe_dump(overlay(record["params"], dotted({key: value}))))
-        retraining = check(last, tmp_path)
-        params = retraining.current["params"]
+        params = load_params(tmp_path / "params.yaml").model_dump(mode="json")
         assert f"{key} is {value} and was " in (retrain.new_baseline(last, params) or "")
-        retraining.check_drift(workspace)  # does not stop
-        outcome = retraining.outcome(workspace, NOW) or {}
+        retrain.check_drift(workspace, last)  # does not stop
+        outcome = retrain.outcome(workspace, NOW, {"code": record["code"]}, last) or {}
         assert outcome["card_of"] == "second"  # the baseline from now on, promoted or not
         assert retrain.new_baseline(outcome, params) is None
         assert retrain.new_baseline({**outcome, "params": {}}, record["params"])  # a run in between changes nothing

@@ -19,6 +19,7 @@ from flows.sweep_trials import Trial, run_trials
 from services.mlflow_urls import compare_link
 from tasks.errors import UserError
 from tasks.reports import sweep_table
+from tasks.reports.summary import RunSummary
 from tasks.runs.search_space import Range, combinations, parse
 from tasks.system import processes
 from tasks.tracking import plots
@@ -136,10 +137,14 @@ def test_no_trial_outlives_an_interrupted_sweep(tmp_path: Path) -> None:
 
 def test_metrics_come_from_the_journals_and_an_unknown_one_is_an_error(tmp_path: Path) -> None:
     StageJournal(tmp_path, "train").summary({"loss": 0.5})
-    StageJournal(tmp_path, "flow").summary({MARGINS: 1.5, "eval/intervals/rewards/margins/low": 1.0})
-    metrics = sweep_table.metrics_of(tmp_path)
+    bounds = {"eval/intervals/rewards/margins/low": 1.0, "eval/intervals/rewards/margins/high": 2.0}
+    StageJournal(tmp_path, "flow").summary({MARGINS: 1.5, **bounds})
+    metrics = RunSummary("one", tmp_path, tmp_path).metrics
     assert (metrics["loss"], metrics[MARGINS]) == (0.5, 1.5)
-    assert sweep_table.interval(metrics, MARGINS) == (1.0, None)
+    assert sweep_table.interval(metrics, MARGINS) == (1.0, 2.0)
+    assert sweep_table.interval(metrics, "loss") is None
+    win_rate = {"eval/win_rate/rate": 0.7, "eval/win_rate/low": 0.6, "eval/win_rate/high": 0.8}
+    assert sweep_table.interval(win_rate, "eval/win_rate/rate") == (0.6, 0.8)  # beside the rate
     with pytest.raises(UserError, match=f"The run one has no metric 'nope'. There are: {MARGINS}, loss"):
         sweep_table.check_metric("nope", metrics, "one")
 

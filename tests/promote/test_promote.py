@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from tasks.errors import UserError
 from tasks.promote import outbox
 from tasks.promote.champion import approve, rollback
 from tasks.promote.sign import print_verification
-from tasks.reports.headline import decision_of, describe_decision
+from tasks.reports.headline import describe_decision
+from tasks.reports.summary import RunSummary
 from tasks.system.files import hash_files
 from tasks.system.processes import boot_id
 from tasks.tracking import verify
@@ -221,7 +221,7 @@ def test_a_person_can_override_the_gate_with_a_reason_on_record(workspace, capsy
     assert text.startswith(f"{NAME} version 2 is now champion, approved by Ada, who overrides the gate (samples/policy")
     assert text.endswith("): the judge is wrong about irony")
     assert aliases()["champion"] == "2"
-    assert describe_decision(decision_of(Path())) == f"{text.replace('is now', 'is')}."  # in the report
+    assert describe_decision(RunSummary.here().decision) == f"{text.replace('is now', 'is')}."  # in the report
     assert run()["already"]  # promoting it again changes nothing on record
     with registry(load_cluster(), NAME) as model_registry:
         tags = model_registry.versions()[1].tags

@@ -30,3 +30,12 @@ def test_a_result_has_its_number_of_pairs_and_the_command_to_talk_to_the_model(
     write_json(METRICS / "promote.json", DECISION)
     terminal.main()
     assert "chat       dpo chat polite/2\n" in capsys.readouterr().out
+
+
+def test_unpaired_rows_are_no_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_workspace(tmp_path / "workspace", Path("unused")))
+    write_json(METRICS / "evaluate.json", {"rewards/accuracies": 0.86, "rewards/auc": 0.9, "pairs": 179.0})
+    terminal.main()
+    assert "rates the answer as its label, 179 rows " in capsys.readouterr().out

@@ -42,7 +42,7 @@ def test_a_good_workspace_is_told_what_training_needs(workspace, capsys):
     assert "ok     no stale locks" in output
     assert f"ok     MLflow's store is {workspace}/.mlflow/mlflow.db" in output
     assert "on each of 2 workers" in output
-    assert "ok     evaluate needs 0.0 GiB for the weights, plus activations, on each of 1 workers" in output
+    assert "ok     inference needs 0.0 GiB for the weights, plus activations, on each of 1 workers" in output
 
 
 def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
@@ -55,9 +55,27 @@ def test_what_cannot_fit_is_wrong_with_the_setting_to_change(workspace, capsys):
     output = capsys.readouterr().out
     assert (
         "10000000 workers, more than this machine's memory: set the dtype of reference, train and evaluate to "
-        "bfloat16, or evaluate.zero" in output
+        "bfloat16, or inference.zero" in output
     )
     assert "more than this machine's memory: lower actor_train in infra/cluster.yaml row_tokens" in output
+
+
+def test_a_model_in_the_hubs_cache_is_measured_as_dpo_plan_measures_it(
+    workspace, tiny_base, tmp_path, monkeypatch, capsys
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--owner--name"
+    shutil.copytree(tiny_base, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    params = load_params()
+    source = params.source.model_copy(update={"model": "hub:owner/name@main"})
+    capacity.fit(Report(), params.model_copy(update={"source": source}), load_cluster())
+    output = capsys.readouterr().out
+    assert "train needs about 1.0 GiB" in output
+    assert "is not on this machine yet" not in output
 
 
 def test_a_typo_is_one_line(workspace, capsys):
@@ -243,18 +261,7 @@ def test_unsent_metrics_are_reported(workspace, capsys):
     assert "note   1 runs have metrics that MLflow lacks (lonely): run `dpo sync`" in capsys.readouterr().out
 
 
-def test_the_hub_and_remotes_that_cannot_be_reached_are_wrong(workspace, monkeypatch, capsys):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    params = load_params()
-    source = params.source.model_copy(update={"model": "hub:nobody/no-such-model@main"})
-    report = Report()
-    network_checks.hub(report, params.model_copy(update={"source": source}))
-    assert report.problems == 1
-    assert "source.model: http://127.0.0.1:9 does not answer" in capsys.readouterr().out
-
+def test_remotes_that_cannot_be_reached_are_wrong(workspace, monkeypatch, capsys):
     remotes = {
         "near": {"url": "../../store"},
         "far": {"url": "s3://bucket", "endpointurl": "http://127.0.0.1:9"},

@@ -46,7 +46,7 @@ def test_the_same_command_completes_what_a_fault_stopped(bench: Bench, name: str
             wrong = bench.try_fault(name, fault, at, only)
             if (
                 wrong is not None
-            ):  # otherwise it was not reached: a forwarder that is a little later sends in fewer calls
+            ):  # otherwise it was not reached: an uploader that is a little later sends in fewer calls
                 break
         assert wrong == [], f"{name}, {fault} at {only}, no. {at}"
 

@@ -45,7 +45,7 @@ from tasks.system.files import write_json
 from tasks.tracking.registry import Moves, registry
 from tasks.tracking.mlflow_client import absolute_uri
 name, before = sys.argv[1], sys.argv[2:]
-files = run_config.changed_files(None, {"train.beta": 0.2 + len(name) / 100})
+files = run_config.resolve(None, {"train.beta": 0.2 + len(name) / 100}).files
 record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
 with run_workspace.open_workspace(record, f"flow-{name}") as run:
     run.dvc("repro", "export")

@@ -24,7 +24,7 @@ from tasks.lifecycle import run_workspace
 from tasks.errors import UserError
 for number, name in enumerate(sys.argv[1:]):
     changes = {"train.beta": 0.2 + number / 10, "export.max_shard_size": f"{number + 1}GB"}
-    files = run_config.changed_files(None, changes)
+    files = run_config.resolve(None, changes).files
     record = run_workspace.new_record(name, files, worktree=True, flow_run=f"flow-{name}")
     began = datetime.now().astimezone() - timedelta(minutes=10 - number)  # in seconds, so that no two are equal
     record = record.write(since=began.isoformat(timespec="seconds"))

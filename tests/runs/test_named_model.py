@@ -86,7 +86,7 @@ def suppress_if(message: str) -> Iterator[None]:
 def models(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A champion that the run calm-otter made, a run that registered nothing, a base model, and no hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("DPO_HOME", str(workspace))  # `dpo blame` sets it
+    monkeypatch.setenv("DPO_HOME", str(workspace))
     monkeypatch.setattr(chat, "load_chat_model", lambda folder: folder)
     write_json(Path("models/plain/config.json"), {})
     write_json(Path("data/base/manifest.json"), {"model": "demo", "sizes": {}, "files": {}, "sha256": "b" * 64})

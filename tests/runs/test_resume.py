@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from tasks.config.params import overlay
 from tasks.config.strict import read_yaml
 from tasks.system.files import hash_files, read_json, sha256, write_json
-from tasks.tracking.journal import read_lines, unsent
+from tasks.tracking.journal_reader import read_journal, read_lines, unsent
 from tasks.tracking.uploader import send_all
 from tests.support.proxy import proxied
 from tests.support.sockets import listeners, outside_loopback
@@ -174,7 +174,8 @@ def preempt_a_worker_and_kill_another(workspace: Path) -> str:
 
 
 def check_each_step_is_logged_once(workspace: Path, journal: Path) -> None:
-    logged = steps(read_lines(journal)[0])
+    assert not steps(read_lines(journal)[0])  # the training's own journal has the values, and no other file
+    logged = steps(read_journal(journal)[0])
     assert logged == list(range(1, len(logged) + 1))
     with (workspace / "data/metrics/train.csv").open() as file:
         losses = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
@@ -188,7 +189,7 @@ def check_mlflow_gets_each_step_once(workspace: Path, folder: Path, trained: Pat
     assert unsent(folder)
     store = f"sqlite:///{workspace}/.mlflow/mlflow.db"
     write_json(folder / "settings.json", {**read_json(folder / "settings.json"), "tracking_uri": store})
-    wait_for(lambda: send_all(folder.parent) and not unsent(folder), 60)  # its own forwarder may give up just now
+    wait_for(lambda: send_all(folder.parent) and not unsent(folder), 60)  # its own uploader may give up just now
     assert loss_history(workspace, folder) == loss_history(trained, None)
 
 

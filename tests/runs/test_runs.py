@@ -247,6 +247,15 @@ def test_a_run_is_found_by_prefects_name_and_id_too(tmp_path: Path, monkeypatch:
     assert records.default_name("calm-otter-0a1b2c3d", first) == "calm-otter-0a1b2c3d"  # tried again by Prefect
 
 
+def test_a_record_of_another_version_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier one has fields that this one does not know, and lacks others."""
+    monkeypatch.setattr(records, "runs_folder", lambda: tmp_path)
+    write_json(tmp_path / "old/record.json", {"name": "old", "root": str(tmp_path), "state": "failed", "made": True})
+    write_json(tmp_path / "broken/record.json", {"state": "failed"})
+    assert records.check_resumable("old").started_with == {}
+    assert [path.parent.name for path in records.damaged_records()] == ["broken"]
+
+
 @pytest.mark.parametrize(
     ("state", "advice"),
     [

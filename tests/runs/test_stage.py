@@ -97,7 +97,7 @@ def test_a_python_without_the_packages_names_the_command_to_run(tmp_path: Path) 
 def test_drivers_that_compute_nothing_do_not_load_torch() -> None:
     """Importing it takes seconds, also for a stage that is off or whose workers load it themselves."""
     drivers = ", ".join(module for stage, module in STAGES.items() if stage not in ("evaluate", "export"))
-    controller = "tasks.cluster.ray_trainer, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
+    controller = "tasks.cluster.ray_internals, tasks.cluster.rendezvous"  # of Ray Train, in a process of its own
     code = f"""
 import sys, {drivers}
 print(sorted({{'torch', 'transformers', 'ray', 'mlflow'}} & set(sys.modules)))

@@ -119,7 +119,7 @@ def test_sampled_pairs_replace_the_training_pairs_and_a_kill_or_two_workers_chan
     before = stored(killed)
     kept = sum(len(json.loads(path.read_text())) for path in before)
     assert 0 < kept < 180
-    write_cluster(killed, {"evaluate.num_workers": 2})
+    write_cluster(killed, {"inference.num_workers": 2})
     assert f"({180 - kept} answers computed" in run(killed, "sample")
     assert before.items() <= stored(killed).items()  # nothing was drawn twice
     assert pairs(killed) == made

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 
 from flows.embedded_server import COMMAND
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.system import http_limits, processes
 from tasks.system.ports import free_port
 from tasks.tracking.mlflow_server import USERS

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.runs.records import CRASHED, RunRecord
 from tasks.system import processes
 from tasks.system.files import write_json
 from tasks.system.ports import free_port
 from tasks.system.processes import this_process
 from tasks.system.progress import Bar, notify
-from tasks.tracking.journal import StageJournal
+from tasks.tracking.journal import Journal, StageJournal
 from tests.support.prometheus import scrape, scraped
 from tests.support.workspaces import PROJECT, wait_for
 
@@ -58,21 +58,23 @@ def run_folder(home: Path, name: str) -> Path:
 
 def test_a_scrape_in_mid_run_shows_step_total_and_speed(home: Path, endpoint: str) -> None:
     run = StageJournal(run_folder(home, "by-hand"), "train")
+    training = Journal(home / ".scratch" / "train" / "hash" / "metrics.jsonl")  # which rank 0 writes
+    training.path.parent.mkdir(parents=True)
     run.write("start", **this_process())
-    with notify(run.progress), Bar("train", 40, "steps") as bar:
-        run.metrics(7, {"loss": 0.5, "rewards/accuracies": 0.75, "pairs_per_second": 12.0})
+    with run.including(training.path.parent), notify(run.progress), Bar("train", 40, "steps") as bar:
+        training.metrics(7, {"loss": 0.5, "rewards/accuracies": 0.75, "pairs_per_second": 12.0})
         bar.update(7)
-        run.metrics(8, {"loss": 0.25, "pairs_per_second": 13.0})
+        training.metrics(8, {"loss": 0.25, "pairs_per_second": 13.0})
         samples = scraped(scrape(endpoint, f"reader:{PASSWORD}"))
-    assert samples["dpo_stage_done"] == {("by-hand", "train", "steps"): 8}
-    assert samples["dpo_stage_total"] == {("by-hand", "train", "steps"): 40}
-    assert samples["dpo_train_loss"] == {("by-hand",): 0.25}
-    assert samples["dpo_train_reward_accuracy"] == {("by-hand",): 0.75}
-    assert samples["dpo_train_pairs_per_second"] == {("by-hand",): 13.0}
-    assert samples["dpo_unsent_journal_lines"][()] == 4  # start, the bar's total, two steps
-    assert 0 < samples["dpo_output_dir_free_bytes"][()] < samples["dpo_output_dir_size_bytes"][()]
-    run.metrics(9, {"loss": 0.125})
-    assert scraped(scrape(endpoint, f"reader:{PASSWORD}"))["dpo_train_loss"] == {("by-hand",): 0.125}
+        assert samples["dpo_stage_done"] == {("by-hand", "train", "steps"): 8}
+        assert samples["dpo_stage_total"] == {("by-hand", "train", "steps"): 40}
+        assert samples["dpo_train_loss"] == {("by-hand",): 0.25}
+        assert samples["dpo_train_reward_accuracy"] == {("by-hand",): 0.75}
+        assert samples["dpo_train_pairs_per_second"] == {("by-hand",): 13.0}
+        assert samples["dpo_unsent_journal_lines"][()] == 4  # start, the bar's total, two steps
+        assert 0 < samples["dpo_output_dir_free_bytes"][()] < samples["dpo_output_dir_size_bytes"][()]
+        training.metrics(9, {"loss": 0.125})
+        assert scraped(scrape(endpoint, f"reader:{PASSWORD}"))["dpo_train_loss"] == {("by-hand",): 0.125}
     run.write("end", status="FINISHED")
     assert not scraped(scrape(endpoint, f"reader:{PASSWORD}"))["dpo_stage_done"]
 

@@ -15,7 +15,7 @@ from tasks.config.params import load_params
 from tasks.feedback import traces
 from tasks.system.files import write_json
 from tasks.tracking import pipeline_run, results
-from tasks.train.stage import write_curves
+from tasks.train.progress import write_table
 from tests.support.browser import Page, browser, needed
 from tests.support.feedback import answer, feedback, written
 from tests.support.mlflow_logins import PASSWORDS, VARIABLES, mlflow_with_logins
@@ -72,7 +72,7 @@ def _run(name: str, server: str) -> None:
                 run.metrics(step, values)
             run.summary(steps[10])
     write_json(Path("data/metrics/evaluate.json"), {**EVALUATED, "loss": BETAS[name] / 8})
-    write_curves(Path("data/metrics/train.csv"), steps)
+    write_table(Path("data/metrics/train.csv"), steps)
     states = {"source": "cached", "train": "ran" if name == TRAINED else "cached", "evaluate": "cached"}
     pipeline_run.finish(folder, root=Path(), states=states, status="FINISHED")
 

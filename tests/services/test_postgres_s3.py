@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.artifacts import demo
 from tasks.system import processes
 from tasks.system.ports import free_port

@@ -38,6 +38,7 @@ from flows.parameters import known_and_typed
 from services import stack
 from tasks.secrets.private import checkout_folder
 from tasks.system.processes import this_process
+from tasks.tracking.journal_reader import read_journal
 from tests.support import fork_server, workspaces
 from tests.support.browser import Page, browser
 from tests.support.prometheus import named_in_infra, scrape, scraped
@@ -695,7 +696,7 @@ def test_dpo_run_uses_the_same_server_and_status_shows_all(up: Up) -> None:
 def test_prometheus_finds_every_metric_of_the_dashboard(up: Up, trained: Path) -> None:
     """With the truncated journal of a real training, and a champion from a run of this stack."""
     (whole,) = trained.glob(".scratch/runs/*/train.jsonl")
-    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    lines, _ = read_journal(whole)  # with the steps of the training's own journal
     start = next(number for number, line in enumerate(lines) if line["kind"] == "start")
     steps = [number for number, line in enumerate(lines) if line["kind"] == "metrics" and "loss" in line["values"]]
     cut = steps[len(steps) // 2]

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.config.cluster import load_cluster
 from tasks.config.params import load_params
 from tasks.config.paths import MODEL

@@ -10,6 +10,7 @@ import pytest
 from tasks.config.params import load_params
 from tasks.prepare.card import pages
 from tasks.reports import run_report
+from tasks.reports.summary import RunSummary
 from tests.prepare.test_data_card import FACTS
 from tests.support.browser import browser, chromium
 from tests.support.workspaces import PROJECT, write_cluster
@@ -93,7 +94,7 @@ def test_in_a_real_browser_no_row_runs_anything_on_any_page(tmp_path, monkeypatc
     preview = [{part: [(SCRIPT, True), (LINKS, False)] for part in ("prompt", "chosen", "rejected")}]
     report = hostile_report()
     contents = {
-        "report": run_report.page(root, f"run {SCRIPT} 0123-of-the-page"),
+        "report": run_report.page(RunSummary(f"run {SCRIPT} 0123-of-the-page", root)),
         "data": pages.render_html(report, preview, [["rows", SCRIPT, LINKS]]),
         "data-markdown": rendered(pages.render_markdown(report, preview, [["rows", SCRIPT, LINKS]])),
         "model-markdown": rendered(model_card().split("---\n", 2)[2]),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.background import is_healthy
+from services.health import is_healthy
 from tasks.system import processes
 from tasks.system.ports import free_port
 from tasks.tracking.mlflow_server import USERS

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 
 from tasks.config.cluster import Cluster, load_cluster
 from tasks.config.params import load_params
-from tasks.tracking import journal, mlflow_client, pipeline_run, uploader
+from tasks.tracking import journal, journal_reader, mlflow_client, pipeline_run, uploader
 from tests.support.proxy import Proxy, proxied
 from tests.support.workspaces import PROJECT, make_workspace, wait_for
 
@@ -54,11 +54,14 @@ def stage(
     """A stage of that run that logs STEPS; how long it took."""
     monkeypatch.setenv("DPO_RUN", name)
     began = time.monotonic()
+    training = journal.Journal(Path(f".scratch/train/{name}/metrics.jsonl"))
+    training.path.parent.mkdir(parents=True)
     with pipeline_run.record_stage("train", load_params(), cluster) as run:
-        for step, value in STEPS.items():
-            run.metrics(step, {"loss": value, "rewards/margins": 2 * value})
-            if step == 15:
-                halfway()
+        with run.including(training.path.parent):
+            for step, value in STEPS.items():
+                training.metrics(step, {"loss": value, "rewards/margins": 2 * value})
+                if step == 15:
+                    halfway()
         run.summary({"loss": STEPS[30]})
     return time.monotonic() - began
 
@@ -123,7 +126,7 @@ def test_dying_in_the_middle_and_back_before_the_end(workspace, proxy, mlflow_se
         assert proxy.server is None
         proxy.dies_after = None
         proxy.start()
-        wait_for(lambda: not journal.unsent(folder), 60)
+        wait_for(lambda: not journal_reader.unsent(folder), 60)
 
     stage(monkeypatch, "dies", at(proxy), halfway=revive)
     assert "warning" not in capsys.readouterr().err  # it was back in time, and nobody had to do anything
@@ -139,7 +142,7 @@ def test_failing_with_500_then_the_next_run_sends_both(workspace, proxy, mlflow_
     whole(mlflow_server, "after")
     # As a flow ends: otherwise its uploader waits for ten seconds whether another stage starts.
     journal.StageJournal(workspace / ".scratch/runs/after", journal.FLOW).write("close")
-    wait_for(lambda: not journal.unsent(workspace / ".scratch/runs/errs"), 60)  # by the uploader of the next run
+    wait_for(lambda: not journal_reader.unsent(workspace / ".scratch/runs/errs"), 60)  # by the uploader of the next run
     whole(mlflow_server, "errs")
 
 
@@ -154,7 +157,7 @@ def test_slow_is_waited_for_once_and_not_by_every_stage(workspace, proxy, mlflow
     folder = workspace / ".scratch/runs/slow"
     pipeline_run.wait_until_sent(journal.StageJournal(folder, "train"), pipeline_run.start_uploader(folder))
     assert time.monotonic() - began < 0.5 + 1
-    wait_for(lambda: not journal.unsent(folder), 60)  # sent by the process that stayed
+    wait_for(lambda: not journal_reader.unsent(folder), 60)  # sent by the process that stayed
     whole(mlflow_server, "slow")
     assert proxy.requests < 40  # 30 steps with two figures each: they travel together
 
@@ -197,7 +200,7 @@ def test_a_journal_with_half_a_line_goes_on_behind_it(workspace, proxy, mlflow_s
     folder = pipeline_run.open_run(load_params(), at(proxy))
     first = journal.StageJournal(folder, "train")
     first.metrics(1, {"loss": 1.0})
-    with first.journal.open("a") as file:
+    with first.path.open("a") as file:
         file.write('{"kind": "metr')  # and was killed
     again = journal.StageJournal(folder, "train")
     again.metrics(1, {"loss": 1.0})  # known

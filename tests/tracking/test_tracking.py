@@ -19,7 +19,8 @@ from tasks.config.params import load_params
 from tasks.system.lock import file_lock
 from tasks.tracking import uploader
 from tasks.tracking.journal import StageJournal, flatten
-from tasks.tracking.pipeline_run import record_stage, run_key
+from tasks.tracking.journal_reader import read_journal
+from tasks.tracking.pipeline_run import record_stage, run_name
 from tests.support.workspaces import PROJECT, make_workspace
 
 pytestmark = pytest.mark.slow
@@ -100,7 +101,7 @@ def test_a_stage_that_fails_is_failed_and_its_repetition_goes_on(workspace, monk
 
 def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
     code = (
-        "import os, time\nfrom tasks.config.params import load_cluster, load_params\n"
+        "import os, time\nfrom tasks.config.cluster import load_cluster\nfrom tasks.config.params import load_params\n"
         "from tasks.tracking.pipeline_run import record_stage\n"
         "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n    os.kill(os.getpid(), 9)\n"
@@ -119,8 +120,9 @@ def test_a_killed_stage_is_marked_by_the_process_that_outlives_it(workspace):
 def test_a_stage_that_was_killed_with_its_uploader_is_marked_by_the_next_sync(workspace):
     """As a full disk does, where neither can write how it ended."""
     code = (
-        "import os, time, psutil\nfrom tasks.config.params import load_cluster, load_params\n"
-        "from tasks.tracking.journal import unsent\nfrom tasks.tracking.pipeline_run import record_stage\n"
+        "import os, time, psutil\nfrom tasks.config.cluster import load_cluster\n"
+        "from tasks.config.params import load_params\n"
+        "from tasks.tracking.journal_reader import unsent\nfrom tasks.tracking.pipeline_run import record_stage\n"
         "with record_stage('train', load_params(), load_cluster()) as run:\n"
         "    run.metrics(1, {'loss': 0.5})\n"
         "    while unsent(run.folder):\n        time.sleep(0.1)\n"
@@ -142,13 +144,13 @@ def test_a_stage_that_was_killed_with_its_uploader_is_marked_by_the_next_sync(wo
 def test_by_hand_a_run_is_one_call_of_dvc_and_goes_on_after_a_crash(workspace, monkeypatch, tmp_path):
     monkeypatch.delenv("DPO_RUN", raising=False)
     params, folder = load_params(), tmp_path
-    first = run_key(params, folder)
-    assert run_key(params, folder) == first  # the same caller
+    first = run_name(params, folder)
+    assert run_name(params, folder) == first  # the same caller
     state = json.loads((folder / "by-hand.json").read_text())
     (folder / "by-hand.json").write_text(json.dumps({**state, "caller": "another", "status": "RUNNING"}))
-    assert run_key(params, folder) == first  # it did not end: go on
-    (folder / "by-hand.json").write_text(json.dumps({**state, "key": "old", "caller": "another", "status": "FINISHED"}))
-    assert run_key(params, folder) != "old"
+    assert run_name(params, folder) == first  # it did not end: go on
+    (folder / "by-hand.json").write_text(json.dumps({**state, "run": "old", "caller": "another", "status": "FINISHED"}))
+    assert run_name(params, folder) != "old"
 
 
 def test_nested_values_are_flattened():
@@ -158,6 +160,7 @@ def test_nested_values_are_flattened():
 def test_a_journal_with_half_a_line_is_read_up_to_it(tmp_path):
     run = StageJournal(tmp_path, "train")
     run.metrics(1, {"loss": 0.5})
-    with run.journal.open("a") as file:
+    with run.path.open("a") as file:
         file.write('{"kind": "metr')
-    assert StageJournal(tmp_path, "train").logged == {"loss": 1}
+    (line,), _ = read_journal(run.path)
+    assert (line["step"], line["values"]) == (1, {"loss": 0.5})

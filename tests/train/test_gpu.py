@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tasks.system.files import sha256
-from tasks.tracking.journal import read_lines
+from tasks.tracking.journal_reader import read_journal, read_lines
 from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
 from tests.train import test_engine
@@ -302,7 +302,7 @@ def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, 
 def test_a_sharded_model_runs_all_stages_in_bfloat16(tmp_path: Path, tiny_base: Path):
     """ZeRO-3 on one GPU: NCCL, bfloat16, DeepSpeed's streams; tests/distributed/test_split.py shards over two ranks."""
     one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256, "zero_stage": 3}
-    groups = ("reference", "actor_train", "evaluate")
+    groups = ("reference", "actor_train", "inference")
     cluster = {f"{group}.{name}": value for group in groups for name, value in one.items()}
     precision = {f"{stage}.dtype": "bfloat16" for stage in (*groups[:1], "train", "evaluate", "export")}
     given = {**cluster, "tensorboard": False, "system_metrics": 1}
@@ -314,6 +314,8 @@ def test_a_sharded_model_runs_all_stages_in_bfloat16(tmp_path: Path, tiny_base: 
     for name in ("loss", "rewards/margins"):
         assert evaluated[name] == pytest.approx(trained[f"eval/{name}"], abs=0.05), name
     (tracked,) = workspace.glob(".scratch/runs/*/train.jsonl")
-    logged = {name for line in read_lines(tracked)[0] for name in line.get("values", {}) if name.startswith("system/")}
+    logged = {
+        name for line in read_journal(tracked)[0] for name in line.get("values", {}) if name.startswith("system/")
+    }
     assert any("gpu" in name for name in logged), logged
     print(said, sorted(logged), evaluated["loss"], trained["eval/loss"])

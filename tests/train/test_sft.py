@@ -20,7 +20,7 @@ from tasks.prepare.demonstrations import check_demonstrations, prepare_demonstra
 from tasks.prepare.templates import choose_template
 from tasks.source.readers import read_chunks
 from tasks.source.reject_reasons import RejectedRow
-from tasks.train.driver import name_keys
+from tasks.train.progress import name_keys
 from tasks.train.sft import with_sft_as_train
 from tests.support.workspaces import GROUPS, NO_JUDGE, PROJECT, SMALL, make_workspace, refusal, run, write_data
 from training.models.tokenizer import load_tokenizer

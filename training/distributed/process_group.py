@@ -2,9 +2,12 @@
 
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=30)  # of a collective
 
 
 def start_distributed(deterministic: bool) -> tuple[int, int]:
@@ -33,12 +36,30 @@ def start_distributed(deterministic: bool) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def join_process_group(init_method: str, rank: int, world: int) -> None:
-    """Form a process group at `init_method` (file:// or tcp://), for workers without a launcher."""
-    on_gpu = torch.cuda.is_available()
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))  # Ray shows each worker only its own GPU
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=init_method, rank=rank, world_size=world)
+def join_process_group(store: str, rank: int, world: int) -> None:
+    """Form a process group of workers without a launcher, and prepare DeepSpeed."""
+    os.environ.update(LOCAL_RANK="0")  # Ray shows each worker only its own GPU
+    form_process_group(store, rank, world, on_gpu=torch.cuda.is_available())
     start_distributed(deterministic=False)
+
+
+def form_process_group(store: str, rank: int, world: int, on_gpu: bool) -> None:
+    """At `store` (file:// or tcp://), with the variables that DeepSpeed reads."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as Ray: a failed collective ends its process
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def use_device(device: torch.device) -> None:
+    """Of this thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def has_process_group() -> bool:

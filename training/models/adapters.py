@@ -16,13 +16,13 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from training.models import base_tensors, weights
 from training.models.adapter_config import adapter_options
 from training.models.loading import empty_model, load_config, load_weights
 from training.models.model_files import loadable_adapter
 from training.models.tokenizer import read_tokenizer
+from training.models.transformers_internals import float32_modules, revert_weight_conversion
 
 SHARD_SIZE = "5GB"  # of weights that only this pipeline reads
 GENERATION = "generation_config.json"
@@ -209,17 +209,11 @@ def _converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the text model in another precision; what training does not touch keeps its own."""
     kept = set(base_tensors.untouched(base)) if dtype else set()
-    float32_modules = _float32_modules(empty_model(load_config(base)), dtype)
+    in_float32 = float32_modules(empty_model(load_config(base)), dtype)
     for name, tensor in tensors:
         if dtype and tensor.is_floating_point() and name not in kept:
-            tensor = tensor.to(torch.float32 if float32_modules.intersection(name.split(".")) else dtype)
+            tensor = tensor.to(torch.float32 if in_float32.intersection(name.split(".")) else dtype)
         yield name, tensor
-
-
-def _float32_modules(model: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
-    """Names of modules that transformers keeps in float32 when it loads the others in 16 bits."""
-    names = set(model._keep_in_fp32_modules_strict or ())
-    return names | set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else names
 
 
 def _mergers(model: PreTrainedModel, base: Path, adapter: Path) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from training.models import weights
 from training.models.loading import empty_model, load_config
 from training.models.model_files import OF_PROCESSORS
+from training.models.transformers_internals import (
+    WeightConverter,
+    WeightRenaming,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 
 
 def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str | None]:
@@ -90,7 +99,7 @@ def exported_config(folder: Path) -> PreTrainedConfig:
     config = load_config(folder)
     text = empty_model(config)
     model, chosen = text, config if type(text.config) is type(config) else text.config
-    if chosen is not config and type(config) in AutoModelForImageTextToText._model_mapping:
+    if chosen is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
         loaded = {*parameter_names(whole, weights.locate(folder)).values(), *whole.all_tied_weights_keys}

@@ -29,10 +29,13 @@ def compile_layers(causal: Any) -> None:
     """
     from torch._inductor import config as inductor  # heavy
 
+    from training.models.transformers_internals import unsplit_modules
+
     if any(isinstance(module, nn.Conv1d) for module in causal.modules()):
         return
 
     inductor.cpp.vec_isa_ok = False  # or Inductor builds programs to learn about the CPU, for half a minute
+    layers = unsplit_modules(causal)
     for module in causal.modules():
-        if type(module).__name__ in (causal._no_split_modules or ()):
+        if type(module).__name__ in layers:
             module.compile(dynamic=True)

@@ -12,20 +12,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from training.models.chat import render
 from training.models.loading import TOKENS, empty_model, load_config, missing_tensors
 from training.models.model_files import VOCABULARIES, embedded_adapter, loadable, model_files, read_object
 from training.models.tokenizer import load_tokenizer
+from training.models.transformers_internals import known_caches, known_quantizations
 from training.models.weights import read_headers
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ def check_folder(folder: str, template: str = "auto", adapter: bool = False) -> 
         )
     model_files(path)
     config = _tried("its config.json cannot be used", load_config, path)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"`{config.model_type}` is no causal language model. Choose one that generates text")
     if getattr(config.get_text_config(), "num_hidden_layers", 1) < 1:
         raise ValueError("its config.json says that it has no layers. Fetch the model again")
@@ -132,7 +131,7 @@ def _is_odd(name: str, tensor: Tensor) -> bool:
 
 def _check_quantization(quantized: Any) -> None:
     method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
-    if str(getattr(method, "value", method)) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if str(getattr(method, "value", method)) not in known_quantizations():
         raise ValueError(f"its config.json names the unknown quantization {method!r}. Choose the model in bfloat16")
 
 
@@ -151,7 +150,7 @@ def _fits(key: str, value: Any) -> bool:
     if key in TOKENS:  # -1 stands for none
         return all(type(n) is int and -1 <= n < 2**31 for n in (value if isinstance(value, list) else [value]))
     if key == "cache_implementation":
-        return value in ALL_CACHE_IMPLEMENTATIONS
+        return value in known_caches()
     expected = (int, float) if key in NUMBERS else (bool,) if key in FLAGS else None
     return expected is None or type(value) in expected
 

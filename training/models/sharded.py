@@ -66,13 +66,14 @@ def sharded_loading(config: dict[str, Any]) -> Iterator[None]:
         yield
         return
     from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from training.models.transformers_internals import forget_deepspeed_config
 
     reference = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it alone
     try:
         yield
     finally:
-        unset_hf_deepspeed_config()
+        forget_deepspeed_config()
         del reference
 
 

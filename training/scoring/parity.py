@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from training.distributed.sequence_parallel import SequenceGroup
 from training.models.recurrent_layers import recurrent_layers
+from training.models.transformers_internals import attention_of
 from training.pairs.packing import CHOSEN, REJECTED, build_row
 from training.pairs.pair import Pair
 from training.pairs.pair_columns import longest, shortest
@@ -31,7 +32,7 @@ def scoring(model: nn.Module, pairs: Sequence[Pair], device: torch.device) -> It
     The end of the block restores the model's attention, so that it can generate.
     """
     scorer = model if isinstance(model, Scorer) else Scorer(model)
-    own, training = scorer.causal.config._attn_implementation, model.training
+    own, training = attention_of(scorer.causal), model.training
     try:
         model.eval()
         yield scorer, select_scoring_path(scorer, pairs, device)
@@ -50,7 +51,7 @@ def select_scoring_path(scorer: Scorer, pairs: Sequence[Pair], device: torch.dev
     model, causal = scorer.model, scorer.causal
     # The longest may exceed an attention window. A pass over it takes long: pairs of one length need only one of them.
     sample = list({len(pair): pair for pair in (shortest(pairs), longest(pairs))}.values())
-    own, training = causal.config._attn_implementation, model.training
+    own, training = attention_of(causal), model.training
     model.eval()
     expected = pairs_plain_logps(model, sample, device)
     if causal.dtype in (torch.bfloat16, torch.float16):

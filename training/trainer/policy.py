@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from training.distributed.sequence_parallel import sequence_group
 from training.distributed.tensor_parallel import tensor_group
@@ -20,6 +19,7 @@ from training.models.compiling import compile_layers
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
 from training.models.sharded import gather_convolutions, sharded_loading
+from training.models.transformers_internals import revert_weight_conversion
 from training.pairs.pair import Pair
 from training.scoring.attention import LONG_ATTENTION
 from training.scoring.logps import Scorer

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from training.models.transformers_internals import checkpoint_layers_with
 from training.scoring.attention import LONG_ATTENTION
 
 
@@ -20,9 +21,7 @@ def recompute_layers(model: Any, offload: bool, kept: Any = LONG_ATTENTION) -> N
     if not offload and not kept:
         return
     function = _offloaded if offload else partial(_keeping, kept)
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = function
+    checkpoint_layers_with(model, function)
 
 
 def _offloaded(layer: Any, *inputs: Any) -> Any:
