@@ -130,10 +130,10 @@ def test_muon_is_gone():
 
 
 def test_a_key_below_the_loss_changes_one_value_of_the_recipes_mixture():
-    files = run_config.changed_files("demo", {"train.loss.sigmoid.label_smoothing": 0.1, "train.loss.sft": 0.5})
-    assert files["params.yaml"]["train"]["loss"] == {"sigmoid": {"weight": 1.0, "label_smoothing": 0.1}, "sft": 0.5}
+    resolved = run_config.resolve("demo", {"train.loss.sigmoid.label_smoothing": 0.1, "train.loss.sft": 0.5})
+    assert resolved.content["train"]["loss"] == {"sigmoid": {"weight": 1.0, "label_smoothing": 0.1}, "sft": 0.5}
     with pytest.raises(UserError, match=r"`ipo.weight` is missing: write \{ipo: \{weight: 1.0, ...\}\}"):
-        run_config.changed_files("demo", {"train.loss.ipo.f_divergence": "js"})
+        run_config.resolve("demo", {"train.loss.ipo.f_divergence": "js"})
     assert known_and_typed({"train.loss.sigmoid.label_smoothing": 0.1, "train.loss.sft.weight": 0.5})
     for key, value, sentence in (
         ("train.loss.sigmoid.label_smoothing", 0.7, "less than or equal to 0.5"),
@@ -147,7 +147,7 @@ def test_a_key_below_the_loss_changes_one_value_of_the_recipes_mixture():
 @pytest.mark.parametrize("loss", ["sigmoid", 1.0, ["sigmoid"], None])
 def test_a_loss_that_is_no_mapping_is_refused(loss):
     with pytest.raises(UserError, match=r"`train.loss`: Input should be a valid dictionary"):
-        run_config.changed_files("demo", {"train.loss": loss})
+        run_config.resolve("demo", {"train.loss": loss})
     assert "`train.loss`: Input should be a valid dictionary" in refusal(shipped(loss=loss))
 
 
