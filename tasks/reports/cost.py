@@ -47,7 +47,8 @@ def _seconds(journal: list[dict[str, Any]]) -> float:
             attempts.append((line["time"], line["time"]))
             is_running = True
         elif is_running:
-            attempts[-1] = (attempts[-1][0], line["time"])
+            start, end = attempts[-1]
+            attempts[-1] = start, max(end, line["time"])  # values of the same training may be from an earlier run
             is_running = line["kind"] != "end"
     return sum(end - start for start, end in attempts) / 1000
 

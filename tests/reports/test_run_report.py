@@ -117,7 +117,7 @@ def test_gpu_hours_count_every_attempt_and_have_a_price_where_the_site_sets_one(
 
     journal("prepare", ("start", 0), ("end", 60))
     journal("train", ("start", 0), ("progress", 90), ("start", 200), ("progress", 210), ("end", 230))
-    journal("export", ("start", 0), ("end", 30))
+    journal("export", ("start", 0), ("end", 30), ("start", 40), ("progress", 10))  # runs, on an older training
     run = RunSummary("run", root, logs, STATES)
     cluster = run.cluster
     assert cost.gpu_hours(run) == {"train": 16.0, "export": 0.5}
