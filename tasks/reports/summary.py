@@ -18,7 +18,7 @@ from tasks.reports.headline import verdict
 from tasks.runs.records import RunRecord, stage_states
 from tasks.system.files import read_json_lines, read_json_or_empty, sha256
 from tasks.tracking.journal import flatten_metrics
-from tasks.tracking.journal_reader import read_journal
+from tasks.tracking.journal_reader import read_journal, read_lines
 from tasks.tracking.results import curves
 
 Content = dict[str, Any]  # of a JSON file or line
@@ -96,11 +96,12 @@ class RunSummary:
     def journals(self) -> dict[str, list[Content]]:
         """The lines of each journal: one per stage, and the flow's."""
         files = sorted(self.folder.glob("*.jsonl")) if self.folder else []
-        return {file.stem: read_journal(file)[0] for file in files}
+        return {file.stem: read_lines(file)[0] for file in files}
 
     def steps(self, stage: str) -> list[Content]:
-        """The lines of a stage's journal with the values of a step. Speeds are there alone: they are no results."""
-        return [line for line in self.journals.get(stage, []) if line["kind"] == "metrics"]
+        """The lines with the values of a step, also of an included training. Speeds are here alone: no results."""
+        lines = read_journal(self.folder / f"{stage}.jsonl")[0] if self.folder else []
+        return [line for line in lines if line["kind"] == "metrics"]
 
     @property
     def metrics(self) -> dict[str, float]:

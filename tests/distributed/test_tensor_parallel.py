@@ -29,11 +29,11 @@ from tests.distributed.test_sequence_parallel import GROUPED, difference, make_p
 from tests.support.scoring import make_scorer
 from training.distributed.tensor_parallel import (
     TensorGroup,
+    gather_full,
     split_dim,
     split_layers,
     start_tensor_groups,
     tensor_group,
-    whole,
 )
 from training.models import adapters
 from training.pairs.packing import build_row
@@ -96,7 +96,7 @@ def compare(rank: int, size: int, root: str) -> None:
         parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
         gathered = {name: as_whole(gradient, parameters[name], group) for name, gradient in gradients.items()}
         originals = dict(alone.named_parameters())
-        assert all(torch.equal(whole(parameter), originals[n]) for n, parameter in model.named_parameters())
+        assert all(torch.equal(gather_full(parameter), originals[n]) for n, parameter in model.named_parameters())
         found[name] = [
             difference(metrics, expected_metrics),
             difference(gathered, expected_gradients),
