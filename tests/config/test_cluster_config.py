@@ -174,7 +174,7 @@ def test_an_old_name_of_a_worker_group_is_refused_with_the_new_one_wherever_some
     with pytest.raises(UserError, match=f"recipes/mine.yaml, `cluster`: {said}"):
         read_recipe("mine", "cluster")
     with pytest.raises(UserError, match=f"override of `cluster`: {said}"):
-        run_config.changed_files(None, {"cluster.evaluate.num_workers": 2})
+        run_config.resolve(None, {"cluster.evaluate.num_workers": 2})
     with pytest.raises(ValueError, match=r"Did you mean `cluster.inference.num_workers`\?"):
         known_and_typed({"cluster.evaluate.num_workers": 2})
     (root / "infra/cluster.yaml").write_text(yaml.safe_dump(old))
