@@ -254,7 +254,7 @@ def test_a_preempted_worker_saves_a_checkpoint_and_the_run_resumes_from_it(tmp_p
     one = {"num_workers": 1, "gpus_per_worker": 1, "row_tokens": 256}
     cluster = {f"{group}.{name}": value for group in ("reference", "actor_train") for name, value in one.items()}
     cluster |= {"actor_train.max_failures": 0, "actor_train.save_steps": 1000, "tensorboard": False}
-    precision = {f"{stage}.dtype": "bfloat16" for stage in ("reference", "train")}
+    precision = {f"{stage}.dtype": "bfloat16" for stage in ("reference", "train", "evaluate")}
     workspace = make_workspace(tmp_path / "workspace", tiny_base, cluster=cluster, **precision, **{"train.epochs": 20})
     run(workspace, "source", "prepare", "reference")
     driver = start(workspace, "train")
