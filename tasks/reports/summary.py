@@ -70,7 +70,7 @@ class RunSummary:
     @cached_property
     def values(self) -> dict[str, float]:
         """The evaluation by flat name."""
-        return {name: value for name, value in flatten_metrics(self.evaluation).items() if value != {}}
+        return {name: value for name, value in flatten_metrics(self.evaluation).items() if not isinstance(value, dict)}
 
     @property
     def headlines(self) -> list[Headline]:

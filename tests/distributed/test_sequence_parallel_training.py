@@ -13,8 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import MixtralConfig
 
-from tests.support.workspaces import run, write_cluster
-from tests.train.test_engine import (
+from tests.support.engine import (
     AOT,
     HEADS,
     LORA,
@@ -28,6 +27,7 @@ from tests.train.test_engine import (
     save,
     settings,
 )
+from tests.support.workspaces import run, write_cluster
 from training.pairs.pair import Pair
 
 pytestmark = pytest.mark.slow

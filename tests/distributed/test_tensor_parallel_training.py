@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from tests.distributed.test_sequence_parallel_training import assert_same_course
-from tests.train.test_engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_groups, save, settings
+from tests.support.engine import CLIP, HEADS, LORA, SHAPE, make_pairs, run_groups, save, settings
 from training.models.loading import load_model
 from training.scoring.logps import plain_logps
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tests.support.engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from tests.support.scoring import make_scorer
-from tests.train.test_engine import BATCH, CPU, OBJECTIVE, RATE, batch_pairs, make_pairs, run_ranks, settings
 from training.models.loading import load_model
 from training.models.routers import LoadBalancingLoss
 from training.objectives.objective import Objective

@@ -14,11 +14,12 @@ from tasks.errors import UserError
 from tasks.system.files import hash_files
 from tasks.train import continuation, driver
 from tasks.train import stage as train
+from tests.support import engine
+from tests.support.engine import LORA, run_ranks, settings
 from tests.support.settings import KEY
 from tests.support.workspaces import make_workspace
 from tests.train import test_engine
 from tests.train.test_checkpoint import make_checkpoint
-from tests.train.test_engine import LORA, run_ranks, settings
 from training.pairs.pair import Pair
 from training.trainer import checkpoint_files
 
@@ -32,7 +33,7 @@ RUINOUS = {**FULL, "learning_rate": 0.3, "eval_steps": 1, "select": "eval/loss"}
 
 @pytest.fixture(scope="module")
 def pairs(model) -> list[Pair]:
-    return test_engine.make_pairs(model)
+    return engine.make_pairs(model)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
+from tests.support.engine import LORA, OBJECTIVE, SCORED, make_model, make_pairs, plain_run, run_ranks, settings
 from training.objectives.objective import Objective
 from training.pairs.pair import Pair
 

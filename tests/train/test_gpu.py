@@ -26,9 +26,9 @@ from transformers import (
 
 from tasks.system.files import sha256
 from tasks.tracking.journal_reader import read_journal, read_lines
+from tests.support import engine
 from tests.support.scoring import make_scorer, score_pairs
 from tests.support.workspaces import make_workspace, run, start, wait_for_step, workers
-from tests.train import test_engine
 from training.models import adapters
 from training.models.compiling import compile_layers
 from training.models.loading import load_model
@@ -181,14 +181,14 @@ def with_scores(pairs: list[Pair], scorer: torch.nn.Module) -> list[Pair]:
 
 def test_float16_trains_with_loss_scaling(tmp_path: Path):
     """Losses of float32, under every ZeRO stage; an overflow halves the scale, and training continues."""
-    model = test_engine.make_model(tmp_path / "model")
-    pairs = test_engine.make_pairs(model)
+    model = engine.make_model(tmp_path / "model")
+    pairs = engine.make_pairs(model)
     scaled = {"loss_scaling": {"initial_scale_power": 12}}  # far from an overflow of this model
-    stages = [test_engine.settings(tmp_path, model, f"zero{s}", pairs, zero_stage=s, **scaled) for s in (1, 2, 3)]
+    stages = [engine.settings(tmp_path, model, f"zero{s}", pairs, zero_stage=s, **scaled) for s in (1, 2, 3)]
     huge = {"loss_scaling": {"initial_scale_power": 21}, "max_skipped_steps": 1}
-    runs = [*stages, test_engine.settings(tmp_path, model, "huge", pairs, zero_stage=2, **huge)]
-    logs = test_engine.run_ranks(tmp_path, 1, [{**each, "dtype": "float16"} for each in runs], gpu=True)
-    expected = test_engine.plain_run(model, pairs[8:], Objective(*test_engine.OBJECTIVE))
+    runs = [*stages, engine.settings(tmp_path, model, "huge", pairs, zero_stage=2, **huge)]
+    logs = engine.run_ranks(tmp_path, 1, [{**each, "dtype": "float16"} for each in runs], gpu=True)
+    expected = engine.plain_run(model, pairs[8:], Objective(*engine.OBJECTIVE))
     for stage in stages:
         steps = [line for line in logs[str(stage["name"])] if "loss" in line]
         assert [line["loss"] for line in steps] == pytest.approx([line["loss"] for line in expected], abs=2e-3)
@@ -219,7 +219,7 @@ def test_sums_on_the_gpu_match_the_cpu():
 
 
 def test_offload_gives_the_same_losses_with_less_memory(tmp_path: Path):
-    from tests.train.test_engine import run_ranks, settings
+    from tests.support.engine import run_ranks, settings
 
     torch.manual_seed(0)  # 68 million weights: more than the measured matrix product takes
     config = LlamaConfig(**{**SHAPE, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}, **HEADS)
@@ -270,7 +270,7 @@ def test_a_preempted_worker_saves_a_checkpoint_and_the_run_resumes_from_it(tmp_p
     print(said)
 
 
-@pytest.mark.parametrize("adapter", [None, test_engine.LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [None, engine.LORA], ids=["full", "lora"])
 def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, adapter: dict | None):
     """With compiled layers; the resumed run in another process. Prints whether runs without the option are equal."""
     config = LlamaConfig(**{**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}, **HEADS)
@@ -283,16 +283,16 @@ def test_deterministic_runs_and_a_resumed_one_are_bit_identical(tmp_path: Path, 
     common |= {"global_batch_size": 16, "learning_rate": 1e-4, "adapter": adapter, "keep_checkpoints": 10, "epochs": 2}
 
     def make(name: str, deterministic: bool) -> dict:
-        return test_engine.settings(tmp_path, tmp_path / "model", name, pairs, **common, deterministic=deterministic)
+        return engine.settings(tmp_path, tmp_path / "model", name, pairs, **common, deterministic=deterministic)
 
     def weights(run: dict) -> str:
         (path,) = (Path(run["folder"]) / "policy").glob("*.safetensors")
         return sha256(path)
 
     runs = [make("first", True), make("second", True), make("free", False), make("free-again", False)]
-    test_engine.run_ranks(tmp_path, 1, runs, gpu=True)
+    engine.run_ranks(tmp_path, 1, runs, gpu=True)
     first, second, *free = map(weights, runs)
-    test_engine.run_ranks(tmp_path, 1, [{**runs[0], "again_from": 10}], gpu=True)
+    engine.run_ranks(tmp_path, 1, [{**runs[0], "again_from": 10}], gpu=True)
     print("without train.deterministic:", "equal" if free[0] == free[1] else "not equal")
     assert second == first
     assert weights(runs[0]) == first

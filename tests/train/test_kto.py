@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.engine import BATCH, CPU, RATE, make_model, make_pairs, run_ranks, settings
 from tests.support.scoring import make_scorer
-from tests.train.test_engine import BATCH, CPU, RATE, make_model, make_pairs, run_ranks, settings
 from training.models.loading import load_model
 from training.objectives.held_out import evaluate_pairs
 from training.objectives.metrics import row_loss

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.test_engine import BATCH, CPU, LORA, RATE, batch_pairs, make_model, make_pairs, run_ranks, settings
+from tests.support.engine import BATCH, CPU, LORA, RATE, batch_pairs, make_model, make_pairs, run_ranks, settings
 from training.models import adapters
 from training.models.loading import load_model
 from training.objectives.objective import Objective

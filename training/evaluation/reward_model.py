@@ -52,14 +52,14 @@ def load(folder: Path, dtype: str, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _text(tokenizer, prompt: str, answer: str) -> str:
+def _text(tokenizer: Any, prompt: str, answer: str) -> str:
     if not tokenizer.chat_template:
         return f"{prompt}\n\n{answer}"
     exchange = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return render(tokenizer, exchange)
 
 
-def _label_index(config, label: str | None) -> int | None:
+def _label_index(config: Any, label: str | None) -> int | None:
     """The index of the logit to use, None for a one-label model; ValueError if `label` does not name one."""
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
     if config.num_labels == 1 and label is None:
