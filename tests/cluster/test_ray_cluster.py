@@ -61,9 +61,9 @@ def test_an_unreachable_head_is_reported_at_once():
 
 def test_a_node_with_other_versions_is_reported_with_both_versions():
     ours = nodes.package_versions()
-    theirs = {**ours, "python": "3.11.2", "torch": "2.12.0"}
+    theirs = {**ours, "python": "3.9.1", "torch": "2.12.0"}
     (message,) = nodes.version_mismatches({"10.0.0.1": ours, "10.0.0.2": theirs}, ours)
-    assert message.startswith(f"Ray node 10.0.0.2 has python 3.11.2 (here: {ours['python']}), torch 2.12.0 (here: ")
+    assert message.startswith(f"Ray node 10.0.0.2 has python 3.9.1 (here: {ours['python']}), torch 2.12.0 (here: ")
 
 
 def test_files_of_the_same_size_differ_by_their_modification_time(tmp_path):

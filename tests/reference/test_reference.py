@@ -176,7 +176,7 @@ def test_another_beta_computes_nothing(referenced, tmp_path):
 def test_a_loss_without_a_reference_computes_none(referenced, tmp_path):
     other = Path(shutil.copytree(referenced, tmp_path / "free"))
     params = yaml.safe_load((other / "params.yaml").read_text())
-    params["train"] |= {"loss": {"simpo": 1.0}, "gamma": 0.5}
+    params["train"] |= {"loss": {"simpo": {"weight": 1.0, "gamma": 0.5}}}
     (other / "params.yaml").write_text(yaml.safe_dump(params))
     assert "loss simpo uses no reference model; nothing to compute" in run(other, "reference")
     assert values(other) == {}
